@@ -1,0 +1,68 @@
+"""Every error that this package raises on purpose, as one tree.
+
+SparseLLMError
+├── InvalidSetting      (ValueError)       a setting that cannot be: sparsity 70, N:M with N >= M, an unknown name
+├── UnsupportedModel    (ValueError)       a checkpoint that is sound but that this package cannot prune
+├── BadCheckpoint       (OSError)          a model folder that is missing, half-written, or holds NaN
+├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
+├── OutputExists        (FileExistsError)  a folder that would be overwritten
+├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
+├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
+└── VerificationFailed  (RuntimeError)     what was written is not what was meant
+
+A message says what is wrong, what was got against which limit, and what to do. Where it happened is added with ``add_note`` by
+whoever knows, as the error passes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SparseLLMError(Exception):
+    """The root: catch this to catch everything that this package raises on purpose."""
+
+
+class InvalidSetting(SparseLLMError, ValueError):
+    """A setting that cannot be, found before any heavy work."""
+
+
+class UnsupportedModel(SparseLLMError, ValueError):
+    """A sound checkpoint of a kind that this package cannot prune."""
+
+
+class BadCheckpoint(SparseLLMError, OSError):
+    """A model folder that is missing, incomplete, unreadable, or that holds non-finite weights."""
+
+
+class BadText(SparseLLMError, ValueError):
+    """A text that is missing, empty, shorter than one window, or without the field asked for."""
+
+
+class OutputExists(SparseLLMError, FileExistsError):
+    """An output folder that is already there; nothing is overwritten unless asked for by name."""
+
+
+class Unreachable(SparseLLMError, ConnectionError):
+    """A hub name that is neither cached nor reachable."""
+
+
+class SingularGram(SparseLLMError, ArithmeticError):
+    """A matrix that should be positive definite and, at the damping given, is not."""
+
+
+class NonFinite(SparseLLMError, ArithmeticError):
+    """NaN or infinity where a finite number is needed."""
+
+
+class VerificationFailed(SparseLLMError, RuntimeError):
+    """A written checkpoint that does not hold what was meant."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A sentence that names the known word closest to `word`, or all of them when none is close."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(words)}."

@@ -1,0 +1,85 @@
+"""What solvers share: damping, factorisations, conjugate gradients on a support."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsellm.errors import SingularGram
+
+
+def dead_inputs(gram: Tensor) -> Tensor:
+    """(in,) bool: True for inputs that were zero on every token. Their weights do nothing."""
+    return gram.diagonal() == 0
+
+
+def damped(gram: Tensor, damping: float) -> Tensor:
+    """The Gram matrix with `damping` times the mean of its diagonal added to the diagonal.
+
+    Dead inputs get that mean as their diagonal (1 where all are dead): they couple to nothing, and nothing is divided by zero.
+    """
+    result = gram.clone()
+    diagonal = result.diagonal()
+    dead = dead_inputs(gram)
+    mean = diagonal.mean()
+    diagonal += damping * mean
+    diagonal[dead] = torch.where(mean > 0, mean, torch.ones_like(mean))
+    return result
+
+
+def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
+    """The lower Cholesky factor of a symmetric matrix; SingularGram when it is not positive definite.
+
+    damping: what was added to the matrix already, and setting: what it is called; for the message only.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if info or not bool(lower.diagonal().isfinite().all()):
+        raise SingularGram(
+            f"Cholesky failed at pivot {int(info)} of {len(matrix)} with {setting}={damping:g}. "
+            f"Use more calibration tokens than the layer has inputs, or raise `{setting}`."
+        )
+    return lower  # type: ignore[no-any-return]
+
+
+def inverse_factor(matrix: Tensor, damping: float) -> Tensor:
+    r"""The upper triangular $U$ with $M^{-1} = U^\top U$, from one Cholesky of the reversed matrix.
+
+    With $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$ upper triangular with $M = RR^\top$, so $U = R^{-1}$: a third of the
+    operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never formed.
+    """
+    reversed_lower = cholesky(matrix.flip(0, 1), damping)
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    inverse: Tensor = torch.linalg.solve_triangular(reversed_lower.flip(0, 1), eye, upper=True)
+    return inverse
+
+
+def refit(weight: Tensor, target: Tensor, gram: Tensor, keep: Tensor, steps: int, tolerance: float = 1e-4) -> Tensor:
+    r"""The weight after conjugate gradients on $\mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$ over $W$ zero outside `keep`.
+
+    All rows at once, preconditioned by the diagonal of the Gram. A row stops moving once its residual has fallen by
+    `tolerance` (relative).
+
+    weight: (out, in), the start, zero outside `keep`. target: (out, in), W⋆. gram: (in, in), positive definite.
+    Returns a new (out, in) tensor, zero outside `keep`, with every row's error at most that of the start.
+    Cost: `steps` + 1 products of (out, in) by (in, in).
+    """
+    scale = gram.diagonal().reciprocal()
+    residual = ((target - weight) @ gram) * keep
+    direction = residual * scale
+    energy = (residual * direction).sum(1, keepdim=True)
+    enough = energy * tolerance**2
+    weight = weight.clone()
+    for _ in range(steps):
+        moving = energy > enough
+        if not bool(moving.any()):
+            break
+        product = (direction @ gram) * keep
+        curvature = (direction * product).sum(1, keepdim=True)
+        length = torch.where(moving & (curvature > 0), energy / curvature, 0)
+        weight += length * direction
+        residual -= length * product
+        preconditioned = residual * scale
+        fresh = (residual * preconditioned).sum(1, keepdim=True)
+        direction = preconditioned + torch.where(moving, fresh / energy, 0) * direction
+        energy = torch.where(moving, fresh, energy)
+    return weight

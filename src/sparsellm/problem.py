@@ -1,0 +1,72 @@
+"""The one question that every solver answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.linalg import cholesky, damped
+from sparsellm.moments import Gram, InputNorms, NoInputs
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    r"""Which weights stay, and with what values?
+
+    $$\min_{W \in \text{pattern}} E\lVert W^\star x - W x \rVert^2 = \mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$$
+
+    weight: (out, in) float32, the target $W^\star$: the dense weight for local pruning (paper eq. 2).
+    inputs: what is known of x, at least what the solver `needs`.
+    """
+
+    weight: Tensor
+    inputs: NoInputs
+
+    @classmethod
+    def toward(cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float) -> LayerProblem:
+        r"""The problem whose outputs should match another signal y, pulled toward a prior weight.
+
+        $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
+        Cholesky: $E\lVert y - Wx \rVert^2 = E\lVert y - W^\star x \rVert^2 + \mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$,
+        so pruning toward y is pruning $W^\star$ (Algorithm 1 of the paper, without its pseudo-inverse of the activations).
+
+        cross: (out, in). prior: (out, in), the weight at hand. ridge: at least 0; 1e-3 keeps masks stable against rounding.
+        """
+        gram = inputs.matrix.to(prior.dtype)
+        # The prior enters through the defect C - W0 G: where y is W0 x the answer is W0, whatever the rounding of the solve.
+        defect = cross.to(prior.dtype) - prior @ gram
+        lower = cholesky(damped(gram, ridge), ridge, "ridge")
+        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs)
+
+    @property
+    def gram(self) -> Tensor:
+        """(in, in), in the weight's dtype, fresh: raises InvalidSetting where the inputs are known less well."""
+        if not isinstance(self.inputs, Gram):
+            raise InvalidSetting(f"This solver needs a Gram matrix, got {type(self.inputs).__name__}.")
+        return self.inputs.matrix.to(self.weight.dtype)
+
+    @property
+    def norms(self) -> Tensor:
+        """(in,), in the weight's dtype: raises InvalidSetting where the inputs are unknown."""
+        if not isinstance(self.inputs, InputNorms):
+            raise InvalidSetting(f"This solver needs input norms, got {type(self.inputs).__name__}.")
+        return self.inputs.norms.to(self.weight.dtype)
+
+    def error(self, weight: Tensor) -> float:
+        """The output error of `weight` (out, in) relative to the target's output, by all that is known of the inputs.
+
+        With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white.
+        """
+        change = weight - self.weight
+        if isinstance(self.inputs, Gram):
+            gram = self.gram
+            energies = ((change @ gram) * change).sum(), ((self.weight @ gram) * self.weight).sum()
+        elif isinstance(self.inputs, InputNorms):
+            energies = (change * self.norms).square().sum(), (self.weight * self.norms).square().sum()
+        else:
+            energies = change.square().sum(), self.weight.square().sum()
+        lost, had = (float(energy) for energy in energies)
+        return max(lost, 0.0) / had if had > 0 else 0.0

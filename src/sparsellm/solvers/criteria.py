@@ -1,0 +1,36 @@
+"""Solvers that only choose: a score for each weight, the largest stay, values unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sparsellm.moments import InputNorms, NoInputs
+from sparsellm.patterns import Pattern
+from sparsellm.problem import LayerProblem
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    r"""Keep the weights with the largest $|W_{ij}|$ of the layer, as the papers' baseline does. Needs no data."""
+
+    needs: ClassVar[type[NoInputs]] = NoInputs
+
+    def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
+        return problem.weight * pattern.keep(problem.weight.abs())
+
+
+@dataclass(frozen=True)
+class Wanda:
+    r"""Keep the weights with the largest $|W_{ij}| \, \lVert x_j \rVert$ in each row.
+
+    Follows Sun et al., A simple and effective pruning approach for large language models (ICLR 2024), eq. 1.
+    """
+
+    needs: ClassVar[type[NoInputs]] = InputNorms
+
+    def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
+        score = problem.weight.abs() * problem.norms
+        return problem.weight * pattern.keep(score, per_row=True)

@@ -1,0 +1,204 @@
+"""The gate's minimiser against a dense grid search."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from sparsellm.gate import CHUNK, FLOOR, LOWEST, SHARPEST, STEEPEST, best_gate
+
+RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
+SCALES = [0.1, 1.0, 3.0, 10.0]
+SLACK = 1e-4
+"""How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
+
+
+def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> Tensor:
+    """The objective in float64, entry by entry."""
+    s, m, z, p = (signal.double() for signal in (s, m, z, p))
+    return (s - m).square() + ratio * (p - silu(s) * z).square()
+
+
+def grid_cost(m: Tensor, z: Tensor, p: Tensor, ratio: float, points: int = 2001) -> Tensor:
+    """The best cost that a search finds, for flat arguments.
+
+    A grid over [-30, 30] and a finer one around m, with m itself and the best linear answer, since beyond the first grid
+    silu(s) is 0 or s; then twice twenty times finer around the five best places.
+    """
+    m, z, p = (signal.double()[:, None] for signal in (m, z, p))
+    span = torch.linspace(-30, 30, points, dtype=torch.float64)
+    places = torch.cat([span.expand(len(m), -1), m + span / 3, m, (m + ratio * z * p) / (1 + ratio * z.square())], dim=1)
+    width = float(span[1] - span[0])
+    for _ in range(3):
+        costs = cost(places, m, z, p, ratio)
+        best = places.gather(1, costs.topk(5, dim=1, largest=False).indices)
+        fine = torch.linspace(-width, width, 41, dtype=torch.float64)
+        places = torch.cat([best, (best[:, :, None] + fine).flatten(1)], dim=1)
+        width /= 20
+    return cost(places, m, z, p, ratio).amin(1)
+
+
+def draws(count: int, scales: tuple[float, float, float], seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """m, z and p: normal draws of the given sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [(scale * torch.randn(count, generator=generator, dtype=torch.float64)).to(dtype) for scale in scales]
+
+
+def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> None:
+    """s is finite, of m's shape and dtype, and costs at most the grid's best and SLACK."""
+    assert s.shape == m.shape
+    assert s.dtype == m.dtype
+    assert bool(s.isfinite().all())
+    found, wanted = cost(s, m, z, p, ratio).flatten(), grid_cost(m.flatten(), z.flatten(), p.flatten(), ratio)
+    excess = found - wanted - SLACK * (1 + wanted)
+    worst = int(excess.argmax())
+    assert float(excess[worst]) <= 0, (
+        f"m={float(m.flatten()[worst])} z={float(z.flatten()[worst])} p={float(p.flatten()[worst])} ratio={ratio}: "
+        f"s={float(s.flatten()[worst])} costs {float(found[worst])}, the grid finds {float(wanted[worst])}"
+    )
+
+
+def test_constants_of_silu() -> None:
+    """silu has its minimum FLOOR at LOWEST, and nowhere a steeper slope or a sharper bend than stated."""
+    s = torch.linspace(-20, 20, 400_001, dtype=torch.float64, requires_grad=True)
+    value = silu(s)
+    (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), s)
+    value, slope, s = value.detach(), slope.detach(), s.detach()
+    assert float(value.min()) == pytest.approx(FLOOR, abs=1e-6)
+    assert float(s[value.argmin()]) == pytest.approx(LOWEST, abs=1e-4)
+    assert 0.999 * STEEPEST < float(slope.abs().max()) <= STEEPEST
+    assert 0.999 * SHARPEST < float(bend.abs().max()) <= SHARPEST
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
+    """Over all sizes of m, z and p: as good as the grid."""
+    every = [draws(12, (a, b, c), seed=17, dtype=dtype) for a in SCALES for b in SCALES for c in SCALES]
+    m, z, p = (torch.cat(signals) for signals in zip(*every, strict=True))
+    assert_minimal(best_gate(m, z, p, ratio), m, z, p, ratio)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 5.0, 100.0])
+def test_around_the_two_valleys(ratio: float) -> None:
+    """The hard entries: m left of silu's minimum, p / z within its range or just below, so that both sides compete."""
+    m, z, fraction = torch.meshgrid(
+        torch.linspace(-12, 1, 14, dtype=torch.float64),
+        torch.tensor([-10.0, -1.0, 0.3, 1.0, 4.0, 10.0], dtype=torch.float64),
+        torch.tensor([-0.35, -0.2784, -0.27, -0.2, -0.1, -0.01, -1e-4, 0.05, 0.5, 3.0], dtype=torch.float64),
+        indexing="ij",
+    )
+    p = fraction * z
+    for dtype in (torch.float32, torch.float64):
+        signals = m.to(dtype), z.to(dtype), p.to(dtype)
+        assert_minimal(best_gate(*signals, ratio), *signals, ratio)
+
+
+def test_slow_entries() -> None:
+    """Entries found by a search, where Newton steps creep along a flat, crooked valley: they end at its bottom too."""
+    for m, z, p, ratio in (
+        (-1.2652462790227175, -1.62101181963879, 0.21500965709448838, 10.441475868225098),
+        (-1.2677500379395346, -0.5916852832237995, 0.07204792646734655, 72.67037963867188),
+        (-1.249478745018881, -1.3919317685266925, 0.13360124775498294, 10.711005210876465),
+    ):
+        signals = [torch.tensor([value], dtype=torch.float64) for value in (m, z, p)]
+        assert_minimal(best_gate(*signals, ratio), *signals, ratio)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_zeros(ratio: float, dtype: torch.dtype) -> None:
+    """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
+    m, z, p = draws(300, (5, 5, 5), dtype=dtype)
+    zero = torch.zeros_like(m)
+    assert torch.equal(best_gate(m, zero, p, ratio), m)
+    assert torch.equal(best_gate(m, zero, zero, ratio), m)
+    assert torch.equal(best_gate(zero, zero, zero, ratio), zero)
+    assert_minimal(best_gate(m, z, zero, ratio), m, z, zero, ratio)
+    assert_minimal(best_gate(zero, z, p, ratio), zero, z, p, ratio)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", [0.01, 1.0, 100.0])
+def test_huge_and_tiny_values(ratio: float, dtype: torch.dtype) -> None:
+    """Sizes from 1e-6 to 1e4 in every mixture give no NaN, and nothing worse than m, `present` or the grid."""
+    sizes = torch.tensor([-1e4, -100, -1, -1e-6, 0, 1e-6, 1, 100, 1e4], dtype=dtype)
+    m, z, p = (signal.contiguous() for signal in torch.meshgrid(sizes, sizes, sizes, indexing="ij"))
+    s = best_gate(m, z, p, ratio)
+    assert_minimal(s, m, z, p, ratio)
+    for other in (m, torch.full_like(m, -2), torch.full_like(m, 1.5)):
+        s = best_gate(m, z, p, ratio, present=other)
+        assert bool(s.isfinite().all())
+        there = cost(other, m, z, p, ratio)
+        assert bool((cost(s, m, z, p, ratio) <= there * (1 + 1e-5) + 1e-12).all())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_never_worse_than_present(scale: float, ratio: float) -> None:
+    """In float64, whatever the present gate, the result costs no more; starting from the result changes nothing."""
+    m, z, p = draws(300, (scale, scale, scale), seed=3)
+    for present in (*draws(300, (scale, 3 * scale, 0.1), seed=4), m):
+        s = best_gate(m, z, p, ratio, present=present)
+        assert bool((cost(s, m, z, p, ratio) <= cost(present, m, z, p, ratio) * (1 + 1e-12)).all())
+        again = best_gate(m, z, p, ratio, present=s)
+        assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
+
+
+def test_stationary() -> None:
+    """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
+    for ratio in (0.1, 1.0, 10.0):
+        m, z, p = draws(2000, (2, 1, 1), seed=5)
+        s = best_gate(m, z, p, ratio).requires_grad_()
+        (gradient,) = torch.autograd.grad(cost(s, m, z, p, ratio).sum(), s)
+        assert float((gradient.abs() / (1 + ratio * z.square())).max()) < 1e-4
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_float32_is_as_good_as_float64(ratio: float) -> None:
+    """Both dtypes reach the same cost to rounding, on arguments that both hold exactly."""
+    m, z, p = draws(3000, (3, 2, 2), seed=6, dtype=torch.float32)
+    single = cost(best_gate(m, z, p, ratio), m, z, p, ratio)
+    double = cost(best_gate(m.double(), z.double(), p.double(), ratio), m, z, p, ratio)
+    assert bool(((single - double).abs() <= 1e-4 * (1 + double)).all())
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4), (0,), (0, 7)])
+def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
+    """Any shape comes back, empty ones and views that are not contiguous too; the arguments are not written to."""
+    m, z, p = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    copies = [signal.clone() for signal in (m, z, p)]
+    s = best_gate(m, z, p, 1.0, present=z)
+    assert s.shape == shape
+    for signal, copy in zip((m, z, p), copies, strict=True):
+        assert torch.equal(signal, copy)
+    turned = best_gate(m.mT, z.mT, p.mT, 1.0, present=z.mT) if m.dim() > 1 else s
+    torch.testing.assert_close(turned.mT if m.dim() > 1 else turned, s, rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_do_not_matter() -> None:
+    """Entries are solved one by one: more than a chunk of them equal the same entries in pieces."""
+    m, z, p = draws(CHUNK + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
+    whole = best_gate(m, z, p, 1.0)
+    tail = best_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], 1.0)
+    torch.testing.assert_close(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
+
+
+number = st.floats(-20, 20, allow_nan=False, width=32)
+
+
+@settings(deadline=None, derandomize=True, max_examples=40, database=None)
+@given(
+    entries=st.lists(st.tuples(number, number, number), min_size=1, max_size=20),
+    ratio=st.sampled_from(RATIOS),
+    double=st.booleans(),
+)
+def test_any_entries(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
+    """Whatever hypothesis thinks of: as good as the grid."""
+    m, z, p = torch.tensor(entries, dtype=torch.float64 if double else torch.float32).unbind(1)
+    assert_minimal(best_gate(m, z, p, ratio), m, z, p, ratio)

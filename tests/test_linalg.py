@@ -1,0 +1,192 @@
+"""Damping, factorisations and conjugate gradients against dense float64 algebra."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsellm.errors import SingularGram
+from sparsellm.linalg import cholesky, damped, dead_inputs, inverse_factor, refit
+
+DTYPES = [torch.float32, torch.float64]
+
+
+def gram_of(size: int, seed: int = 0, tokens: int | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """(in, in): the Gram of correlated inputs of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens or 4 * size, size, generator=generator, dtype=torch.float64)
+    x = x + 0.7 * x.roll(1, dims=1) + torch.randn(len(x), 1, generator=generator, dtype=torch.float64)
+    x = x * torch.linspace(0.3, 3, size, dtype=torch.float64)
+    return (x.T @ x / len(x)).to(dtype)
+
+
+def random(rows: int, columns: int, seed: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal draws."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def energy(weight: Tensor, target: Tensor, gram: Tensor) -> Tensor:
+    """(out,): each row's error, in float64."""
+    change = (weight - target).double()
+    return ((change @ gram.double()) * change).sum(1)
+
+
+def exact_refit(target: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
+    """Each row's least squares on its support, by a dense float64 solve."""
+    gram, products = gram.double(), target.double() @ gram.double()
+    answer = torch.zeros_like(products)
+    for row, support in enumerate(keep):
+        if bool(support.any()):
+            answer[row, support] = torch.linalg.solve(gram[support][:, support], products[row, support])
+    return answer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 129])
+def test_inverse_factor_is_the_upper_factor_of_the_inverse(size: int, dtype: torch.dtype) -> None:
+    """U is upper triangular with a positive diagonal, and UᵀU is the inverse."""
+    gram = gram_of(size, dtype=dtype)
+    before = gram.clone()
+    upper = inverse_factor(gram, 0)
+    assert upper.dtype == dtype
+    assert torch.equal(gram, before)
+    assert torch.equal(upper, upper.triu())
+    assert bool((upper.diagonal() > 0).all())
+    rounding = 1e-12 if dtype == torch.float64 else 1e-4
+    product = upper.double().T @ upper.double() @ gram.double()
+    assert float((product - torch.eye(size, dtype=torch.float64)).abs().max()) < rounding * size
+    torch.testing.assert_close(
+        upper.double(), torch.linalg.cholesky(torch.linalg.inv(gram.double())).T, rtol=100 * rounding, atol=rounding
+    )
+
+
+def test_damping_adds_a_share_of_the_mean() -> None:
+    """Off the diagonal nothing changes; on it the share of the mean is added; the argument is not written to."""
+    gram = gram_of(12)
+    before = gram.clone()
+    result = damped(gram, 0.03)
+    assert torch.equal(gram, before)
+    torch.testing.assert_close(result - gram, 0.03 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64))
+    assert torch.equal(damped(gram, 0.0), gram)
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 0.25, 4.0, 2.0**30])
+def test_damping_scales_with_the_gram(scale: float) -> None:
+    """Scaling the Gram by a power of two scales the damped one exactly, dead inputs included."""
+    gram = gram_of(12)
+    gram[3] = gram[:, 3] = 0
+    assert torch.equal(damped(scale * gram, 0.01), scale * damped(gram, 0.01))
+
+
+def test_dead_inputs_get_the_mean_and_couple_to_nothing() -> None:
+    """A dead input's diagonal is the mean of the diagonal; its row and column stay zero; the factor exists undamped."""
+    gram = gram_of(10)
+    for dead in (0, 4, 9):
+        gram[dead] = gram[:, dead] = 0
+    assert dead_inputs(gram).nonzero().flatten().tolist() == [0, 4, 9]
+    result = damped(gram, 0.0)
+    mean = gram.diagonal().mean()
+    torch.testing.assert_close(result.diagonal()[[0, 4, 9]], mean.expand(3), rtol=0, atol=0)
+    off = result - result.diagonal().diag()
+    assert not bool(off[[0, 4, 9]].any())
+    live = [1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(result[live][:, live], gram[live][:, live])
+    factor = inverse_factor(result, 0)
+    assert bool(factor.isfinite().all())
+    assert not bool((factor - factor.diagonal().diag())[[0, 4, 9]].any())
+
+
+def test_all_inputs_dead_is_the_identity() -> None:
+    """With nothing seen the damped Gram is the identity: nothing is divided by zero."""
+    assert torch.equal(damped(torch.zeros(5, 5), 0.01), torch.eye(5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_singular_matrices_raise(dtype: torch.dtype) -> None:
+    """Fewer tokens than inputs and no damping: SingularGram names the size and the damping; with damping it works."""
+    gram = torch.zeros(8, 8, dtype=dtype)
+    gram[:3, :3] = gram_of(3, dtype=dtype)
+    gram[5, 5] = -1
+    with pytest.raises(SingularGram, match=r"pivot \d+ of 8 with damping=0\.25.*raise `damping`"):
+        cholesky(gram, 0.25)
+    with pytest.raises(ArithmeticError):
+        inverse_factor(-torch.eye(4, dtype=dtype), 0)
+    low_rank = gram_of(16, tokens=5, dtype=dtype)
+    lower = cholesky(damped(low_rank, 0.01), 0.01)
+    torch.testing.assert_close(lower @ lower.T, damped(low_rank, 0.01), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_matrices_raise(bad: float) -> None:
+    """NaN and infinity are refused as singular, never factored into NaN."""
+    matrix = torch.eye(4)
+    matrix[2, 2] = bad
+    with pytest.raises(SingularGram):
+        cholesky(matrix, 0.01)
+    with pytest.raises(SingularGram):
+        inverse_factor(matrix, 0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("start", ["zero", "masked", "random"])
+def test_refit_never_worse_and_on_the_support(start: str, rows: int, dtype: torch.dtype) -> None:
+    """After any number of steps: zero outside the support, no row worse than at the start, arguments untouched."""
+    size = 40
+    gram, target = gram_of(size, dtype=dtype), random(rows, size, dtype=dtype)
+    keep = random(rows, size, seed=6) > 0.3
+    first = {"zero": target * 0, "masked": target * keep, "random": random(rows, size, seed=7, dtype=dtype) * keep}[start]
+    copies = [tensor.clone() for tensor in (first, target, gram, keep)]
+    initial = last = energy(first, target, gram)
+    for steps in (0, 1, 2, 5, 10, 40):
+        weight = refit(first, target, gram, keep, steps)
+        assert weight is not first
+        assert weight.dtype == dtype
+        assert not bool(weight[~keep].any())
+        now = energy(weight, target, gram)
+        assert bool((now <= last + 1e-5 * initial).all()), f"{steps} steps made a row worse"
+        last = now
+    assert torch.equal(refit(first, target, gram, keep, 0), first)
+    assert bool((last < 0.9 * initial).all())
+    for tensor, copy in zip((first, target, gram, keep), copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+@pytest.mark.parametrize(("dtype", "tolerance", "rounding"), [(torch.float32, 1e-6, 1e-3), (torch.float64, 1e-12, 1e-8)])
+def test_refit_converges_to_least_squares(dtype: torch.dtype, tolerance: float, rounding: float, rows: int) -> None:
+    """Given many steps every row reaches its exact least squares on its own support, empty and full supports too."""
+    size = 40
+    gram, target = gram_of(size, dtype=dtype), random(rows, size, dtype=dtype)
+    keep = random(rows, size, seed=6) > 0.0
+    keep[0] = rows == 1
+    keep[-1] = True
+    weight = refit(target * keep, target, gram, keep, 400, tolerance)
+    exact = exact_refit(target, gram, keep)
+    torch.testing.assert_close(weight.double(), exact, rtol=rounding, atol=rounding)
+    assert bool((energy(weight, target, gram) <= energy(exact, target, gram) * (1 + 1e-4) + 1e-8).all())
+
+
+def test_refit_rows_do_not_depend_on_each_other() -> None:
+    """A row that is long done stays put while a hard one moves on, and equals the row refitted alone."""
+    size = 32
+    gram, target = gram_of(size), random(3, size)
+    keep = random(3, size, seed=6) > 0
+    start = target * keep
+    start[0] = exact_refit(target, gram, keep)[0]
+    together = refit(start, target, gram, keep, 25)
+    for row in range(3):
+        alone = refit(start[row : row + 1], target[row : row + 1], gram, keep[row : row + 1], 25)
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(together[0], start[0], rtol=0, atol=1e-9)
+    assert not torch.allclose(together[1], start[1])
+
+
+def test_refit_stays_where_it_is_solved() -> None:
+    """A start with nothing to gain is returned to the bit: no division of zero by zero."""
+    gram, target = gram_of(8), random(2, 8)
+    keep = torch.ones(2, 8, dtype=torch.bool)
+    assert torch.equal(refit(target, target, gram, keep, 10), target)
+    nothing = torch.zeros(2, 8, dtype=torch.bool)
+    assert torch.equal(refit(torch.zeros_like(target), target, gram, nothing, 10), torch.zeros_like(target))
