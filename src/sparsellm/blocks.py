@@ -1,0 +1,104 @@
+"""A decoder block, seen by the names of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.architectures import Architecture, architecture_of
+from sparsellm.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block is called with besides the hidden states; passed on untouched."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One decoder block of a model.
+
+    index: from 0. name: its path in the model. module: what runs. architecture: the family's line of the table.
+    dtypes: what each parameter is stored in, which may be less than what the block is computed in.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    architecture: Architecture
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def layers(self) -> dict[str, nn.Linear]:
+        """The linear layers by their name within the block, in running order."""
+        return {name: self.layer(name) for group in self.architecture.groups for name in group}
+
+    def layer(self, name: str) -> nn.Linear:
+        """The layer of that name within the block; raises UnsupportedModel for anything but a plain linear layer."""
+        layer = self.module.get_submodule(name)
+        if type(layer) is not nn.Linear:
+            raise UnsupportedModel(
+                f"{self.full_name(name)} is a {type(layer).__name__}, not a torch.nn.Linear. "
+                "Quantised and adapted models cannot be pruned: load the plain checkpoint, or merge its adapters."
+            )
+        return layer
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored."""
+        with torch.no_grad():
+            self.layer(name).weight.copy_(weight.to(self.dtypes[f"{name}.weight"]))
+
+    def full_name(self, name: str) -> str:
+        """The layer's path in the model."""
+        return f"{self.name}.{name}"
+
+    def __call__(self, hidden: Tensor, call: Call) -> Tensor:
+        """The block's output for hidden states of (batch, seq, model)."""
+        output: Tensor | tuple[Tensor, ...] = self.module(hidden, *call.arguments, **call.keywords)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def blocks_of(model: PreTrainedModel) -> list[Block]:
+    """All decoder blocks of a model, in order. Raises UnsupportedModel for a family that the table lacks."""
+    architecture = architecture_of(model.config)
+    try:
+        modules = model.get_submodule(architecture.blocks)
+    except AttributeError:
+        raise UnsupportedModel(
+            f"A {type(model).__name__} has no {architecture.blocks}. Load it with AutoModelForCausalLM."
+        ) from None
+    blocks = []
+    for index, module in enumerate(modules.children()):
+        dtypes = {name: tensor.dtype for name, tensor in module.named_parameters()}
+        blocks.append(Block(index, f"{architecture.blocks}.{index}", module, architecture, dtypes))
+    return blocks
+
+
+@contextmanager
+def computed_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within the context the module computes in `dtype`; then every tensor goes back to the dtype it came in.
+
+    A processor without 16-bit arithmetic is several times faster in float32, and the detour is exact: every bfloat16 and
+    float16 number is a float32 number. dtype: None changes nothing.
+    """
+    tensors = [t for t in chain(module.parameters(), module.buffers()) if t.is_floating_point()]
+    before = [tensor.dtype for tensor in tensors]
+    try:
+        for tensor in tensors if dtype else ():
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for tensor, original in zip(tensors, before, strict=True):
+            tensor.data = tensor.data.to(original)

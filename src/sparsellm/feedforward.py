@@ -1,0 +1,136 @@
+r"""The feed-forward part of a block as SparseLLM sees it: two or three linear layers around an activation, and the closed-form
+updates of the auxiliary signals between them.
+
+The signals minimise, one at a time, with the weights held (paper eqs. 5 and 6; $z$, $s$ are the readers' outputs, $p$ the
+writer's inputs, biases included in $W x$):
+
+$$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + \alpha \lVert z - W_{in} x \rVert^2
+  \qquad \text{plain: } \varphi = \text{ReLU}$$
+
+$$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \text{silu}(s) \odot z \rVert^2
+  + \alpha \lVert z - W_{up} x \rVert^2 + \alpha \lVert s - W_{gate} x \rVert^2 \qquad \text{gated}$$
+
+Every update divides by alpha and works with the one ratio beta / alpha.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from sparsellm.gate import best_gate
+from sparsellm.linalg import cholesky
+
+Hidden = tuple[Tensor, ...]
+"""The readers' outputs, each (tokens, hidden): (z,) for a plain feed-forward, (s, z) for a gated one."""
+
+
+class FeedForward(Protocol):
+    """What SparseLLM needs to know of a feed-forward part."""
+
+    activation: ClassVar[str]
+    """The activation's name in a configuration."""
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The layers that read the block's stream, by name within the block, in the order of `activate`'s arguments."""
+        ...
+
+    @property
+    def writer(self) -> str:
+        """The layer that writes the part's output, by name within the block."""
+        ...
+
+    def activate(self, *hidden: Tensor) -> Tensor:
+        """What the writer reads, (tokens, hidden), from the readers' outputs."""
+        ...
+
+    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
+        """New readers' signals: each the minimiser of the objective with all else held, one after the other.
+
+        hidden: the present signals. outputs: W x + bias of the pruned readers. activated: p. ratio: beta / alpha.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PlainFeedForward:
+    """fc2(relu(fc1(x))), as in OPT."""
+
+    activation: ClassVar[str] = "relu"
+
+    reader: str
+    writer: str
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return (self.reader,)
+
+    def activate(self, *hidden: Tensor) -> Tensor:
+        return relu(hidden[0])
+
+    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
+        r"""The better of the two branches, entry by entry (paper eq. 12):
+
+        $z = \max((m + r p) / (1 + r), 0)$ where the ReLU passes, $z = \min(m, 0)$ where it does not.
+        """
+        (reached,) = outputs
+        passing = ((reached + ratio * activated) / (1 + ratio)).clamp_(min=0)
+        blocked = reached.clamp(max=0)
+        passing_cost = ratio * (activated - passing).square_() + (passing - reached).square()
+        blocked_cost = ratio * activated.square() + (blocked - reached).square()
+        return (torch.where(passing_cost <= blocked_cost, passing, blocked),)
+
+
+@dataclass(frozen=True)
+class GatedFeedForward:
+    """down(silu(gate(x)) * up(x)), as in Llama. The signals are (s, z): the gate's output and the up projection's."""
+
+    activation: ClassVar[str] = "silu"
+
+    gate: str
+    up: str
+    writer: str
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return (self.gate, self.up)
+
+    def activate(self, *hidden: Tensor) -> Tensor:
+        return silu(hidden[0]) * hidden[1]
+
+    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
+        r"""First $z = (m + r \, \text{silu}(s) \, p) / (1 + r \, \text{silu}(s)^2)$, then the gate by its global minimiser.
+
+        The paper writes the first for alpha = beta; its code drops the factor, and takes two gradient steps for the second.
+        """
+        gate_reached, up_reached = outputs
+        opened = silu(hidden[0])
+        up = (up_reached + ratio * opened * activated) / (1 + ratio * opened.square())
+        # The present gate competes too: a minimiser found to rounding must never be a step back.
+        return best_gate(gate_reached, up, activated, ratio, present=hidden[0]), up
+
+
+def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+    r"""The writer's inputs that minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ (paper eq. 9, by Woodbury):
+
+    $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
+
+    The matrix is (model, model) where the paper's $(W^\top W + r I)$ is (hidden, hidden), and it is better conditioned.
+
+    shape: φ(z), (tokens, hidden). weight: (model, hidden). target: y less the bias, (tokens, model).
+    factor: lower Cholesky factor of W Wᵀ + r I, from `activation_factor`; the same for all tokens of an epoch.
+    """
+    residual = target - shape @ weight.T
+    return torch.addmm(shape, torch.cholesky_solve(residual.T, factor).T, weight)
+
+
+def activation_factor(weight: Tensor, ratio: float) -> Tensor:
+    """The lower Cholesky factor of W Wᵀ + r I, (model, model), for a writer weight of (model, hidden)."""
+    matrix = weight @ weight.T
+    matrix.diagonal().add_(ratio)
+    return cholesky(matrix, ratio, "beta / alpha")

@@ -1,0 +1,144 @@
+"""Local pruning: one problem for every linear layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.activations import Activations, Look
+from sparsellm.blocks import Block
+from sparsellm.errors import NonFinite, SingularGram
+from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.moments import NoInputs
+from sparsellm.patterns import Pattern
+from sparsellm.problem import LayerProblem
+from sparsellm.solvers import LayerSolver
+
+LARGEST_DAMPING = 1.0
+"""Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
+
+
+@dataclass(frozen=True)
+class LayerWise:
+    """Every layer is pruned for its own outputs (paper eq. 2), on what it reads before any layer of its block is pruned.
+
+    That is the order of SparseGPT, Wanda and ALPS: one pass through the block for all its moments, then the solves.
+    """
+
+    solver: LayerSolver
+
+    @property
+    def needs(self) -> type[NoInputs]:
+        return self.solver.needs
+
+    def note(self, block: Block, plan: Plan) -> str:
+        return ""
+
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
+        names = planned(block, plan)
+        moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
+        for name, problem in problems_of(block, moments).items():
+            yield prune_layer(block, name, self.solver, problem, plan)
+
+
+def planned(block: Block, plan: Plan) -> list[str]:
+    """The block's layers that the plan names, in running order."""
+    return [name for name in block.layers if block.full_name(name) in plan]
+
+
+def gather(
+    block: Block,
+    inputs: Activations,
+    needs: Mapping[str, type[NoInputs]],
+    also: Mapping[str, Sequence[Look]] | None = None,
+) -> dict[str, NoInputs]:
+    """The moments of each named layer, from one pass through the block; layers of one group share theirs.
+
+    needs: the class of moments for every layer wanted. also: other looks to take in the same pass.
+    """
+    moments: dict[str, NoInputs] = {}
+    looks: dict[str, list[Look]] = {name: list(many) for name, many in (also or {}).items()}
+    for group in block.architecture.groups:
+        wanted = [name for name in group if name in needs]
+        if not wanted:
+            continue
+        layer = block.layer(wanted[0])
+        richest = max((needs[name] for name in wanted), key=lambda kind: len(kind.__mro__))
+        shared = richest(layer.in_features, layer.weight.device)
+        moments.update(dict.fromkeys(wanted, shared))
+        looks.setdefault(wanted[0], []).append(_updates(shared))
+    if any(kind is not NoInputs for kind in needs.values()) or also:
+        inputs.watch(block, looks)
+    for shared in dict.fromkeys(moments.values()):
+        shared.reduce()
+    return moments
+
+
+def problems_of(block: Block, moments: Mapping[str, NoInputs]) -> dict[str, LayerProblem]:
+    """Each named layer's local problem, with a float32 copy of its dense weight."""
+    return {
+        name: LayerProblem(block.layer(name).weight.detach().to(torch.float32, copy=True), known)
+        for name, known in moments.items()
+    }
+
+
+def prune_layer(block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan) -> LayerResult:
+    """Solve one layer by itself and write the answer."""
+    started = time.perf_counter()
+    full = block.full_name(name)
+    weight, damping = solve(solver, problem, plan[full], full)
+    block.write(name, weight)
+    return result(block, name, plan, problem, damping, 1, time.perf_counter() - started)
+
+
+def _updates(moments: NoInputs) -> Look:
+    """A look that takes a layer's inputs into the moments."""
+    return lambda inputs, _: moments.update(inputs)
+
+
+def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
+    """The solver's weight and the damping really used: raised tenfold, as often as needed, where a factorisation fails.
+
+    Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
+    """
+    try:
+        while True:
+            damping: float | None = getattr(solver, "damping", None)
+            try:
+                weight = solver.solve(problem, pattern)
+                break
+            except SingularGram:
+                if damping is None or damping >= LARGEST_DAMPING:
+                    raise
+                raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
+                solver = replace(solver, **raised)  # type: ignore[type-var]
+        if not bool(weight.isfinite().all()):
+            raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
+    except (SingularGram, NonFinite) as error:
+        error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
+        raise
+    return weight, damping
+
+
+def result(
+    block: Block, name: str, plan: Plan, problem: LayerProblem, damping: float | None, epoch: int, seconds: float
+) -> LayerResult:
+    """The result for a layer that was written, as it now stands. problem: the dense weight's."""
+    weight = block.layer(name).weight.float()
+    return LayerResult(
+        name=block.full_name(name),
+        pattern=str(plan[block.full_name(name)]),
+        shape=(weight.shape[0], weight.shape[1]),
+        zeros=int((weight == 0).sum()),
+        error=problem.error(weight),
+        known=type(problem.inputs).__name__,
+        damping=damping,
+        tokens=problem.inputs.tokens,
+        epoch=epoch,
+        seconds=seconds,
+    )

@@ -1,0 +1,197 @@
+"""Every signal update of SparseLLM against the problem that it solves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import relu, silu
+
+from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_factor, fit_activated
+
+PLAIN = PlainFeedForward(reader="fc1", writer="fc2")
+GATED = GatedFeedForward(gate="gate", up="up", writer="down")
+RATIOS = [0.01, 0.1, 1.0, 5.0, 100.0]
+DTYPES = [torch.float32, torch.float64]
+MODEL, HIDDEN, TOKENS = 12, 30, 40
+
+Draw = Callable[..., Tensor]
+
+
+def drawer(seed: int, dtype: torch.dtype = torch.float64) -> Draw:
+    """A function that draws normal tensors of a shape, one stream for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def activation_cost(p: Tensor, shape: Tensor, weight: Tensor, target: Tensor, ratio: float) -> Tensor:
+    """‖y − W p‖² + r ‖p − φ‖² of every token."""
+    return (target - p @ weight.T).square().sum(1) + ratio * (p - shape).square().sum(1)
+
+
+def plain_cost(z: Tensor, m: Tensor, p: Tensor, ratio: float) -> Tensor:
+    """(z − m)² + r (p − relu(z))², entry by entry."""
+    return (z - m).square() + ratio * (p - relu(z)).square()
+
+
+def objective(
+    ff: FeedForward, hidden: tuple[Tensor, ...], outputs: tuple[Tensor, ...], p: Tensor, fit: Tensor, ratio: float
+) -> float:
+    """The paper's whole objective over alpha, for W_out p already compared with y in `fit`, (tokens,)."""
+    apart = sum((signal - output).square().sum() for signal, output in zip(hidden, outputs, strict=True))
+    phi = relu(hidden[0]) if ff is PLAIN else silu(hidden[0]) * hidden[1]
+    return float(fit.sum() + ratio * (p - phi).square().sum() + apart)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("sparse", [0.0, 0.9])
+def test_activations_equal_the_normal_equations(sparse: float, ratio: float) -> None:
+    """The (model, model) form equals (WᵀW + rI)⁻¹(Wᵀy + rφ), the paper's (hidden, hidden) one, in float64."""
+    draw = drawer(1)
+    weight = draw(MODEL, HIDDEN) * (torch.rand(MODEL, HIDDEN, generator=torch.Generator().manual_seed(2)) >= sparse)
+    shape, target = draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
+    p = fit_activated(shape, weight, target, activation_factor(weight, ratio))
+    matrix = weight.T @ weight + ratio * torch.eye(HIDDEN, dtype=torch.float64)
+    wanted = torch.linalg.solve(matrix, (target @ weight + ratio * shape).T).T
+    torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_activations_are_the_minimiser(ratio: float) -> None:
+    """The gradient vanishes there, and every perturbation of any size raises every token's cost."""
+    draw = drawer(2)
+    weight, shape, target = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
+    p = fit_activated(shape, weight, target, activation_factor(weight, ratio)).requires_grad_()
+    lowest = activation_cost(p, shape, weight, target, ratio)
+    (gradient,) = torch.autograd.grad(lowest.sum(), p)
+    assert float(gradient.abs().max()) < 1e-9
+    for size in (1e-3, 0.1, 1.0, 10.0):
+        moved = activation_cost(p.detach() + size * draw(TOKENS, HIDDEN), shape, weight, target, ratio)
+        assert bool((moved > lowest).all())
+
+
+@pytest.mark.parametrize("ratio", [0.01, 1.0, 100.0])
+def test_activations_in_float32(ratio: float) -> None:
+    """In float32 the cost is the float64 minimum to rounding; the arguments are not written to."""
+    draw = drawer(3, torch.float32)
+    arguments = draw(TOKENS, HIDDEN), draw(MODEL, HIDDEN), draw(TOKENS, MODEL)
+    copies = [argument.clone() for argument in arguments]
+    shape, weight, target = arguments
+    factor = activation_factor(weight, ratio)
+    assert torch.equal(factor, factor.tril())
+    p = fit_activated(shape, weight, target, factor)
+    for argument, copy in zip(arguments, copies, strict=True):
+        assert torch.equal(argument, copy)
+    shape, weight, target = (argument.double() for argument in arguments)
+    best = fit_activated(shape, weight, target, activation_factor(weight, ratio))
+    costs = [activation_cost(answer.double(), shape, weight, target, ratio) for answer in (p, best)]
+    torch.testing.assert_close(costs[0], costs[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_dense_fit_stays() -> None:
+    """Where W φ is y already, p is φ."""
+    draw = drawer(4)
+    weight, shape = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN)
+    p = fit_activated(shape, weight, shape @ weight.T, activation_factor(weight, 0.1))
+    torch.testing.assert_close(p, shape, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_plain_hidden_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
+    """Every entry of the ReLU step is as good as the best of a grid on both branches, for m and p of either sign."""
+    draw = drawer(5, dtype)
+    m, p = 3 * draw(8, 25), 3 * draw(8, 25)
+    m[0], p[1], m[2], p[3] = 0, 0, -2, -2
+    (z,) = PLAIN.fit_hidden((torch.full_like(m, 7),), (m,), p, ratio)
+    assert z.shape == m.shape
+    assert z.dtype == dtype
+    grid = torch.linspace(-15, 15, 12_001, dtype=torch.float64)
+    wanted = plain_cost(grid, m.double()[..., None], p.double()[..., None], ratio).amin(-1)
+    found = plain_cost(z.double(), m.double(), p.double(), ratio)
+    assert bool((found <= wanted + 1e-5 * (1 + wanted)).all())
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0])
+def test_plain_hidden_leaves_its_arguments(ratio: float) -> None:
+    """The step writes to nothing that it was given."""
+    draw = drawer(6)
+    hidden, m, p = draw(4, 9), draw(4, 9), draw(4, 9)
+    copies = hidden.clone(), m.clone(), p.clone()
+    PLAIN.fit_hidden((hidden,), (m,), p, ratio)
+    for argument, copy in zip((hidden, m, p), copies, strict=True):
+        assert torch.equal(argument, copy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_gated_hidden_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
+    """Up against its grid with the present gate; the gate against its grid with the new up; arguments untouched."""
+    draw = drawer(7, dtype)
+    s0, z0, m_s, m_z, p = (2 * draw(6, 20) for _ in range(5))
+    copies = [signal.clone() for signal in (s0, z0, m_s, m_z, p)]
+    s, z = GATED.fit_hidden((s0, z0), (m_s, m_z), p, ratio)
+    for signal, copy in zip((s0, z0, m_s, m_z, p), copies, strict=True):
+        assert torch.equal(signal, copy)
+    assert s.dtype == z.dtype == dtype
+    assert s.shape == z.shape == p.shape
+    s, z, s0, m_s, m_z, p = (signal.double() for signal in (s, z, s0, m_s, m_z, p))
+
+    def up_cost(up: Tensor) -> Tensor:
+        return (up - m_z[..., None]).square() + ratio * (p[..., None] - silu(s0)[..., None] * up).square()
+
+    def gate_cost(gate: Tensor) -> Tensor:
+        return (gate - m_s[..., None]).square() + ratio * (p[..., None] - silu(gate) * z[..., None]).square()
+
+    for answer, costs in ((z, up_cost), (s, gate_cost)):
+        wanted = costs(torch.linspace(-40, 40, 8_001, dtype=torch.float64)).amin(-1)
+        found = costs(answer[..., None])[..., 0]
+        assert bool((found <= wanted + 1e-4 * (1 + wanted)).all())
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("ff", [PLAIN, GATED], ids=["plain", "gated"])
+def test_no_update_raises_the_objective(ff: FeedForward, ratio: float) -> None:
+    """From any signals of any size: moving p, then each hidden signal, never raises the whole objective."""
+    for seed in range(12):
+        draw, size = drawer(100 + seed), 10.0 ** (seed % 5 / 2 - 1)
+        weight, target = draw(MODEL, HIDDEN) / HIDDEN**0.5, size * draw(TOKENS, MODEL)
+        outputs = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
+        hidden = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
+        p = size * draw(TOKENS, HIDDEN)
+        factor = activation_factor(weight, ratio)
+        last = objective(ff, hidden, outputs, p, (target - p @ weight.T).square().sum(1), ratio)
+        for _ in range(3):
+            p = fit_activated(ff.activate(*hidden), weight, target, factor)
+            fit = (target - p @ weight.T).square().sum(1)
+            steps = [objective(ff, hidden, outputs, p, fit, ratio)]
+            fresh = ff.fit_hidden(hidden, outputs, p, ratio)
+            if ff is GATED:  # up moves before the gate
+                steps.append(objective(ff, (hidden[0], fresh[1]), outputs, p, fit, ratio))
+            steps.append(objective(ff, fresh, outputs, p, fit, ratio))
+            for now in steps:
+                assert now <= last * (1 + 1e-10)
+                last = now
+            hidden = fresh
+
+
+@pytest.mark.parametrize("ff", [PLAIN, GATED], ids=["plain", "gated"])
+def test_a_solution_stays(ff: FeedForward) -> None:
+    """At signals with objective zero nothing moves."""
+    draw = drawer(9)
+    outputs = tuple(draw(TOKENS, HIDDEN) for _ in ff.readers)
+    p = ff.activate(*outputs)
+    for signal, output in zip(ff.fit_hidden(outputs, outputs, p, 0.7), outputs, strict=True):
+        torch.testing.assert_close(signal, output, rtol=1e-12, atol=1e-12)
+
+
+def test_what_activate_computes() -> None:
+    """relu(z) for the plain form, silu(s) z for the gated one; readers in the order of the arguments."""
+    draw = drawer(10)
+    s, z = draw(3, 4), draw(3, 4)
+    assert torch.equal(PLAIN.activate(z), z.clamp(min=0))
+    torch.testing.assert_close(GATED.activate(s, z), s * torch.sigmoid(s) * z)
+    assert PLAIN.readers == ("fc1",)
+    assert GATED.readers == ("gate", "up")
