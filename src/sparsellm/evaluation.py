@@ -1,0 +1,117 @@
+"""What a model is worth: perplexity over windows of a text, with its standard error."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from sparsellm.errors import InvalidSetting, NonFinite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS = 4096  # in a batch, at most: beyond, attention scores leave the cache and a batch gets slower by the token
+LOGITS_BYTES = 64 * 2**20  # what a batch's logits may take in float32: they outgrow all else in a forward pass
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A perplexity and what it was measured on.
+
+    value: at least 1; infinite where the loss is beyond what an exponential can hold, as after ruinous pruning.
+    standard_error: of `value`, over windows; None for a single window and for an infinite value.
+    windows, length: how many windows, and tokens a window. source: where they are from. seconds: the measurement took.
+    """
+
+    value: float
+    standard_error: float | None
+    windows: int
+    length: int
+    source: str
+    seconds: float
+
+
+def perplexity(
+    model: PreTrainedModel,
+    windows: Tensor,
+    source: str = "",
+    batch: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    r"""The perplexity $\exp(\frac1n \sum_w \ell_w)$ of a model, $\ell_w$ the mean loss of window $w$'s length − 1 predictions.
+
+    The protocol of SparseGPT, Wanda and SparseLLM; the standard error is, to first order, that of the mean loss times the
+    value. The same for any `batch`, to rounding; the loss is computed in float32 whatever the model's dtype. The model's
+    training mode is as it was afterwards.
+
+    windows: (windows, length) int64, at least two tokens long, on any device.
+    batch: windows at a time; None takes as many as keep the logits under 64 MiB and the tokens under 4,096.
+    progress: called with the windows done and their total after each batch.
+    Raises `InvalidSetting` for token numbers that the model does not know, `NonFinite` where the model gives NaN.
+    """
+    _check(model, windows)
+    total, length = windows.shape
+    batch = batch or max(1, min(LOGITS_BYTES // (length * _vocabulary(model) * 4), TOKENS // length))
+    started = time.perf_counter()
+    losses: list[float] = []
+    training = model.training
+    model.eval()
+    try:
+        for some in torch.split(windows, batch):
+            losses += _losses(model, some, first=len(losses))
+            if progress is not None:
+                progress(len(losses), total)
+    finally:
+        model.train(training)
+    value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
+    return Perplexity(value, error, total, length, source, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
+    """The mean loss of each window, in float32; `first` is the number of the first one, for the message."""
+    windows = windows.to(model.get_input_embeddings().weight.device)
+    logits = model(input_ids=windows, use_cache=False).logits  # (batch, seq, vocabulary)
+    targets = windows[:, 1:].to(logits.device)
+    # One window at a time, so that the float32 copy is of one window only.
+    pairs = zip(logits[:, :-1], targets, strict=True)
+    losses = torch.stack([cross_entropy(scores.float(), target) for scores, target in pairs]).tolist()
+    for number, loss in enumerate(losses, first):
+        if math.isnan(loss):
+            raise NonFinite(
+                f"The model's logits are not finite in window {number}: its perplexity does not exist. "
+                "Look for NaN or infinity in its weights, or run it in bfloat16 or float32 if this is float16."
+            )
+    return [float(loss) for loss in losses]
+
+
+def _exponentiated(losses: Tensor) -> tuple[float, float | None]:
+    """exp of the mean loss, and its standard error: by the delta method, exp(mean) times the mean's standard error."""
+    value = float(losses.mean().exp())  # infinite past a loss of 709, where math.exp would raise
+    if len(losses) == 1 or math.isinf(value):
+        return value, None
+    return value, value * float(losses.std(correction=1)) / math.sqrt(len(losses))
+
+
+def _check(model: PreTrainedModel, windows: Tensor) -> None:
+    """That there is something to predict, and that the model knows its tokens."""
+    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+        raise InvalidSetting(f"`windows` must be (windows, length) with length at least 2, got {tuple(windows.shape)}.")
+    known = len(model.get_input_embeddings().weight)
+    if int(windows.max()) >= known:
+        raise InvalidSetting(
+            f"`windows` hold token {int(windows.max())}, but the model knows {known:,} tokens. "
+            "Use the tokenizer that the model was trained with."
+        )
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """How many logits a token gets."""
+    return int(model.config.get_text_config().vocab_size)
