@@ -37,7 +37,7 @@ REFUSED = [
     ("70", "For 70 % write 0.7 or 70%"),
     (70, "For 70 % write 0.7 or 70%"),
     ("1", r"must be in \[0, 1\), got 1"),
-    ("100%", r"must be in \[0, 1\), got 1"),
+    ("100%", r"got '100%'"),
     ("-0.1", r"must be in \[0, 1\), got -0.1"),
     ("-5%", r"must be in \[0, 1\)"),
     ("nan", "must be in"),

@@ -120,7 +120,8 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, Call):
         return Call(_cast(value.arguments, dtype), _cast(value.keywords, dtype))
     if isinstance(value, (tuple, list)):
-        return type(value)(_cast(item, dtype) for item in value)
+        items = [_cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: _cast(item, dtype) for key, item in value.items()}
     return value
@@ -129,7 +130,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 def _same(one: Any, other: Any) -> bool:
     """Whether two calls hold equal values, so that one can stand for both: masks are large and mostly alike."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other)))
+        return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, Call) and isinstance(other, Call):
         return _same(one.arguments, other.arguments) and _same(one.keywords, other.keywords)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):

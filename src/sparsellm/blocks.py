@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.architectures import Architecture, architecture_of
-from sparsellm.errors import UnsupportedModel
+from sparsellm.errors import NonFinite, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,9 +56,15 @@ class Block:
         return layer
 
     def write(self, name: str, weight: Tensor) -> None:
-        """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored."""
+        """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored.
+
+        Raises NonFinite, naming the layer, where that dtype cannot hold it.
+        """
+        rounded = weight.to(self.dtypes[f"{name}.weight"])
+        if not bool(rounded.isfinite().all()):
+            raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
         with torch.no_grad():
-            self.layer(name).weight.copy_(weight.to(self.dtypes[f"{name}.weight"]))
+            self.layer(name).weight.copy_(rounded)
 
     def full_name(self, name: str) -> str:
         """The layer's path in the model."""
@@ -102,3 +108,15 @@ def computed_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     finally:
         for tensor, original in zip(tensors, before, strict=True):
             tensor.data = tensor.data.to(original)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the context every module is in evaluation mode (no dropout); then each goes back to the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sparsellm.blocks import evaluating
 from sparsellm.errors import InvalidSetting, NonFinite
 
 if TYPE_CHECKING:
@@ -61,15 +62,11 @@ def perplexity(
     batch = batch or max(1, min(LOGITS_BYTES // (length * _vocabulary(model) * 4), TOKENS // length))
     started = time.perf_counter()
     losses: list[float] = []
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for some in torch.split(windows, batch):
             losses += _losses(model, some, first=len(losses))
             if progress is not None:
                 progress(len(losses), total)
-    finally:
-        model.train(training)
     value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 

@@ -24,8 +24,8 @@ LOWEST = -1.2784645
 FLOOR = -0.2784645
 """The value of silu there: LOWEST * sigmoid(LOWEST)."""
 
-STEEPEST, SHARPEST = 1.0998, 0.5
-"""The largest slope and the largest curvature of silu, in absolute value."""
+STEEPEST, SHARPEST = 1.1, 0.5
+"""Bounds on the slope (1.09984 at most) and on the curvature of silu, in absolute value."""
 
 EASY_STEPS, HARD_STEPS = 4, 20
 """Newton steps: convex entries converge to float32 in four; the guarded steps of the others may stall before they do."""
@@ -111,7 +111,7 @@ def _newton_step(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> Te
     gradient = (s - m) + ratio * miss * z * rise
     gauss = 1 + ratio * (z * rise).square()
     curvature = gauss + ratio * miss * z * bend
-    return gradient / torch.where(curvature > 0.1 * gauss, curvature, gauss)
+    return gradient / torch.where(curvature > 0.01 * gauss, curvature, gauss)
 
 
 def _right_meeting(target: Tensor) -> Tensor:

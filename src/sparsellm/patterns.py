@@ -29,8 +29,8 @@ class Unstructured:
 
     def __post_init__(self) -> None:
         if not 0 <= self.sparsity < 1:  # also refuses NaN
-            hint = f"For {self.sparsity:g} % write {self.sparsity / 100:g} or {self.sparsity:g}%."
-            hint = hint if 1 <= self.sparsity < 100 else EXAMPLES
+            percent = f"For {self.sparsity:g} % write {self.sparsity / 100:g} or {self.sparsity:g}%."
+            hint = percent if 1 < self.sparsity < 100 else EXAMPLES
             raise InvalidSetting(f"`sparsity` must be in [0, 1), got {self.sparsity:g}. {hint}")
 
     def __str__(self) -> str:
@@ -132,20 +132,21 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
     """True on all of `score` (any shape, finite) but the `removed` smallest; of equals the earlier positions go."""
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
-    threshold = _kth_smallest(score, removed)
-    keep = score > threshold
-    spare = score.numel() - removed - int(keep.sum())  # of those equal to the threshold, how many stay
+    flat = score.flatten()
+    threshold = _kth_smallest(flat, removed)
+    keep = flat > threshold
+    spare = flat.numel() - removed - int(keep.sum())  # of those equal to the threshold, how many stay
     if spare:
-        ties = (score == threshold).flatten().nonzero().squeeze(1)
-        keep.view(-1)[ties[-spare:]] = True
-    return keep
+        ties = (flat == threshold).nonzero().squeeze(1)
+        keep[ties[-spare:]] = True
+    return keep.view(score.shape)
 
 
-def _kth_smallest(score: Tensor, k: int) -> float | Tensor:
+def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
     """The k-th smallest entry, k from 1. On a processor by numpy, whose partition is several times faster than kthvalue."""
-    if score.device.type == "cpu":
-        return float(np.partition(score.detach().numpy(), k - 1, axis=None)[k - 1])
-    return score.flatten().kthvalue(k).values
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+        return float(np.partition(flat.detach().numpy(), k - 1)[k - 1])
+    return flat.kthvalue(k).values
 
 
 def parse_pattern(text: str | float) -> Pattern:
@@ -157,6 +158,6 @@ def parse_pattern(text: str | float) -> Pattern:
         number = float(word.removesuffix("%"))
     except ValueError:
         raise InvalidSetting(f"`sparsity` is a share or N:M, got {word!r}. {EXAMPLES}") from None
-    if not math.isfinite(number):
+    if not math.isfinite(number) or (word.endswith("%") and not 0 <= number < 100):
         raise InvalidSetting(f"`sparsity` must be in [0, 1), got {word!r}. {EXAMPLES}")
     return Unstructured(number / 100 if word.endswith("%") else number)

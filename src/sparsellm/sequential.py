@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparsellm.activations import Activations
-from sparsellm.blocks import Block, blocks_of, computed_in
+from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
+from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
 
@@ -24,7 +26,7 @@ Step = LayerResult | EpochResult | BlockResult
 @torch.no_grad()  # as a decorator: it then holds only while the generator itself runs, not in the caller's loop
 def walk(
     model: PreTrainedModel, batches: Sequence[Tensor], stop: int | None = None, compute: torch.dtype | None = None
-) -> Iterator[tuple[Block, Activations]]:
+) -> Generator[tuple[Block, Activations], None, None]:
     """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
 
     batches: token numbers, each (batch, seq), without padding. stop: the first block not to visit; None visits all.
@@ -32,12 +34,15 @@ def walk(
     """
     blocks = blocks_of(model)
     visited = blocks[:stop]
-    inputs = Activations.entering(model, blocks, batches, compute)
-    for block in visited:
-        with computed_in(block.module, compute):
-            yield block, inputs
-            if block is not visited[-1]:
-                inputs.advance(block)
+    if not batches:
+        raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
+    with evaluating(model):
+        inputs = Activations.entering(model, blocks, batches, compute)
+        for block in visited:
+            with computed_in(block.module, compute):
+                yield block, inputs
+                if block is not visited[-1]:
+                    inputs.advance(block)
 
 
 @torch.no_grad()
@@ -57,17 +62,13 @@ def prune_blocks(
     mine = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not mine:
         return
-    training = model.training
-    model.eval()
     nothing = Activations([], [[] for _ in blocks])
     blind = method.needs is NoInputs
     visits = ((block, nothing) for block in blocks) if blind else walk(model, batches, max(mine) + 1, compute)
-    try:
+    with closing(visits):  # an error must not leave the walk, and with it the model, half-way
         for block, inputs in visits:
             if block.index in mine:
                 yield from _prune_block(block, inputs, method, plan)
-    finally:
-        model.train(training)
 
 
 def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: Plan) -> Iterator[Step]:

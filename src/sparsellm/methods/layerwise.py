@@ -106,6 +106,8 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
 
     Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
     """
+    if pattern.removed(problem.weight.numel()) == 0:
+        return problem.weight.clone(), None
     try:
         while True:
             damping: float | None = getattr(solver, "damping", None)

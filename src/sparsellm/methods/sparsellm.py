@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block
-from sparsellm.errors import InvalidSetting, UnsupportedModel
+from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.feedforward import FeedForward
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import LayerWise, gather, planned, problems_of, prune_layer, result, solve
@@ -67,15 +67,14 @@ class SparseLLM:
         return self.solver.needs if self.couple == frozenset() else Gram
 
     def note(self, block: Block, plan: Plan) -> str:
-        feed_forward = block.architecture.feed_forward
-        if not self._wants(block) or feed_forward is None:
-            return ""
-        missing = {*feed_forward.readers, feed_forward.writer} - set(planned(block, plan))
-        return f"pruned layer-wise, since {', '.join(sorted(missing))} stays dense" if missing else ""
+        missing = self._missing(block, plan)
+        part = block.architecture.feed_forward
+        alone = part is not None and len(missing) == len(part.readers) + 1  # none of them planned: nothing to couple was asked
+        return f"pruned layer-wise, since {', '.join(missing)} stays dense" if missing and not alone else ""
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         feed_forward = block.architecture.feed_forward
-        if not self._wants(block) or self.note(block, plan):
+        if not self._wants(block) or self._missing(block, plan):
             yield from LayerWise(self.solver).prune(block, inputs, plan)
         elif feed_forward is None:
             raise UnsupportedModel(
@@ -84,6 +83,13 @@ class SparseLLM:
             )
         else:
             yield from self._prune_coupled(block, feed_forward, inputs, plan)
+
+    def _missing(self, block: Block, plan: Plan) -> list[str]:
+        """The feed-forward layers that would have to be planned for the block to be coupled, and are not."""
+        part = block.architecture.feed_forward
+        if part is None or not self._wants(block):
+            return []
+        return sorted({*part.readers, part.writer} - set(planned(block, plan)))
 
     def _wants(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
@@ -116,6 +122,8 @@ class SparseLLM:
             if epoch < self.epochs:
                 aims = signals.problems(self.ridge)
 
+        if not best.weights:
+            raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
         for name, weight in best.weights.items():
             block.write(name, weight)
             damping, seconds = best.spent[name]
