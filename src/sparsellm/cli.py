@@ -1,0 +1,298 @@
+"""The command line: a thin skin over `run`. Data go to stdout, all else to stderr; heavy imports wait inside the commands."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sparsellm import __version__, options
+from sparsellm.errors import SparseLLMError
+
+if TYPE_CHECKING:
+    from sparsellm.report import Report
+
+app = typer.Typer(
+    name="sparsellm",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+stderr = Console(stderr=True, emoji=False, markup=False)
+stdout = Console(emoji=False, markup=False)
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    debug: options.Debug = False,
+    version: options.Version = False,
+) -> None:
+    """Prune pre-trained language models, block by block, on a CPU or a GPU.
+
+    Example: sparsellm methods
+    """
+    context.obj = debug
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def prune(
+    context: typer.Context,
+    model: options.ModelOrConfig = None,
+    output: options.Out = None,
+    method: options.Method = None,
+    sparsity: options.Sparsity = None,
+    as_published: options.AsPublished = None,
+    solver: options.Solver = None,
+    epochs: options.Epochs = None,
+    alpha: options.Alpha = None,
+    beta: options.Beta = None,
+    couple: options.Couple = None,
+    blocks: options.Blocks = None,
+    only: options.Only = None,
+    skip: options.Skip = None,
+    calibration: options.Calibration = None,
+    text_field: options.TextField = None,
+    samples: options.Samples = None,
+    length: options.Length = None,
+    seed: options.Seed = None,
+    evaluate: options.Evaluate = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    batch: options.Batch = None,
+    config: options.Config = None,
+    print_config: options.PrintConfig = False,
+    overwrite: options.Overwrite = False,
+    as_json: options.Json = False,
+) -> None:
+    """Prune a model and write the pruned checkpoint.
+
+    Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
+    """
+    given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
+    with _told(context):
+        from sparsellm.export import check_output
+        from sparsellm.recipe import read_recipe, read_yaml
+
+        if config and output is None and model is not None and "model" in read_yaml(Path(config)):
+            output = given.pop("model")  # the recipe names the model, so the one name given is the output's
+        recipe = read_recipe(given, config)
+        if print_config:
+            print(recipe.to_yaml(), end="")
+            return
+        if output is None:
+            raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
+        check_output(output, overwrite, recipe.model)
+
+        from sparsellm.display import Progress
+        from sparsellm.run import Stage, run
+
+        with Progress(stderr) as progress:
+            result = run(recipe, progress)
+            progress(Stage("writing and verifying"))
+            folder = result.save_pretrained(output, overwrite)
+        if as_json:
+            _print_json(result.report.to_dict() | {"output": str(folder)})
+        else:
+            _print_summary(result.report, str(folder))
+
+
+_NOT_FIELDS = ("context", "output", "config", "print_config", "overwrite", "as_json")
+
+
+@app.command()
+def evaluate(
+    context: typer.Context,
+    model: options.Model,
+    text: options.Text,
+    text_field: options.TextField = None,
+    length: options.Length = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure the perplexity of a model on texts, with its standard error.
+
+    Example: sparsellm evaluate demo:opt --text demo
+    """
+    with _told(context):
+        from sparsellm.display import plus_minus, table
+        from sparsellm.run import measure
+
+        with stderr.status(f"measuring {model}"):
+            found = measure(model, text, text_field, length, device or "auto", dtype or "auto")
+        if as_json:
+            _print_json({"model": model, "perplexity": found})
+            return
+        rows = [
+            [name, plus_minus(x["value"], x["standard_error"]), f"{x['windows']} x {x['length']}", f"{x['seconds']:.1f}"]
+            for name, x in found.items()
+        ]
+        stdout.print(table(["text", "perplexity", "windows", "seconds"], rows))
+
+
+@app.command()
+def inspect(
+    context: typer.Context,
+    model: options.Model,
+    against: options.Against = None,
+    expect: options.Expect = None,
+    as_json: options.Json = False,
+) -> None:
+    """Count the zeros of a checkpoint, layer by layer, and check a pattern over every group.
+
+    Example: sparsellm inspect demo:opt
+    """
+    with _told(context):
+        from sparsellm.display import table
+        from sparsellm.inspection import inspect as look
+
+        found = look(model, against, expect)
+        if as_json:
+            _print_json(found.to_dict())
+        else:
+            marks = {True: "yes", False: "NO", None: "-"}
+            columns = ["layer", "shape", "zeros", *([f"{found.expected} holds"] if found.expected else [])]
+            rows = [
+                [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %", *([marks[x.holds]] if expect else [])]
+                for x in found.layers
+            ]
+            stdout.print(table(columns, rows))
+            share = 100 * found.zeros / max(found.parameters, 1)
+            stdout.print(
+                f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).", highlight=False
+            )
+            if against:
+                stdout.print(f"{found.alike} tensors equal those of {against}; {len(found.changed)} differ.", highlight=False)
+                for word, names in (("only here", found.only_here), ("only there", found.only_there)):
+                    if names:
+                        stdout.print(f"{word}: {', '.join(names)}", highlight=False)
+        if not found.as_expected:
+            broken = [layer.name for layer in found.layers if layer.holds is False]
+            fault = f"{len(broken)} layers break {found.expected}, {broken[0]} first" if broken else "no such layer was found"
+            stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
+            raise typer.Exit(1)
+
+
+@app.command()
+def methods(context: typer.Context, as_json: options.Json = False) -> None:
+    """List the methods and solvers.
+
+    Example: sparsellm methods
+    """
+    with _told(context):
+        from sparsellm.display import table
+        from sparsellm.recipe import METHODS
+
+        if as_json:
+            _print_json(METHODS)
+        else:
+            stdout.print(table(["method", "what it does"], [[name, text] for name, text in METHODS.items()], words=True))
+
+
+@app.command()
+def demo(
+    context: typer.Context,
+    output: options.DemoOutput = None,
+    family: options.Family = "opt",
+    as_json: options.Json = False,
+) -> None:
+    """Prune a bundled model by every method and compare: no network, no GPU, under two minutes.
+
+    Example: sparsellm demo --output pruned-demo
+    """
+    with _told(context):
+        from dataclasses import asdict
+
+        from sparsellm.demonstration import SPARSITY, demonstrate
+        from sparsellm.display import Progress, plus_minus, table
+        from sparsellm.export import check_output
+
+        if output is not None:
+            check_output(output)
+        with Progress(stderr) as progress:
+            rows = demonstrate(family, output, progress)
+        if as_json:
+            _print_json(
+                {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}
+            )
+            return
+        title = f"demo:{family}, {SPARSITY} of every layer removed, perplexity on text that it was not trained on"
+        cells = [
+            [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
+            for x in rows
+        ]
+        stdout.print(table(["method", "perplexity", "zeros", "seconds"], cells, title))
+        if output is not None:
+            stdout.print(f"Wrote SparseLLM's model to {output}, read back and verified.", highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command line. Exit status: 0, 1 for an error told in one message, 2 for wrong usage, 130 when interrupted."""
+    app()
+
+
+@contextmanager
+def _told(context: typer.Context) -> Iterator[None]:
+    """Errors as one clean message and exit status 1; with --debug, as they are."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        stderr.print("interrupted; nothing was written", highlight=False)
+        sys.exit(130)
+    except Exception as error:
+        memory = type(error).__name__ == "OutOfMemoryError"  # torch's; not imported for its name alone
+        if context.obj or not (memory or isinstance(error, (SparseLLMError, OSError))):
+            raise
+        where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        stderr.print(Text(f"error: {_message(error)}{where}", style="red"), soft_wrap=True)
+        sys.exit(1)
+
+
+def _message(error: Exception) -> str:
+    """An error in words."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "The device is out of memory. Pass a smaller --batch, fewer --samples, a shorter --length, or --device cpu."
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"The disk is full{f' ({error.filename})' if error.filename else ''}. Nothing was kept of the output."
+    if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
+        return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
+    return str(error)
+
+
+def _print_json(data: Any) -> None:
+    """JSON on stdout, one document."""
+    from sparsellm.report import strict_json
+
+    print(strict_json(data))
+
+
+def _print_summary(report: Report, folder: str) -> None:
+    """What a person wants to know of a finished run."""
+    from sparsellm.display import plus_minus, table
+
+    share = 100 * report.zeros / max(report.parameters, 1)
+    stdout.print(f"{report.recipe.model}: {report.recipe.describe()}", highlight=False, soft_wrap=True)
+    stdout.print(
+        f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros; {share:.2f} % of all parameters are zero.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report.perplexity:
+        rows = [
+            [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
+            for text, values in report.perplexity.items()
+        ]
+        stdout.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
+    stdout.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)

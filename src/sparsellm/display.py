@@ -1,0 +1,106 @@
+"""What a person sees: one progress display for a whole run, on stderr; tables of results."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sparsellm.methods import BlockResult, EpochResult, LayerResult
+from sparsellm.run import Event, Note, Stage, peak_memory
+
+GIB = 1024**3
+
+
+class Progress:
+    """Shows a run's events: one live line on a terminal, plain lines elsewhere. A context manager and an observer."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._stage = ""
+        self._blocks = self._done = 0
+        self._detail = ""
+        self._started = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Take in one event."""
+        if isinstance(event, Stage):
+            self._stage, self._blocks, self._done, self._detail = event.name, event.blocks, 0, ""
+            self._started = time.monotonic()
+            if not self._live:
+                self._console.print(event.name, highlight=False)
+        elif isinstance(event, Note):
+            self._console.print(Text(f"note: {event.text}", style="yellow"), soft_wrap=True)
+        elif isinstance(event, LayerResult):
+            self._detail = f"{event.name}  error {event.error:.3g}"
+        elif isinstance(event, EpochResult):
+            self._detail = f"{event.block} epoch {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
+        else:
+            self._finish(event)
+        if self._live:
+            self._live.update(self._line())
+
+    def _finish(self, block: BlockResult) -> None:
+        """A block is done."""
+        self._done += 1
+        if not self._live:
+            self._console.print(f"{self._line()}  {_errors(block)}", highlight=False, soft_wrap=True)
+
+    def _line(self) -> Text:
+        """The state of the run in one line."""
+        if not self._blocks:
+            return Text(self._stage)
+        spent = time.monotonic() - self._started
+        left = f", {_duration(spent / self._done * (self._blocks - self._done))} left" if self._done else ""
+        memory = f"{peak_memory() / GIB:.1f} GiB at most"
+        where = f"  {self._detail}" if self._live else ""
+        return Text(f"{self._stage}: block {self._done}/{self._blocks}  {_duration(spent)}{left}  {memory}{where}")
+
+
+def table(columns: list[str], rows: list[list[str]], title: str | None = None, words: bool = False) -> Table:
+    """A plain table; the first column left, the others right and uncut, unless they hold words."""
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        made.add_column(
+            column, justify="right" if number and not words else "left", overflow="fold", no_wrap=number > 0 and not words
+        )
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def plus_minus(value: float, error: float | None) -> str:
+    """A measured figure with its standard error, the error to two digits."""
+    if error is None or not error > 0:
+        return f"{value:,.2f}"
+    digits = 1 if error >= 1 else 2
+    return f"{value:,.{digits}f} ± {error:,.{digits}f}"
+
+
+def _errors(block: BlockResult) -> str:
+    """The block's layers in few words: the mean of their output errors."""
+    if not block.layers:
+        return ""
+    mean = sum(layer.error for layer in block.layers) / len(block.layers)
+    return f"mean error {mean:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

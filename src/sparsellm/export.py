@@ -1,0 +1,142 @@
+"""A finished checkpoint: written aside, read back and verified, then put in its place at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparsellm.checkpoint import quiet_transformers
+from sparsellm.errors import InvalidSetting, OutputExists, VerificationFailed
+from sparsellm.inspection import REPORT, Tensors, compare, follows
+from sparsellm.patterns import parse_pattern
+from sparsellm.report import Report, strict_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARD_SIZE = "5GB"
+"""The largest weight file; what the hub advises."""
+
+
+def check_output(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
+    """The folder to write, found free and writable.
+
+    overwrite: allow a folder that a run wrote, or an empty one; any other that exists raises OutputExists. dense: the model's
+    own folder, which is never written over.
+    """
+    path = Path(output).expanduser().absolute()
+    if path.is_symlink() or path.is_mount():
+        raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
+    path = path.resolve()
+    if dense is not None and (path == (source := Path(dense).expanduser().resolve()) or path in source.parents):
+        raise OutputExists(f"{output} is the model itself or holds it, and it is not written over. Choose another output.")
+    if path.exists():
+        if not overwrite:
+            raise OutputExists(f"{output} exists. Choose another name, or pass --overwrite to replace it.")
+        foreign = sorted(_files(path) - _written(path)) if path.is_dir() else [path.name]
+        if foreign:
+            raise OutputExists(
+                f"{output} holds {foreign[0]}, which sparsellm did not write. Remove it yourself, or choose another."
+            )
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise InvalidSetting(f"{output} cannot be written: {parent} is not a folder that you may write to.")
+    return path
+
+
+def _files(folder: Path) -> set[str]:
+    """All that is in a folder but folders, by its path within."""
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+
+
+def _written(folder: Path) -> set[str]:
+    """What a run wrote into a folder, by its own report; nothing without one."""
+    try:
+        return set(json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    report: Report,
+    output: str | Path,
+    dense: Path | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write model, tokenizer, model card and report to a folder, verified; the folder.
+
+    dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
+    Until all is verified the files stand under another name beside `output`, and a failure removes them.
+    """
+    path = check_output(output, overwrite, dense)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        with quiet_transformers():
+            model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(work)
+        (work / "README.md").write_text(report.to_markdown(), encoding="utf-8")
+        written = report.to_dict() | {"files": sorted(_files(work) | {REPORT})}
+        (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
+        verify(work, report, dense)
+        _share(work)
+        _put(work, path)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return path
+
+
+def verify(folder: Path, report: Report, dense: Path | None) -> None:
+    """Read a written checkpoint back; raise VerificationFailed unless it holds what the report says.
+
+    Every pruned layer has the zeros reported and its pattern; every other tensor is bit-identical to the one in `dense`, after
+    conversion where the model was loaded in another dtype than its file's.
+    """
+    here = Tensors(folder)
+    for layer in report.layers:
+        weight = here[f"{layer.name}.weight"]
+        zeros = int((weight == 0).sum())
+        if zeros != layer.zeros or not follows(weight, parse_pattern(layer.pattern)):
+            raise VerificationFailed(
+                f"{layer.name} was written with {zeros} zeros, {layer.zeros} were meant ({layer.pattern}). "
+                "The disk or the file system is at fault: nothing was kept."
+            )
+    if dense is None:
+        return
+    pruned = {f"{layer.name}.weight" for layer in report.layers}
+    found = compare(here, Tensors(dense), as_stored=False)
+    changed = [key for key in (*found["changed"], *found["only_here"]) if key not in pruned]
+    if changed:
+        raise VerificationFailed(
+            f"{len(changed)} tensors that were not pruned differ from the dense model's, {changed[0]} first."
+        )
+
+
+def _put(work: Path, path: Path) -> None:
+    """Give a finished folder its name; what stood there before is removed last, when nothing can be lost any more."""
+    old = work.with_suffix(".old")
+    if path.exists():
+        path.rename(old)
+    try:
+        work.rename(path)
+    except OSError:
+        if old.exists():
+            old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _share(work: Path) -> None:
+    """Give a temporary folder and its files, which are private, the permissions that any new file would have."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in [work, *work.rglob("*")]:
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)

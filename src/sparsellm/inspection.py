@@ -1,0 +1,182 @@
+"""Look into a written checkpoint: zeros per layer, whether a pattern holds, which tensors differ from another's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sparsellm.blocks import blocks_of
+from sparsellm.checkpoint import open_checkpoint
+from sparsellm.errors import BadCheckpoint
+from sparsellm.patterns import NM, Pattern, parse_pattern
+
+REPORT = "sparsellm.json"
+"""The file in which a run leaves its report beside the weights."""
+
+
+@dataclass(frozen=True)
+class LayerZeros:
+    """Zeros of one linear layer. holds: whether the expected pattern does, None where none was expected of it."""
+
+    name: str
+    shape: tuple[int, int]
+    zeros: int
+    holds: bool | None
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of weights that are zero."""
+        return self.zeros / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is in a checkpoint. changed: tensors that differ from the other checkpoint's; alike: how many are bit-identical.
+
+    only_here, only_there: tensors that just one of the two has.
+    """
+
+    model: str
+    layers: tuple[LayerZeros, ...]
+    parameters: int
+    zeros: int
+    expected: str | None = None
+    against: str | None = None
+    changed: tuple[str, ...] = ()
+    alike: int = 0
+    only_here: tuple[str, ...] = ()
+    only_there: tuple[str, ...] = ()
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether every layer that should have the expected pattern has it, and at least one should."""
+        checked = [layer.holds for layer in self.layers if layer.holds is not None]
+        return self.expected is None or (bool(checked) and all(checked))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        layers = [asdict(layer) | {"sparsity": layer.sparsity} for layer in self.layers]
+        return asdict(self) | {"layers": layers, "as_expected": self.as_expected}
+
+
+def inspect(model: str, against: str | None = None, expect: str | Pattern | None = None) -> Inspection:
+    """Zeros, patterns and changes of a checkpoint, read tensor by tensor.
+
+    model, against: folders, hub names, or demo:opt. expect: a pattern that every layer that a run pruned must have (as the
+    folder's sparsellm.json says), or every linear layer of a block where there is no such file.
+    """
+    checkpoint = open_checkpoint(model)
+    pattern = parse_pattern(expect) if isinstance(expect, str) else expect
+    here = Tensors(checkpoint.folder)
+    full = [block.full_name(name) for block in blocks_of(checkpoint.skeleton()) for name in block.layers]
+    names = {_bare(f"{name}.weight"): name for name in full}
+    planned = planned_layers(checkpoint.folder)
+    layers: list[LayerZeros] = []
+    parameters = zeros = 0
+    for key, tensor in here:
+        parameters += tensor.numel()
+        zero = int((tensor == 0).sum())
+        zeros += zero
+        name = names.get(_bare(key))
+        if name is not None:
+            checked = pattern is not None and (planned is None or name in planned)
+            holds = follows(tensor, pattern) if checked and pattern is not None else None
+            layers.append(LayerZeros(name, (tensor.shape[0], tensor.shape[1]), zero, holds))
+    changes = compare(here, Tensors(open_checkpoint(against).folder)) if against else {}
+    return Inspection(model, tuple(layers), parameters, zeros, str(pattern) if pattern else None, against, **changes)
+
+
+def follows(weight: Tensor, pattern: Pattern) -> bool:
+    """Whether a weight, (out, in), has at least the zeros that the pattern asks for: in every group of N:M, else in all."""
+    zero = weight == 0
+    if isinstance(pattern, NM):
+        if weight.shape[1] % pattern.group:
+            return False
+        return bool((zero.unflatten(1, (-1, pattern.group)).sum(-1) >= pattern.zeros).all())
+    return int(zero.sum()) >= pattern.removed(weight.numel())
+
+
+def compare(here: Tensors, there: Tensors, as_stored: bool = True) -> dict[str, Any]:
+    """Which tensors differ between two checkpoints, bit by bit.
+
+    as_stored: another dtype is a difference; if not, the other's tensor is converted first.
+    """
+    others = {_bare(key): key for key in there.files}
+    common = {key: others[_bare(key)] for key in here.files if _bare(key) in others}
+    changed = [key for key, other in common.items() if not _identical(here[key], there[other], as_stored)]
+    return {
+        "changed": tuple(changed),
+        "alike": len(common) - len(changed),
+        "only_here": tuple(key for key in here.files if key not in common),
+        "only_there": tuple(key for key in there.files if key not in common.values()),
+    }
+
+
+def _bare(key: str) -> str:
+    """A tensor's name without the base model's prefix, with which some checkpoints are written and some are not."""
+    return key.removeprefix("model.")
+
+
+def planned_layers(folder: Path) -> dict[str, str] | None:
+    """The layers that a run pruned and their patterns, by its own report; None without a report."""
+    file = folder / REPORT
+    if not file.is_file():
+        return None
+    try:
+        blocks = json.loads(file.read_text(encoding="utf-8"))["blocks"]
+        return {layer["name"]: layer["pattern"] for block in blocks for layer in block["layers"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
+
+
+class Tensors:
+    """The tensors of a checkpoint by name, read one at a time; sharded or single safetensors, or `.bin` (weights only)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: dict[str, Path] = dict(sorted(_tensor_files(folder)))
+        self._loaded: Mapping[str, Tensor] = {}
+        self._from: Path | None = None
+
+    def __getitem__(self, key: str) -> Tensor:
+        file = self.files[key]
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as stream:
+                tensor: Tensor = stream.get_tensor(key)
+                return tensor
+        if self._from != file:
+            self._loaded, self._from = torch.load(file, map_location="cpu", weights_only=True), file
+        return self._loaded[key]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((key, self[key]) for key in self.files)
+
+
+def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Each tensor's name and file."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file() and not (folder / "model.safetensors").is_file():
+            for key, file in json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].items():
+                yield key, folder / file
+            return
+    single = folder / "model.safetensors"
+    if single.is_file():
+        with safe_open(single, framework="pt") as stream:
+            yield from ((key, single) for key in stream.keys())  # noqa: SIM118  (a file, not a dict)
+        return
+    single = folder / "pytorch_model.bin"
+    yield from ((key, single) for key in torch.load(single, map_location="meta", weights_only=True))
+
+
+def _identical(one: Tensor, other: Tensor, as_stored: bool) -> bool:
+    """Whether two tensors have the same bits; without `as_stored`, after conversion to the first's dtype."""
+    other = other if as_stored else other.to(one.dtype)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))

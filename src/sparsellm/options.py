@@ -1,0 +1,83 @@
+"""The words of the command line: every argument and option, with its help and the default that the recipe gives it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+_MODEL = "Folder of a checkpoint, hub name, demo:opt or demo:llama."
+
+
+def _option(*names: str, panel: str | None = None, default: str | None = None, **words: Any) -> Any:
+    """An option; `default` is what its help shows: the recipe's own default, where the command line's is "not given"."""
+    shown: Any = True if default is None else default
+    return typer.Option(*names, rich_help_panel=panel, show_default=shown, **words)
+
+
+def _pruning(*names: str, **words: Any) -> Any:
+    return _option(*names, panel="Pruning", **words)
+
+
+def _texts(*names: str, **words: Any) -> Any:
+    return _option(*names, panel="Texts", **words)
+
+
+def _machine(*names: str, **words: Any) -> Any:
+    return _option(*names, panel="Machine", **words)
+
+
+def _output(*names: str, **words: Any) -> Any:
+    return _option(*names, panel="Output", **words)
+
+
+Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.")]
+Version = Annotated[bool, _option("--version", help="Print the version and stop.", is_eager=True)]
+
+Model = Annotated[str, typer.Argument(help=_MODEL)]
+ModelOrConfig = Annotated[str | None, typer.Argument(help=_MODEL)]
+Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+
+Method = Annotated[str | None, _pruning(help="sparsellm, alps, sparsegpt, wanda or magnitude.", default="sparsellm")]
+Sparsity = Annotated[str | None, _pruning(help="Share removed (70%, 0.7), or N:M (N of every M removed).", default="50%")]
+AsPublished = Annotated[
+    bool | None,
+    _pruning("--as-published/--no-as-published", help="SparseLLM's Algorithm 1: SparseGPT inside, last epoch."),
+]
+Solver = Annotated[str | None, _pruning(help="The solver inside SparseLLM.", default="alps; sparsegpt as published")]
+Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="4")]
+Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
+Beta = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the activation.", default="0.1")]
+Couple = Annotated[
+    str | None,
+    _pruning(
+        help="SparseLLM: whose feed-forward layers form one problem: feedforward (every block's), none, or as in --blocks.",
+        default="feedforward",
+    ),
+]
+Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
+Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]
+Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.")]
+
+Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
+Text = Annotated[list[str], _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
+TextField = Annotated[str | None, _texts(help="Field that holds the text.", default="text")]
+Samples = Annotated[int | None, _texts(help="Calibration windows.", default="64")]
+Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
+Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
+Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
+
+Device = Annotated[str | None, _machine(help="auto, cpu, cuda, mps.", default="auto")]
+Dtype = Annotated[str | None, _machine(help="auto (as stored), float32, bfloat16, float16.", default="auto")]
+Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 4,096 tokens")]
+
+Config = Annotated[str | None, _output(help="YAML with the same fields; options win over it.")]
+PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and stop.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote it.")]
+Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
+
+Against = Annotated[str | None, typer.Option(metavar="DENSE", help="Tell which tensors differ from this model's.")]
+Expect = Annotated[str | None, typer.Option(help="Fail (exit 1) unless every pruned layer has at least this sparsity.")]
+
+DemoOutput = Annotated[str | None, typer.Option(help="Folder to write SparseLLM's pruned model to; must not exist.")]
+Family = Annotated[str, typer.Option(help="opt or llama.")]

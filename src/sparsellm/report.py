@@ -1,0 +1,160 @@
+"""What a run did, layer by layer, as data: JSON for programs, Markdown for the model card."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsellm import __version__
+from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.recipe import Recipe
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+"""Whose versions may change a result."""
+
+
+@dataclass
+class Report:
+    """Everything known of a run. Filled as the run goes on.
+
+    resolved: what was really run where the recipe leaves it open.
+    calibration: how the windows were drawn. perplexity: by text, before and after. notes: what a reader should know.
+    seconds: by phase. peak_memory: of this process, in bytes.
+    """
+
+    recipe: Recipe
+    environment: dict[str, str]
+    resolved: dict[str, Any] = field(default_factory=dict)
+    calibration: str = ""
+    blocks: list[BlockResult] = field(default_factory=list)
+    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    parameters: int = 0
+    zeros: int = 0
+    peak_memory: int = 0
+
+    @property
+    def layers(self) -> list[LayerResult]:
+        """Every pruned layer, in order."""
+        return [layer for block in self.blocks for layer in block.layers]
+
+    @property
+    def sparsity(self) -> float:
+        """The fraction of the pruned layers' weights that are zero."""
+        count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
+        return sum(layer.zeros for layer in self.layers) / count if count else 0.0
+
+    def count(self, model: nn.Module) -> None:
+        """Count the parameters of a model and the zeros among them; tied ones once."""
+        self.parameters = sum(tensor.numel() for tensor in model.parameters())
+        self.zeros = sum(int((tensor == 0).sum()) for tensor in model.parameters())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "format": 1,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "resolved": self.resolved,
+            "environment": self.environment,
+            "calibration": self.calibration,
+            "totals": {
+                "pruned_layers": len(self.layers),
+                "sparsity_of_pruned_layers": self.sparsity,
+                "parameters": self.parameters,
+                "zeros": self.zeros,
+                "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
+            },
+            "perplexity": self.perplexity,
+            "notes": self.notes,
+            "seconds": self.seconds,
+            "peak_memory_bytes": self.peak_memory,
+            "blocks": [_block(block) for block in self.blocks],
+        }
+
+    def to_json(self) -> str:
+        """The report as strict JSON."""
+        return strict_json(self.to_dict())
+
+    def to_markdown(self) -> str:
+        """The model card: the same bytes for the same result, so no times and no dates."""
+        recipe = self.recipe
+        lines = [
+            "---",
+            "library_name: transformers",
+            "pipeline_tag: text-generation",
+            "tags: [sparsellm, pruning, sparse]",
+            "---",
+            "",
+            f"# {PurePath(recipe.model).name}, pruned",
+            "",
+            f"Pruned with sparsellm {self.environment['sparsellm']}: {recipe.describe()}.",
+            f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
+            f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. Everything else is as in the dense model.",
+            "",
+            "The zeros are stored as ordinary numbers: files keep their size, and speed is that of the dense model unless",
+            "what runs the model makes use of zeros.",
+            "",
+            f"Calibration: {self.calibration or 'none'}.",
+            "",
+        ]
+        if self.perplexity:
+            lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
+            for text, values in self.perplexity.items():
+                lines.append(f"| {text} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+            lines.append("")
+        lines += [line for note in self.notes for line in (f"Note: {note}", "")]
+        lines += ["## Recipe", "", "```yaml", recipe.to_yaml().rstrip(), "```", ""]
+        lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
+        lines += [f"| {x.name} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
+        return "\n".join(lines) + "\n"
+
+
+def strict_json(data: Any) -> str:
+    """JSON that every parser reads: an infinite number, which JSON lacks, becomes the word "inf"."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
+
+
+def _finite(data: Any) -> Any:
+    """The same data with words for infinite and undefined numbers."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    return [_finite(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+def _block(block: BlockResult) -> dict[str, Any]:
+    """A block as plain data."""
+    data = asdict(block)
+    for layer, plain in zip(block.layers, data["layers"], strict=True):
+        plain["sparsity"] = layer.sparsity
+    return data
+
+
+def _plus_minus(value: dict[str, Any] | None) -> str:
+    """A measured perplexity with its standard error."""
+    if not value:
+        return "not measured"
+    error = value["standard_error"]
+    return f"{value['value']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """The versions and the machine that a result may depend on."""
+    found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return found | {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "device": f"{device} ({name})",
+        "threads": str(torch.get_num_threads()),
+    }

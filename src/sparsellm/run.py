@@ -1,0 +1,265 @@
+"""A whole run: open, plan, calibrate, prune, measure. The command line and `sparsellm.prune` are thin skins over `run`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.blocks import Block, blocks_of, computed_in
+from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype, device_of, open_checkpoint
+from sparsellm.errors import NonFinite
+from sparsellm.evaluation import perplexity
+from sparsellm.export import save
+from sparsellm.methods import BlockMethod, BlockResult, Plan
+from sparsellm.moments import Gram
+from sparsellm.patterns import parse_pattern
+from sparsellm.preparation import GivenText, check_tokens, draw_windows, make_plan, read_test, window_length
+from sparsellm.recipe import Recipe, read_recipe
+from sparsellm.report import Report, environment
+from sparsellm.sequential import Step, prune_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENS_A_BATCH = 4096
+"""Windows travel in batches of about this many tokens: enough to keep matrix products busy, few enough to stay small."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A phase of the run begins. blocks: how many will be visited, in the phase that prunes."""
+
+    name: str
+    blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that a reader should know; it also stands in the report."""
+
+    text: str
+
+
+Event = Stage | Note | Step
+Observer = Callable[[Event], None]
+"""Told what happens while it happens; the library itself prints nothing."""
+
+
+@dataclass
+class Result:
+    """A pruned model with its report. dense: the folder it came from, None for a model that was in memory."""
+
+    model: PreTrainedModel
+    report: Report
+    tokenizer: PreTrainedTokenizerBase | None = None
+    dense: Path | None = None
+
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
+        """Write model, tokenizer, model card and report to a folder, and read them back to verify; the folder.
+
+        Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
+        """
+        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite)
+
+
+def prune(
+    model: str | Path | PreTrainedModel,
+    method: str = "sparsellm",
+    sparsity: str | float = "50%",
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    observe: Observer | None = None,
+    **settings: Any,
+) -> Result:
+    """Prune a model and say what was done.
+
+    model: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned IN PLACE.
+    method: sparsellm, alps, sparsegpt, wanda or magnitude. sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
+    calibration: a file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of (samples,
+    length), without padding; needed by every method but magnitude. tokenizer: for a model in memory and a text.
+    settings: any other field of `Recipe`. observe: told of every stage, layer, epoch and block.
+
+    Raises SparseLLMError (see `sparsellm.errors`), before any heavy work where that is possible.
+    """
+    given: GivenText = None
+    if calibration is not None:
+        if isinstance(calibration, (str, Path)):
+            settings["calibration"] = str(calibration)
+        else:
+            settings["calibration"], given = "given in memory", calibration
+    settings |= {"method": method, "sparsity": sparsity}
+    if isinstance(model, (str, Path)):
+        return run(read_recipe({"model": str(model), **settings}), observe, given)
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    settings.setdefault("device", str(model.device))
+    return run(read_recipe({"model": name, **settings}), observe, given, Loaded(name, model, tokenizer))
+
+
+def run(
+    recipe: Recipe, observe: Observer | None = None, given: GivenText = None, source: Checkpoint | Loaded | None = None
+) -> Result:
+    """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
+
+    given: in place of the recipe's calibration text. source: in place of the recipe's model.
+    All that can be refused is refused before the weights are read.
+    """
+    say: Observer = observe or (lambda _: None)
+    started = time.perf_counter()
+    device = device_of(recipe.device)
+    report = Report(recipe, environment(device))
+    with _phase("opening", report, say):
+        source = source or open_checkpoint(recipe.model)
+        skeleton = source.skeleton()
+        blocks = blocks_of(skeleton)
+        method, plan = make_plan(recipe, blocks)
+        length = window_length(recipe, source.length)
+    with _phase("reading texts", report, say):
+        windows, report.calibration = draw_windows(recipe, method, given, source, length)
+        tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
+        check_tokens(skeleton, windows, *tests.values())
+        if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
+            _note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
+        _note_few_tokens(method, plan, blocks, windows, report, say)
+    with _phase("loading", report, say):
+        model = source.load(recipe.dtype, device)
+    compute = compute_dtype(model)
+
+    def measure_all(when: str) -> None:
+        for text, test in tests.items():
+            with _phase(f"measuring {when}", report, say), computed_in(model, compute):
+                report.perplexity.setdefault(text, {})[when] = asdict(perplexity(model, test, text))
+
+    measure_all("dense")
+    batch = recipe.batch or max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
+    batches = windows.split(batch) if windows.numel() else ()
+    report.resolved = _resolved(method, windows, batch, model, compute)
+    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
+    with _phase("pruning", report, say, visited):
+        for step in prune_blocks(model, batches, method, plan, compute):
+            say(step)
+            if isinstance(step, BlockResult):
+                report.blocks.append(step)
+    _note_blocks(method, report, say)
+    try:
+        measure_all("pruned")
+    except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
+        _note(f"the pruned model was not measured: {error}", report, say)
+    report.count(model)
+    report.peak_memory = peak_memory()
+    report.seconds["total"] = time.perf_counter() - started
+    tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
+    return Result(model, report, tokenizer, source.folder if recipe.dtype == "auto" else None)
+
+
+def measure(
+    model: str,
+    texts: Sequence[str],
+    field: str | None = None,
+    length: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> dict[str, dict[str, Any]]:
+    """The perplexity of a checkpoint on each text, with its standard error; all texts are read before any is measured.
+
+    The arguments are `Recipe`'s fields of those names.
+    """
+    recipe = read_recipe(
+        {"model": model, "method": "magnitude", "evaluate": tuple(texts), "text_field": field, "length": length, "dtype": dtype}
+    )
+    place = device_of(device)
+    source = open_checkpoint(model)
+    window = window_length(recipe, source.length)
+    tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
+    loaded = source.load(recipe.dtype, place)
+    with computed_in(loaded, compute_dtype(loaded)):
+        return {text: asdict(perplexity(loaded, test, text)) for text, test in tests.items()}
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system does not tell."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def _phase(name: str, report: Report, say: Observer, blocks: int = 0) -> Iterator[None]:
+    """Say that a phase begins, and add its seconds to the report."""
+    say(Stage(name, blocks))
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def _resolved(
+    method: BlockMethod, windows: Tensor, batch: int, model: PreTrainedModel, compute: torch.dtype | None
+) -> dict[str, Any]:
+    """What is really run, where the recipe leaves it open: every constant of the method, windows, device, dtypes."""
+    return {
+        "method": repr(method),
+        "samples": len(windows),
+        "length": windows.shape[1] if windows.numel() else None,
+        "batch": batch,
+        "device": str(model.device),
+        "dtype": str(model.dtype),
+        "computed_in": str(compute or model.dtype),
+    }
+
+
+def _note_few_tokens(
+    method: BlockMethod, plan: Plan, blocks: list[Block], windows: Tensor, report: Report, say: Observer
+) -> None:
+    """Warn of Gram matrices that cannot have full rank: fewer tokens than a planned layer has inputs."""
+    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
+    if issubclass(method.needs, Gram) and windows.numel() < widest:
+        _note(
+            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
+            f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length, "
+            "better ten times as many.",
+            report,
+            say,
+        )
+
+
+def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
+    """Tell what was not done as asked: blocks pruned otherwise, damping raised, zeros that were not asked for."""
+    for block in report.blocks:
+        if block.note:
+            _note(f"{block.name}: {block.note}", report, say)
+    asked = getattr(getattr(method, "solver", None), "damping", None)
+    raised = [layer for layer in report.layers if layer.damping is not None and layer.damping != asked]
+    if raised:
+        most = max(raised, key=lambda layer: layer.damping or 0)
+        _note(
+            f"damping was raised from {asked:g} on {len(raised)} layers to rescue a factorisation, "
+            f"most to {most.damping:g} on {most.name}: use more calibration tokens",
+            report,
+            say,
+        )
+
+    more = [x for x in report.layers if x.zeros != parse_pattern(x.pattern).removed(x.shape[0] * x.shape[1])]
+    if more:
+        _note(
+            f"{len(more)} layers have more zeros than asked for, {more[0].name} first ({100 * more[0].sparsity:.2f} %): their "
+            "inputs are always zero, their dense weights had zeros already, or small weights vanish in the model's dtype",
+            report,
+            say,
+        )
+
+
+def _note(text: str, report: Report, say: Observer) -> None:
+    """Put a note into the report, and say it."""
+    report.notes.append(text)
+    say(Note(text))

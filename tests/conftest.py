@@ -1,0 +1,88 @@
+"""Shared by the tests: tiny models on disk, a tiny text, and the command line in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+TEXT = "the sum of the weights that stay is what a layer can still say when the rest of them are gone"
+WORDS = TEXT.split(" ")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny random OPT (bf16, biases) and Llama (float32) checkpoints with a byte tokenizer; not to be written to."""
+    folders: dict[str, Path] = {}
+    for family in ("opt", "llama"):
+        torch.manual_seed(0)
+        config = (
+            OPTConfig(
+                vocab_size=260,
+                hidden_size=32,
+                word_embed_proj_dim=32,
+                ffn_dim=64,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                max_position_embeddings=64,
+                dropout=0.0,
+            )
+            if family == "opt"
+            else LlamaConfig(
+                vocab_size=260,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+                tie_word_embeddings=True,
+            )
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        folder = tmp_path_factory.mktemp("tiny") / family
+        model.to(torch.bfloat16 if family == "opt" else torch.float32).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        folders[family] = folder
+    return folders
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of the 256 bytes and a few special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some thousand words, no two stretches alike."""
+    generator = torch.Generator().manual_seed(1)
+    picks = torch.randint(len(WORDS), (3000,), generator=generator).tolist()
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(" ".join(WORDS[pick] for pick in picks), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def command() -> Callable[..., Result]:
+    """Run the command line in this process; stdout and stderr apart."""
+    from sparsellm.cli import app
+
+    def run(*words: object) -> Result:
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return run
+
+
+def report_of(folder: Path) -> dict:
+    """The report that a run left in its output."""
+    return json.loads((folder / "sparsellm.json").read_text(encoding="utf-8"))

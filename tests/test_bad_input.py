@@ -1,0 +1,301 @@
+"""Every mistake gets one clear message before heavy work, exit status 1 or 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from typer.testing import Result
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def damaged(tiny: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the tiny Llama, to be damaged."""
+    return Path(shutil.copytree(tiny["llama"], tmp_path / "damaged"))
+
+
+def refused(result: Result, *parts: str, status: int = 1) -> str:
+    """Check that a command was refused with one message that has all the parts; the message in one line."""
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == status, (result.exit_code, message, result.stdout)
+    assert "Traceback" not in message
+    assert status == 2 or message.count("error:") == 1, message
+    for part in parts:
+        assert part in message, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--sparsity", "70"), ("[0, 1)", "70%")),
+        (("--sparsity", "-0.1"), ("[0, 1)",)),
+        (("--sparsity", "seventy"), ("'seventy'", "70%", "2:4")),
+        (("--sparsity", "100%"), ("[0, 1)",)),
+        (("--sparsity", "nan"), ("nan",)),
+        (("--sparsity", "4:4"), ("N < M", "4:4")),
+        (("--sparsity", "0:4"), ("N < M",)),
+        (("--sparsity", "5:7"), ("model.layers.0.self_attn.q_proj", "32", "--skip")),
+        (("--method", "sparsegp"), ("sparsegp", "'sparsegpt'")),
+        (("--method", "hessian-magic"), ("hessian-magic", "wanda")),
+        (("--solver", "alp"), ("'alps'",)),
+        (("--dtype", "float33"), ("'float32'",)),
+        (("--device", "cuda:99"), ("`device`", "cuda:99", "cpu")),
+        (("--device", "gpu"), ("`device`", "gpu")),
+        (("--blocks", "2:9"), ("3 blocks", "0 to 2")),
+        (("--blocks", "some"), ("first-half",)),
+        (("--couple", "often"), ("first-half",)),
+        (("--only", "q_porj"), ("q_porj", "'q_proj'")),
+        (("--skip", "*"), ("Nothing is left",)),
+        (("--length", "65"), ("65", "64")),
+        (("--samples", "0"), ("`samples`", "0")),
+        (("--alpha", "0"), ("`alpha`", "0")),
+        (("--method", "wanda", "--epochs", "2"), ("`epochs`", "wanda")),
+        (("--calibration", "wikitxt2"), ("'wikitext2'",)),
+        (("--calibration", "no/such/file.txt"), ("no/such/file.txt",)),
+        (("--config", "no-such.yaml"), ("no-such.yaml",)),
+    ],
+)
+def test_impossible_settings(
+    words: tuple[str, ...], parts: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """A setting that cannot be is refused, naming what it got and what to write."""
+    before = [] if "--calibration" in words else ["--calibration", text_file]
+    refused(command("prune", tiny["llama"], tmp_path / "out", *before, *words), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """No calibration text for a method that needs one: the message names what can be passed."""
+    refused(command("prune", tiny["llama"], tmp_path / "out"), "--calibration", "c4")
+
+
+def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Command) -> None:
+    """Unknown options and a missing output folder are wrong usage."""
+    refused(command("prune", tiny["llama"], "--sparsty", "50%"), "--sparsty", status=2)
+    refused(command("prune", tiny["llama"], "--calibration", text_file), "OUT", status=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("model: x\nsparsty: 50%\n", ("sparsty", "'sparsity'")),
+        ("model: x\nmethod: wonda\ncalibration: c4\n", ("wonda", "'wanda'")),
+        ("- a\n- list\n", ("field: value",)),
+        ("model: [x\n", ("not YAML",)),
+        ("samples: many\nmodel: x\ncalibration: c4\n", ("`samples`", "many")),
+        ("sparsity: 50%\n", ("no model",)),
+    ],
+)
+def test_faulty_recipes(content: str, parts: tuple[str, ...], tmp_path: Path, command: Command) -> None:
+    """Unknown fields and values in YAML are refused with the nearest right name."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(content)
+    refused(command("prune", "--config", recipe, "--print-config"), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("short.txt", "too short", ("9 tokens", "32", "--length")),
+        ("empty.txt", "", ("empty.txt", "empty")),
+        ("empty.json", "[]", ("empty.json",)),
+        ("field.json", '[{"body": "words"}]', ("'text'", "body")),
+        ("broken.json", '["words"', ("broken.json",)),
+        ("broken.jsonl", '{"text": "words"}\n{"text": \n', ("broken.jsonl", "2")),
+        ("words.doc", "words", ("words.doc", ".txt")),
+    ],
+)
+def test_unusable_texts(
+    name: str, content: str, parts: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    """A text that is empty, too short, malformed, or without the field is refused before the model is read."""
+    file = tmp_path / name
+    file.write_text(content)
+    words = ("--calibration", file, "--length", 32)
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_field(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """--text-field with a field that is not there lists the fields that are."""
+    file = tmp_path / "words.json"
+    file.write_text(json.dumps([{"text": "words", "id": 1}]))
+    words = ("--calibration", file, "--text-field", "story")
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), "story", "text", "id")
+
+
+def test_missing_and_half_written_models(damaged: Path, tmp_path: Path, command: Command) -> None:
+    """No folder, no configuration, no weights, a shard too few, a file cut off: each is told for what it is."""
+
+    def prune(model: object) -> Result:
+        return command("prune", model, tmp_path / "out", "--method", "magnitude")
+
+    refused(prune(tmp_path / "nowhere"), "no folder", "nowhere")
+    refused(prune(damaged / "config.json"), "is a file")
+    weights = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(weights[:-100])
+    refused(prune(damaged), "model.safetensors", f"{len(weights) - 100:,}", f"{len(weights):,}")
+    (damaged / "model.safetensors").write_bytes(weights[:5])
+    refused(prune(damaged), "model.safetensors", "cut off")
+    (damaged / "model.safetensors").unlink()
+    refused(prune(damaged), "no weights")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(prune(damaged), "lacks 1 of 1", "model-00002-of-00002.safetensors")
+    (damaged / "config.json").write_text("{}")
+    refused(prune(damaged), "config.json", "model_type")
+    (damaged / "config.json").unlink()
+    refused(prune(damaged), "no config.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_missing_or_not_finite(damaged: Path, tmp_path: Path, command: Command) -> None:
+    """A tensor too few and a NaN are found before any pruning, and named."""
+    tensors = load_file(damaged / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].index_fill(0, torch.tensor(3), float("nan"))}, damaged / "model.safetensors")
+    words = (damaged, tmp_path / "out", "--method", "magnitude")
+    refused(command("prune", *words), "NaN", name)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, damaged / "model.safetensors")
+    refused(command("prune", *words), "lacks 1 weights", name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Command) -> None:
+    """Not a causal language model, a family without a line in the table, quantised: refused, with the families that serve."""
+    BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)).save_pretrained(
+        tmp_path / "bert"
+    )
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
+    words = (tmp_path / "out", "--method", "magnitude")
+    refused(command("prune", tmp_path / "bert", *words), "BertModel", "causal")
+    refused(command("prune", tmp_path / "gpt2", *words), "'gpt2'", "opt, llama, mistral, qwen2, qwen3")
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    refused(command("prune", damaged, *words), "quantised")
+
+
+def test_no_tokenizer(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:
+    """A text and no tokenizer: refused before the weights are read."""
+    for file in damaged.glob("tokenizer*"):
+        file.unlink()
+    refused(command("prune", damaged, tmp_path / "out", "--calibration", text_file), "no tokenizer")
+
+
+def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:
+    """SparseLLM refuses an activation that it has no closed form for, and says what works; layer-wise pruning does work."""
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    words = ("prune", damaged, tmp_path / "out", "--calibration", text_file, "--samples", 4, "--length", 32)
+    refused(command(*words), "activation", "--couple none")
+    assert command(*words, "--couple", "none").exit_code == 0
+
+
+@pytest.mark.slow
+def test_hub_name_without_network(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub name that cannot be reached: the message says what to pass instead."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    words = (tmp_path / "out", "--method", "magnitude")
+    refused(command("prune", "no-such-org/no-such-model", *words), "no-such-org/no-such-model", "local folder")
+
+
+def test_unwritable_place(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """An output below a file is refused before any work."""
+    (tmp_path / "file").write_text("")
+    refused(command("prune", tiny["opt"], tmp_path / "file" / "out", "--method", "magnitude"), "cannot be written")
+
+
+def test_failure_while_writing_leaves_nothing(
+    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk in the middle of writing: one message, and neither the output nor a half of it."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    refused(command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude"), "disk is full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interruption_leaves_nothing(
+    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C: one line, exit status 130, nothing written."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparsellm.run.prune_blocks", interrupt)
+    result = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_fails_on_a_broken_pattern(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """--expect passes on what was pruned so, and fails with exit status 1 on what was not, naming a layer."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["opt"], out, "--method", "magnitude", "--sparsity", "2:4").exit_code == 0
+    assert command("inspect", out, "--expect", "2:4", "--against", tiny["opt"]).exit_code == 0
+    refused(command("inspect", out, "--expect", "3:4"), "break 3:4", "layers.0")
+    refused(command("inspect", tiny["opt"], "--expect", "2:4"), "break 2:4")
+
+
+def test_inspect_tells_what_changed(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """--against names exactly the tensors that were pruned."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["opt"], out, "--method", "magnitude", "--only", "fc1").exit_code == 0
+    found = json.loads(command("inspect", out, "--against", tiny["opt"], "--json").stdout)
+    assert found["changed"] == [f"model.decoder.layers.{block}.fc1.weight" for block in range(3)]
+    assert found["only_here"] == found["only_there"] == []
+
+
+def test_expectation_without_any_layer_fails(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """--expect must not pass because nothing was looked at."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["opt"], out, "--method", "magnitude").exit_code == 0
+    report = json.loads((out / "sparsellm.json").read_text())
+    (out / "sparsellm.json").write_text(json.dumps({**report, "blocks": []}))
+    refused(command("inspect", out, "--expect", "50%"), "no such layer")
+
+
+def test_overwriting_spares_what_a_run_did_not_write(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """--overwrite refuses a folder with a foreign file in it, and one that holds the model itself."""
+    out = tmp_path / "out"
+    words = ("--method", "magnitude", "--overwrite")
+    assert command("prune", tiny["opt"], out, *words).exit_code == 0
+    inner = Path(shutil.copytree(tiny["opt"], out / "dense"))
+    refused(command("prune", inner, out, *words), "holds it")
+    refused(command("prune", tiny["opt"], out, *words), "dense/config.json", "did not write")
+    assert (inner / "model.safetensors").is_file()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    refused(command("prune", tiny["opt"], link, *words), "link")
+
+
+def test_tokenizer_of_another_model(tiny: dict[str, Path], damaged: Path, text_file: Path, command: Command) -> None:
+    """Token numbers beyond the embedding are found before the weights are read."""
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    words = ("--calibration", text_file, "--samples", 2, "--length", 32)
+    refused(command("prune", damaged, damaged.parent / "out", *words), "[0, 20)", "tokenizer")
+
+
+def test_weights_in_another_dtype_than_the_configuration_says(damaged: Path, tmp_path: Path, command: Command) -> None:
+    """Such a checkpoint is pruned in the configuration's dtype, and verified after conversion."""
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    assert command("prune", damaged, tmp_path / "out", "--method", "magnitude").exit_code == 0
+    assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}

@@ -1,0 +1,34 @@
+"""`sparsellm demo` as a stranger runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from tests.conftest import report_of
+
+
+@pytest.mark.slow
+def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Llama form (README's commands run the other): five methods after the dense model, 80 % zeros each; SparseLLM's model is written, with its perplexity on the card."""
+    monkeypatch.setattr("sparsellm.demonstration.SAMPLES", 4)
+    result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["method"] for row in rows] == ["dense", "magnitude", "wanda", "sparsegpt", "alps", "sparsellm"]
+    assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5) for row in rows[1:])
+    assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])
+    assert f"{rows[-1]['perplexity']:.3f}" in (tmp_path / "out" / "README.md").read_text()
+    assert report_of(tmp_path / "out")["recipe"]["method"] == "sparsellm"
+
+
+def test_unknown_family(command: Callable[..., Result]) -> None:
+    """A family that is not bundled is refused by name."""
+    result = command("demo", "--family", "gpt")
+    assert result.exit_code == 1
+    assert "opt" in result.stderr
+    assert "llama" in result.stderr

@@ -1,0 +1,183 @@
+"""`sparsellm prune` from a checkpoint to a pruned checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import Result
+
+from sparsellm.patterns import NM, parse_pattern
+from tests.conftest import report_of
+
+Command = Callable[..., Result]
+METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sparsellm")
+QUICK = ("--samples", 8, "--length", 32)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("sparsity", ["70%", "2:4"])
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_exact_and_all_else_untouched(
+    method: str, sparsity: str, family: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """Every linear layer of a block has its exact zeros; every other tensor is bit-identical, in the same dtype."""
+    out = tmp_path / "out"
+    text = () if method == "magnitude" else ("--calibration", text_file, *QUICK)
+    result = command("prune", tiny[family], out, "--method", method, "--sparsity", sparsity, *text)
+    assert result.exit_code == 0, result.stderr
+    pattern = parse_pattern(sparsity)
+    before, after = weights(tiny[family]), weights(out)
+    assert before.keys() == after.keys()
+    pruned = {f"{layer['name']}.weight" for block in report_of(out)["blocks"] for layer in block["layers"]}
+    assert len(pruned) == 3 * (6 if family == "opt" else 7)
+    for key, tensor in after.items():
+        assert tensor.dtype == before[key].dtype
+        if key not in pruned:
+            assert torch.equal(tensor, before[key]), key
+            continue
+        zero = tensor == 0
+        assert int(zero.sum()) == pattern.removed(tensor.numel()), key
+        if isinstance(pattern, NM):
+            assert (zero.unflatten(1, (-1, pattern.group)).sum(-1) == pattern.zeros).all(), key
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_runs_give_the_same_bytes(
+    method: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """Weights, card and configuration are the same bytes; only the report's times may differ."""
+    text = () if method == "magnitude" else ("--calibration", text_file, *QUICK)
+    for name in ("one", "two"):
+        assert command("prune", tiny["llama"], tmp_path / name, "--method", method, *text).exit_code == 0
+    names = sorted(file.name for file in (tmp_path / "one").iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "two").iterdir())
+    for name in names:
+        if name != "sparsellm.json":
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+
+
+def test_output_is_a_whole_checkpoint(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """It loads in transformers with the measured perplexity, holds no sparsity settings, and leaves nothing else behind."""
+    out = tmp_path / "out"
+    ran = command("prune", tiny["opt"], out, "--calibration", text_file, *QUICK, "--evaluate", text_file, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors", "sparsellm.json"} <= {
+        file.name for file in out.iterdir()
+    }
+    assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
+    config = json.loads((out / "config.json").read_text())
+    assert "sparsity_config" not in config
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(tiny["opt"]))
+    again = command("evaluate", out, "--text", text_file, "--length", 32, "--json")
+    assert again.exit_code == 0, again.stderr
+    measured = json.loads(again.stdout)["perplexity"][str(text_file)]["value"]
+    assert measured == pytest.approx(report["perplexity"][str(text_file)]["pruned"]["value"], rel=1e-6)
+
+
+def test_report_tells_what_was_run(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """The recipe really run, versions, and for each layer its sparsity, error, damping and seconds; the losses per epoch."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["llama"], out, "--calibration", text_file, *QUICK, "--epochs", 3).exit_code == 0
+    report = report_of(out)
+    assert report["recipe"]["epochs"] == 3
+    assert report["recipe"]["length"] == 32
+    assert {"torch", "transformers", "python", "sparsellm", "device"} <= report["environment"].keys()
+    for block in report["blocks"]:
+        assert [epoch["epoch"] for epoch in block["epochs"]] == [1, 2, 3]
+        assert all(0 <= epoch["feed_forward_error"] < 2 for epoch in block["epochs"])
+        for layer in block["layers"]:
+            assert layer["sparsity"] == pytest.approx(0.5, abs=1e-3)
+            assert layer["damping"] == 0.01
+            assert 0 < layer["error"] < 1
+            assert layer["seconds"] > 0
+            assert layer["tokens"] == 8 * 32
+
+
+def test_blocks_only_and_skip(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """Only the chosen layers of the chosen blocks are pruned."""
+    out = tmp_path / "out"
+    words = ("--blocks", "0,2", "--only", "self_attn.*", "--only", "fc2", "--skip", "k_proj")
+    assert command("prune", tiny["opt"], out, "--method", "magnitude", *words).exit_code == 0
+    names = {layer["name"] for block in report_of(out)["blocks"] for layer in block["layers"]}
+    ends = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "fc2")
+    assert names == {f"model.decoder.layers.{block}.{end}" for block in (0, 2) for end in ends}
+
+
+def test_yaml_holds_the_same_fields_and_options_win(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """--print-config's YAML given back with --config is the same recipe, except for what the command line overrides."""
+    words = (tiny["opt"], "--calibration", text_file, "--sparsity", "3:4", "--alpha", 2, "--only", "fc1", "--only", "fc2")
+    printed = command("prune", *words, "--print-config")
+    assert printed.exit_code == 0, printed.stderr
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(printed.stdout)
+    assert command("prune", "--config", recipe, "--print-config").stdout == printed.stdout
+    changed = command("prune", "--config", recipe, "--sparsity", "2:4", "--print-config").stdout
+    assert changed == printed.stdout.replace("3:4", "2:4")
+
+
+def test_overwrite_replaces_only_what_sparsellm_wrote(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """An output that exists is refused; with --overwrite it is replaced if a run wrote it, and only then."""
+    out, foreign = tmp_path / "out", tmp_path / "foreign"
+    words = ("--method", "magnitude", "--sparsity")
+    assert command("prune", tiny["opt"], out, *words, "50%").exit_code == 0
+    refused = command("prune", tiny["opt"], out, *words, "60%")
+    assert refused.exit_code == 1
+    assert "exists" in refused.stderr
+    assert report_of(out)["recipe"]["sparsity"] == "50%"
+    assert command("prune", tiny["opt"], out, *words, "60%", "--overwrite").exit_code == 0
+    assert report_of(out)["recipe"]["sparsity"] == "60%"
+    itself = command("prune", out, out, *words, "70%", "--overwrite")
+    assert itself.exit_code == 1
+    assert "the model itself" in itself.stderr
+    foreign.mkdir()
+    assert command("prune", tiny["opt"], foreign, *words, "60%").exit_code == 1
+    (foreign / "thesis.txt").write_text("years of work")
+    assert command("prune", tiny["opt"], foreign, *words, "60%", "--overwrite").exit_code == 1
+    assert (foreign / "thesis.txt").read_text() == "years of work"
+
+
+def test_progress_goes_to_stderr_and_data_to_stdout(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """stdout is one JSON document; stderr has a plain line for each block."""
+    ran = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--json")
+    json.loads(ran.stdout)
+    assert [f"block {number}/3" in ran.stderr for number in (1, 2, 3)] == [True] * 3
+
+
+def test_few_tokens_are_told(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """Fewer tokens than inputs: a note in the output and the report that says how many are needed; the run goes on."""
+    out = tmp_path / "out"
+    words = ("--method", "sparsegpt", "--calibration", text_file, "--samples", 1, "--length", 16)
+    ran = command("prune", tiny["opt"], out, *words)
+    assert ran.exit_code == 0, ran.stderr
+    assert "fewer than the 64 inputs" in ran.stderr.replace("\n", " ")
+    assert any("at least 4 samples" in note for note in report_of(out)["notes"])
+
+
+def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """With `model:` in the recipe the one name on the command line is the output; 2:4 in YAML is no number to the base 60."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: {tiny['opt']}\nmethod: magnitude\nsparsity: 2:4\nblocks: 2\nonly: fc1\n")
+    result = command("prune", tmp_path / "out", "--config", recipe)
+    assert result.exit_code == 0, result.stderr
+    assert [layer["name"] for block in report_of(tmp_path / "out")["blocks"] for layer in block["layers"]] == [
+        "model.decoder.layers.2.fc1"
+    ]
+    assert "NoInputs" not in report_of(tmp_path / "out")["resolved"]["method"]
+    assert report_of(tmp_path / "out")["resolved"]["computed_in"] == "torch.float32"

@@ -1,0 +1,131 @@
+"""`sparsellm.prune` on folders and on models in memory; what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sparsellm
+from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
+from sparsellm.methods import BlockResult, EpochResult, LayerResult
+from sparsellm.run import Note, Stage
+
+
+def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
+    """A model in memory is pruned in place, to the same weights as from its folder."""
+    settings = {"method": "alps", "sparsity": "60%", "calibration": text_file, "samples": 8, "length": 32}
+    by_path = sparsellm.prune(tiny["llama"], **settings).model
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
+    result = sparsellm.prune(model, tokenizer=tokenizer, **settings)
+    assert result.model is model
+    for (name, one), other in zip(by_path.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_texts_and_tokens_in_place_of_a_name(tiny: dict[str, Path], text_file: Path) -> None:
+    """A list of texts serves like the file that holds them; token numbers need no tokenizer."""
+    text = text_file.read_text()
+    settings = {"method": "wanda", "samples": 4, "length": 32}
+    one = sparsellm.prune(tiny["opt"], calibration=[text], **settings).model
+    other = sparsellm.prune(tiny["opt"], calibration=text_file, **settings).model
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(tiny["opt"])
+    result = sparsellm.prune(model, method="wanda", sparsity=0.5, calibration=tokens)
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+    assert result.report.layers[0].tokens == 4 * 32
+
+
+def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither by this library nor by transformers while it works."""
+    result = sparsellm.prune(tiny["opt"], calibration=text_file, samples=4, length=32, epochs=2, evaluate=(str(text_file),))
+    result.save_pretrained(tmp_path / "out")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> None:
+    """Stages, layers, epochs and blocks, in the order in which they happen."""
+    seen: list[object] = []
+    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, epochs=2, observe=seen.append)
+    assert [event.name for event in seen if isinstance(event, Stage)] == ["opening", "reading texts", "loading", "pruning"]
+    assert [event.index for event in seen if isinstance(event, BlockResult)] == [0, 1, 2]
+    assert sum(isinstance(event, EpochResult) for event in seen) == 3 * 2
+    assert sum(isinstance(event, LayerResult) for event in seen) == 3 * 7
+    assert not any(isinstance(event, Note) for event in seen)
+
+
+def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Path) -> None:
+    """A text without a tokenizer, another dtype, tokens of the wrong kind: refused, the model untouched."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    with pytest.raises(InvalidSetting, match="tokenizer"):
+        sparsellm.prune(model, calibration=text_file, length=32)
+    with pytest.raises(InvalidSetting, match="dtype"):
+        sparsellm.prune(model, method="magnitude", dtype="float16")
+    with pytest.raises(BadText, match="whole numbers"):
+        sparsellm.prune(model, calibration=torch.rand(4, 32))
+    with pytest.raises(BadText, match="made for 64"):
+        sparsellm.prune(model, calibration=torch.zeros(4, 65, dtype=torch.long))
+    with pytest.raises(BadText, match=r"\[0, 260\)"):
+        sparsellm.prune(model, calibration=torch.full((4, 32), 260))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model is written in shards with an index; the tokenizer's chat template travels along; all verified."""
+    monkeypatch.setattr("sparsellm.export.SHARD_SIZE", "20KB")
+    result = sparsellm.prune(tiny["llama"], method="magnitude", sparsity="3:4")
+    assert result.tokenizer is not None
+    result.tokenizer.chat_template = "{{ messages }}"
+    out = result.save_pretrained(tmp_path / "out")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    found = sparsellm.inspect(str(out), against=str(tiny["llama"]), expect="3:4")
+    assert found.as_expected
+    assert len(found.changed) == 21
+    assert sparsellm.prune(out, method="magnitude", sparsity="3:4").report.sparsity == 0.75
+
+
+def test_verification_finds_what_was_not_written_as_meant(
+    tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight or a norm that changes on its way to the disk is found, and nothing is kept."""
+    result = sparsellm.prune(tiny["llama"], method="magnitude", sparsity="2:4")
+    norm = result.model.model.norm.weight
+    with torch.no_grad():
+        norm[0] += 1
+    with pytest.raises(VerificationFailed, match=r"model\.norm\.weight"):
+        result.save_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        norm[0] -= 1
+        result.model.model.layers[1].mlp.up_proj.weight[0, :4] = 1
+    with pytest.raises(VerificationFailed, match=r"layers\.1\.mlp\.up_proj"):
+        result.save_pretrained(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(OutputExists):
+        result.save_pretrained(tmp_path / "out")
+
+
+def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a factorisation fails, the damping that helped stands in each layer's result and in a note."""
+    from sparsellm.solvers import sparsegpt
+
+    real = sparsegpt.damped
+
+    def reluctant(gram: torch.Tensor, damping: float) -> torch.Tensor:
+        return real(gram, damping) if damping > 0.5 else -gram
+
+    monkeypatch.setattr(sparsegpt, "damped", reluctant)
+    tokens = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    report = sparsellm.prune(model, method="sparsegpt", calibration=tokens).report
+    assert {layer.damping for layer in report.layers} == {1.0}
+    assert any("damping was raised from 0.01 on 21 layers" in note for note in report.notes)
