@@ -1,0 +1,143 @@
+"""Write docs/cli.md from the program itself: `python docs/make_cli.py`. With `--check`, only tell whether it is up to date."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from sparsellm.cli import app
+from sparsellm.recipe import Recipe
+
+PAGE = Path(__file__).with_name("cli.md")
+
+HEAD = """# The command line
+
+<!-- Written by docs/make_cli.py. Do not edit: change src/sparsellm/cli.py or recipe.py, then run `python docs/make_cli.py`. -->
+
+Results go to stdout, progress and messages to stderr. `--json` prints one JSON document on stdout. The exit status is 0 for
+success, 1 for an error told in one message or for an expectation that `inspect` finds broken, 2 for wrong usage, and 130 when
+interrupted. `sparsellm --debug COMMAND ...` shows the traceback of an error.
+"""
+
+RECIPE = """## Recipe
+
+`prune --config recipe.yaml` reads these fields from YAML, `--print-config` writes them, and `sparsellm.prune` takes them as
+keywords. Options on the command line win over the file. An unknown field is refused.
+
+| field | type | default | meaning |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    program = typer.main.get_command(app)
+    commands: dict[str, Any] = getattr(program, "commands")  # noqa: B009  (typer's own click has no public type)
+    parts = [HEAD, section("sparsellm", program, "## sparsellm", "[OPTIONS] COMMAND [ARGUMENTS]")]
+    parts += [section(f"sparsellm {name}", command, f"## {name}") for name, command in commands.items()]
+    parts.append(
+        RECIPE
+        + "".join(
+            row(name, kind(field.annotation), default(field), field.description or "")
+            for name, field in Recipe.model_fields.items()
+        )
+    )
+    return "\n".join(parts)
+
+
+def section(path: str, command: Any, title: str, usage: str | None = None) -> str:
+    """A command: what it does, how it is called, its arguments and options, its example."""
+    says, example = parted(command.help or "")
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
+    options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    options = [param for param in options if param.name not in ("install_completion", "show_completion")]
+    usage = usage or " ".join([*(placeholder(param) for param in arguments), "[OPTIONS]"])
+    lines = [title, "", says, "", "```text", f"{path} {usage}", "```", ""]
+    if arguments:
+        lines += ["| argument | meaning |", "|---|---|"]
+        lines += [f"| `{placeholder(param)}` | {cell(param.help)} |" for param in arguments]
+        lines.append("")
+    if options:
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{', '.join(param.opts)}` | {shown(param)} | {cell(param.help)} |" for param in options]
+        lines.append("")
+    if example:
+        lines += ["Example:", "", "```bash", example, "```", ""]
+    return "\n".join(lines)
+
+
+def parted(text: str) -> tuple[str, str]:
+    """The help text without its example, and the example's command."""
+    says, _, example = text.partition("Example: ")
+    return " ".join(says.split()), example.strip()
+
+
+def placeholder(param: Any) -> str:
+    """An argument as it stands in a usage line."""
+    name = param.metavar or param.name.upper()
+    return name if param.required else f"[{name}]"
+
+
+def shown(param: Any) -> str:
+    """An option's default."""
+    if isinstance(param.show_default, str):
+        return cell(param.show_default)
+    if param.required:
+        return "required" + (", may be repeated" if param.multiple else "")
+    if param.multiple:
+        return "none, may be repeated"
+    if param.is_flag:
+        return "off"
+    return cell(str(param.default)) if param.default is not None else "none"
+
+
+def kind(annotation: Any) -> str:
+    """A field's type in words."""
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else kind(part) for part in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {kind(get_args(annotation)[0])}"
+    return {"str": "text", "bool": "true or false", "int": "whole number", "float": "number"}[annotation.__name__]
+
+
+def default(field: FieldInfo) -> str:
+    """A field's default as it stands in YAML."""
+    if field.is_required():
+        return "required"
+    value = field.default
+    plain = {None: "null", True: "true", False: "false", (): "[]"}
+    return plain[value] if value is None or isinstance(value, (bool, tuple)) else str(value)
+
+
+def row(*cells: str) -> str:
+    """A line of the recipe's table; the first cell is code."""
+    first, *rest = cells
+    return f"| `{first}` | {' | '.join(map(cell, rest))} |\n"
+
+
+def cell(text: str | None) -> str:
+    """Text that may stand in a table: one line, and nothing that Markdown would read as mark-up."""
+    return re.sub(r"([|*])", r"\\\1", " ".join((text or "").split()))
+
+
+def main() -> int:
+    """Write the page, or compare it; the exit status."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(f"{PAGE} is not what the program says. Run: python docs/make_cli.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
