@@ -14,7 +14,7 @@ from tests.conftest import report_of
 
 @pytest.mark.slow
 def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Llama form (README's commands run the other): five methods after the dense model, 80 % zeros each; SparseLLM's model is written, with its perplexity on the card."""
+    """The Llama form (README's commands run the other): five methods, 80 % zeros each; one model written."""
     monkeypatch.setattr("sparsellm.demonstration.SAMPLES", 4)
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
