@@ -108,14 +108,18 @@ class Recipe(BaseModel):
         """What `sparsity` means."""
         return parse_pattern(self.sparsity)
 
+    @property
+    def inner(self) -> str:
+        """The name of the solver inside SparseLLM."""
+        return self.solver or ("sparsegpt" if self.as_published else "alps")
+
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
         if self.method != "sparsellm":
             return LayerWise(SOLVERS[self.method]())
-        inner = self.solver or ("sparsegpt" if self.as_published else "alps")
         couple = None if self.couple == "feedforward" else select_blocks(self.couple, blocks)
         return SparseLLM(
-            solver=SOLVERS[inner](),
+            solver=SOLVERS[self.inner](),
             epochs=self.epochs,
             alpha=self.alpha,
             beta=self.beta,
@@ -125,8 +129,7 @@ class Recipe(BaseModel):
 
     def describe(self) -> str:
         """The method and pattern in one line."""
-        inner = self.solver or ("sparsegpt" if self.as_published else "alps")
-        detail = f" ({'as published, ' if self.as_published else ''}{inner} inside, {self.epochs} epochs)"
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
         return f"{self.method}{detail if self.method == 'sparsellm' else ''}, {self.pattern.describe()}"
 
     def to_yaml(self) -> str:

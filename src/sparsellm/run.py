@@ -226,8 +226,7 @@ def _note_few_tokens(
     if issubclass(method.needs, Gram) and windows.numel() < widest:
         _note(
             f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
-            f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length, "
-            "better ten times as many.",
+            f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
             report,
             say,
         )

@@ -46,7 +46,8 @@ class EpochResult:
     """SparseLLM's objective (paper eq. 5 or 6, mean over tokens) and the true feed-forward error after one epoch.
 
     after_weights: the objective with new weights and the signals as they were. after_signals: with new signals too.
-    feed_forward_error: E‖y - FFN(x)‖² of the pruned feed-forward part itself, relative to E‖y‖².
+    feed_forward_error: E‖y - FFN(x)‖² of the pruned feed-forward part itself, relative to E‖y‖², y
+    without the writer's bias.
     """
 
     block: str

@@ -88,9 +88,10 @@ class Signals:
         return aims
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
-        """Move every signal to its minimiser for these weights; the true feed-forward error that they have, relative to E‖y‖².
+        """Move every signal to its minimiser for these weights; the true feed-forward error that they have.
 
-        weights: the pruned ones, float32. One pass over the batches, in the order p, z, s (paper eqs. 9-12).
+        The error is relative to E‖y‖², y without the writer's bias. weights: the pruned ones, float32.
+        One pass over the batches, in the order p, z, s (paper eqs. 9-12).
         """
         readers, writer = self._feed_forward.readers, self._feed_forward.writer
         factor = activation_factor(weights[writer], self._ratio)

@@ -45,7 +45,7 @@ class ALPS:
 
     damping: added to the Gram's diagonal, as a share of its mean. iterations: of ADMM, at most. refit_steps: of conjugate
     gradients on the final mask.
-    Cost: about 10-20 factorisations of (in, in) and 30-100 products of (out, in) by (in, in).
+    Cost: a factorisation of (in, in) for every third iteration, and a product of (out, in) by (in, in) for each.
     """
 
     damping: float = 0.01
