@@ -52,7 +52,16 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--device", "gpu"), ("`device`", "gpu")),
         (("--blocks", "2:9"), ("3 blocks", "0 to 2")),
         (("--blocks", "some"), ("first-half",)),
-        (("--couple", "often"), ("first-half",)),
+        (("--couple", "often"), ("feedforward", "--as-published")),
+        (("--couple", "often", "--as-published"), ("first-half",)),
+        (("--couple", "model", "--as-published"), ("couple", "Algorithm 1")),
+        (("--curvature", "diagonal", "--as-published"), ("curvature", "Algorithm 1")),
+        (("--couple", "none", "--refine", 5), ("refine",)),
+        (("--refine", -1), ("refine",)),
+        (("--targets", "teachr"), ("'teacher'",)),
+        (("--newton", 2, "--method", "alps"), ("newton", "sparsellm")),
+        (("--allocation", "errors"), ("'error'", ".yaml")),
+        (("--allocation", "owl", "--sparsity", "2:4"), ("owl", "2:4", "uniform")),
         (("--only", "q_porj"), ("q_porj", "'q_proj'")),
         (("--skip", "*"), ("Nothing is left",)),
         (("--length", "65"), ("65", "64")),
@@ -192,12 +201,14 @@ def test_no_tokenizer(damaged: Path, text_file: Path, tmp_path: Path, command: C
 
 
 def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:
-    """SparseLLM refuses an activation that it has no closed form for, and says what works; layer-wise pruning does work."""
+    """Algorithm 1 refuses an activation that it has no closed form for, and says what works; the default prunes without it."""
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     words = ("prune", damaged, tmp_path / "out", "--calibration", text_file, "--samples", 4, "--length", 32)
-    refused(command(*words), "activation", "--couple none")
-    assert command(*words, "--couple", "none").exit_code == 0
+    refused(command(*words, "--as-published"), "activation", "--couple none")
+    result = command(*words)
+    assert result.exit_code == 0
+    assert "one by one" in result.stderr
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_zeros_exact_and_all_else_untouched(
     method: str, sparsity: str, family: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
-    """Every linear layer of a block has its exact zeros; every other tensor is bit-identical, in the same dtype."""
+    """The zeros are exact, each layer's or all layers'; every tensor not told of is bit-identical, in the same dtype."""
     out = tmp_path / "out"
     text = () if method == "magnitude" else ("--calibration", text_file, *QUICK)
     result = command("prune", tiny[family], out, "--method", method, "--sparsity", sparsity, *text)
@@ -39,17 +39,25 @@ def test_zeros_exact_and_all_else_untouched(
     pattern = parse_pattern(sparsity)
     before, after = weights(tiny[family]), weights(out)
     assert before.keys() == after.keys()
-    pruned = {f"{layer['name']}.weight" for block in report_of(out)["blocks"] for layer in block["layers"]}
+    blocks = report_of(out)["blocks"]
+    pruned = {f"{layer['name']}.weight": parse_pattern(layer["pattern"]) for block in blocks for layer in block["layers"]}
+    moved = {name for block in blocks for name in block["moved"]}
     assert len(pruned) == 3 * (6 if family == "opt" else 7)
+    assert bool(moved) == (method == "sparsellm" and family == "opt")  # biases; this Llama has none
     for key, tensor in after.items():
         assert tensor.dtype == before[key].dtype
         if key not in pruned:
-            assert torch.equal(tensor, before[key]), key
+            assert torch.equal(tensor, before[key]) != (key in moved), key
             continue
         zero = tensor == 0
-        assert int(zero.sum()) == pattern.removed(tensor.numel()), key
+        assert int(zero.sum()) == pruned[key].removed(tensor.numel()), key
         if isinstance(pattern, NM):
             assert (zero.unflatten(1, (-1, pattern.group)).sum(-1) == pattern.zeros).all(), key
+    every = [tensor for key, tensor in after.items() if key in pruned]
+    zeros, weights_in_all = sum(int((x == 0).sum()) for x in every), sum(x.numel() for x in every)
+    assert zeros == (
+        pattern.removed(weights_in_all) if method == "sparsellm" else sum(pattern.removed(x.numel()) for x in every)
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,7 +100,9 @@ def test_output_is_a_whole_checkpoint(tiny: dict[str, Path], text_file: Path, tm
 def test_report_tells_what_was_run(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """The recipe really run, versions, and for each layer its sparsity, error, damping and seconds; the losses per epoch."""
     out = tmp_path / "out"
-    assert command("prune", tiny["llama"], out, "--calibration", text_file, *QUICK, "--epochs", 3).exit_code == 0
+    assert (
+        command("prune", tiny["llama"], out, "--calibration", text_file, *QUICK, "--epochs", 3, "--as-published").exit_code == 0
+    )
     report = report_of(out)
     assert report["recipe"]["epochs"] == 3
     assert report["recipe"]["length"] == 32

@@ -25,7 +25,7 @@ from sparsellm.allocation import select_blocks, uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.patterns import NM, Unstructured
 from sparsellm.sequential import prune_blocks, walk
 from sparsellm.solvers.criteria import Magnitude, Wanda
@@ -184,9 +184,9 @@ def test_training_mode_is_restored(training: bool, early: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), evaluated.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("method", [LayerWise(SparseGPT()), SparseLLM(SparseGPT(), epochs=2)])
+@pytest.mark.parametrize("method", [LayerWise(SparseGPT()), PublishedSparseLLM(SparseGPT(), epochs=2)])
 @pytest.mark.parametrize("name", ["opt", "qwen2-sliding"])
-def test_bf16_models_stay_bf16(name: str, method: LayerWise | SparseLLM) -> None:
+def test_bf16_models_stay_bf16(name: str, method: LayerWise | PublishedSparseLLM) -> None:
     """Parameters and hidden states keep their dtype; no group loses a zero on the way to bf16."""
     model = tiny(name, dtype=torch.bfloat16)
     plan = uniform(blocks_of(model), NM(2, 4))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparsellm.evaluation import perplexity as perplexity
     from sparsellm.inspection import inspect as inspect
     from sparsellm.methods.layerwise import LayerWise as LayerWise
+    from sparsellm.methods.published import PublishedSparseLLM as PublishedSparseLLM
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.patterns import NM as NM
     from sparsellm.patterns import Unstructured as Unstructured
@@ -36,6 +37,7 @@ _CONTENTS = {
     "LayerWise": "methods.layerwise",
     "Magnitude": "solvers.criteria",
     "NM": "patterns",
+    "PublishedSparseLLM": "methods.published",
     "Recipe": "recipe",
     "Report": "report",
     "Result": "run",

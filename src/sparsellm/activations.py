@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,24 +20,46 @@ Look = Callable[[Tensor, Tensor], None]
 """Shown a layer's inputs and outputs, batch by batch, flattened to (tokens, in) and (tokens, out)."""
 
 
-class Activations:
-    """The hidden states that enter the present block, batch by batch, as the pruned model computes them.
+@dataclass
+class Seen:
+    """What one batch showed on its way through a block.
 
-    pruned: one (batch, seq, model) tensor for every batch.
+    entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out).
     """
 
-    def __init__(self, pruned: list[Tensor], calls: list[list[Call]]) -> None:
+    entering: Tensor
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+
+
+class Activations:
+    """The hidden states that enter the present block, batch by batch, in one stream or two.
+
+    pruned: what the pruned model computes, one (batch, seq, model) tensor for every batch. dense: what the dense model
+    computes; None where no method asks. teacher: the present block as it was, where there is a dense stream.
+    metrics: what errors of each block's output cost, where a method asks.
+    """
+
+    def __init__(self, pruned: list[Tensor], calls: list[list[Call]], dense: list[Tensor] | None = None) -> None:
         self.pruned = pruned
+        self.dense = dense
+        self.teacher: Block | None = None
+        self.metrics: list[Tensor] = []
         self._calls = calls  # by block, then by batch
 
     @classmethod
     def entering(
-        cls, model: PreTrainedModel, blocks: Sequence[Block], batches: Sequence[Tensor], dtype: torch.dtype | None = None
+        cls,
+        model: PreTrainedModel,
+        blocks: Sequence[Block],
+        batches: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        teacher: bool = False,
     ) -> Activations:
         """Run the model as far as its first block, and learn how each block is called.
 
         batches: token numbers, each (batch, seq), without padding. dtype: what the blocks will be computed in, if not
-        their own.
+        their own. teacher: whether a dense stream travels too.
 
         Every block is called as the model itself calls it: blocks may differ in their keywords (an attention mask with or
         without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
@@ -49,7 +72,36 @@ class Activations:
                 body(input_ids=batch.to(model.device), use_cache=False)
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         cast = {key: _cast(call, dtype) for key, call in distinct.items()}
-        return cls([_cast(hidden, dtype) for hidden in entered], [[cast[id(call)] for call in row] for row in calls])
+        hidden = [_cast(hidden, dtype) for hidden in entered]
+        # Both streams start from the same tensors: nothing writes into them, `advance` puts new ones in their place.
+        return cls(hidden, [[cast[id(call)] for call in row] for row in calls], list(hidden) if teacher else None)
+
+    def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
+        """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
+        distinct = {id(call): _cast(call, dtype) for call in self._calls[block.index]}
+        return [distinct[id(call)] for call in self._calls[block.index]]
+
+    def metric(self, block: Block) -> Tensor:
+        """F, (model, model): what errors of the block's output cost (`sparsellm.sensitivity`)."""
+        return self.metrics[block.index]
+
+    def arrive(self, block: Block) -> None:
+        """Keep the block as it is now, to carry the dense stream; nothing where there is none."""
+        self.teacher = block.copy() if self.dense is not None else None
+
+    @torch.no_grad()
+    def passes(self, block: Block, names: Sequence[str]) -> Iterator[Seen]:
+        """Batch by batch through the block, as far as the last of the named layers; nothing travels on."""
+        for hidden, call in zip(self.pruned, self.calls(block), strict=True):
+            yield _look(block, names, hidden, call)
+
+    @torch.no_grad()
+    def pairs(self, block: Block, names: Sequence[str]) -> Iterator[tuple[Seen, Seen]]:
+        """As `passes`, each batch twice: the pruned stream's pass through the block, the dense one's through its teacher."""
+        if self.dense is None or self.teacher is None:
+            raise TypeError("There is no dense stream: ask for one with teacher=True.")
+        for pruned, dense, call in zip(self.pruned, self.dense, self.calls(block), strict=True):
+            yield _look(block, names, pruned, call), _look(self.teacher, names, dense, call)
 
     @torch.no_grad()
     def watch(self, block: Block, looks: Mapping[str, Sequence[Look]]) -> None:
@@ -65,14 +117,67 @@ class Activations:
     @torch.no_grad()
     def advance(self, block: Block) -> None:
         """Pass every batch through the block, to become the input of the next. Raises NonFinite, naming the block."""
-        for number, call in enumerate(self._calls[block.index]):
-            hidden = block(self.pruned[number], call)
+        self.advance_dense()
+        self._advance(self.pruned, block)
+
+    @torch.no_grad()
+    def advance_dense(self) -> None:
+        """Pass the dense stream alone through the present block's teacher, once; nothing where there is none."""
+        if self.dense is not None and self.teacher is not None:
+            self._advance(self.dense, self.teacher)
+            self.teacher = None
+
+    @torch.no_grad()
+    def adds(self, writers: Sequence[str]) -> bool:
+        """Whether the present block's output is its input plus what its writers write, so that these can mend the stream.
+
+        Seen on the first batch of the dense stream: blocks that normalise after adding are not of that form.
+        """
+        if self.dense is None or self.teacher is None:
+            return False
+        hidden, call = self.dense[0], self.calls(self.teacher)[0]
+        seen = _look(self.teacher, writers, hidden, call)
+        expected = sum(seen.outputs.values(), seen.entering)
+        found = self.teacher(hidden, call).flatten(0, -2)
+        return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
+
+    def _advance(self, stream: list[Tensor], block: Block) -> None:
+        """Pass one stream through a block."""
+        for number, call in enumerate(self.calls(block)):
+            hidden = block(stream[number], call)
             if not bool(hidden.isfinite().all()):
                 raise NonFinite(
                     f"The output of {block.name} is not finite ({hidden.dtype}, batch {number}). "
                     "Try --dtype float32, or more calibration tokens."
                 )
-            self.pruned[number] = hidden
+            stream[number] = hidden
+
+
+class _Enough(Exception):
+    """All layers asked for were seen: the rest of the block need not run."""
+
+
+def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> Seen:
+    """One batch through a block, as far as the last of the named layers."""
+    seen = Seen(hidden.flatten(0, -2), {}, {})
+
+    def shows(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            seen.inputs[name], seen.outputs[name] = inputs[0].flatten(0, -2), output.flatten(0, -2)
+            if len(seen.inputs) == len(set(names)):
+                raise _Enough
+
+        return hook
+
+    hooks = [block.layer(name).register_forward_hook(shows(name)) for name in names]
+    try:
+        block(hidden, call)
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
 
 
 def _shows(look: Look) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:

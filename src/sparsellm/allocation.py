@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+import yaml
 
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import Plan
-from sparsellm.patterns import Pattern
+from sparsellm.patterns import Pattern, Unstructured, parse_pattern
+
+TOLERANCE = 5e-4
+"""How far a file that names every layer may be from the sparsity asked for, as a share of all weights."""
 
 
 def select_blocks(text: str, count: int) -> frozenset[int]:
@@ -79,3 +85,66 @@ def uniform(
 def _matches(full: str, wish: str) -> bool:
     """Whether a layer's full name, or the end of it from a dot on, fits a pattern."""
     return fnmatchcase(full, wish) or fnmatchcase(full, f"*.{wish}")
+
+
+def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]], pattern: Pattern) -> Plan:
+    """A plan whose layers get the patterns that a YAML file names; the others share what is left of the total.
+
+    The file maps layer names, with `*` as in `only`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`; the first that
+    matches a layer counts. Layers that it does not name get the one unstructured sparsity that makes the total `pattern`'s,
+    exact to one weight. plan: the layers that may be named. shapes: (out, in) of each.
+    Raises InvalidSetting for a name that matches no layer, a shape that does not divide, and a total that cannot be reached.
+    """
+    given = _read_patterns(Path(path))
+    for wish in given:
+        if not any(_matches(name, wish) for name in plan):
+            raise InvalidSetting(f"{path} names {wish!r}, which no pruned layer matches. {nearest(wish, plan)}")
+    found: Plan = {}
+    for name in plan:
+        first = next((wish for wish in given if _matches(name, wish)), None)
+        if first is not None:
+            found[name] = given[first]
+            try:
+                given[first].check(shapes[name])
+            except InvalidSetting as error:
+                raise InvalidSetting(f"{path}, {name}: {error}") from None
+    sizes = {name: shapes[name][0] * shapes[name][1] for name in plan}
+    total = pattern.removed(sum(sizes.values()))
+    removed = sum(found[name].removed(sizes[name]) for name in found)
+    rest = [name for name in plan if name not in found]
+    room = sum(sizes[name] for name in rest)
+    if not rest and abs(removed - total) > TOLERANCE * sum(sizes.values()):
+        share = 100 * removed / sum(sizes.values())
+        raise InvalidSetting(
+            f"{path} names every layer and comes to {share:.2f} %, but `sparsity` is {pattern}. Make them agree."
+        )
+    if rest and not 0 <= total - removed < room:
+        raise InvalidSetting(
+            f"{path} removes {removed:,} weights of the layers that it names; {pattern} of all is {total:,}, so that "
+            f"{total - removed:,} would have to come from the {room:,} weights of {rest[0]}"
+            f"{f' and {len(rest) - 1} more' if len(rest) > 1 else ''}. Change the file or `sparsity`."
+        )
+    for number, name in enumerate(rest):  # cumulative rounding: the layers' counts add up to the total
+        before, after = (sum(sizes[other] for other in rest[:count]) for count in (number, number + 1))
+        mine = (total - removed) * after // room - (total - removed) * before // room
+        found[name] = Unstructured(mine / sizes[name])
+    return {name: found[name] for name in plan}
+
+
+def _read_patterns(path: Path) -> dict[str, Pattern]:
+    """The patterns of an allocation file, by layer-name pattern."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # every value as it is written: 2:4 is text
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"The allocation {path} cannot be read: {error}.") from None
+    except yaml.YAMLError as error:
+        raise InvalidSetting(f"The allocation {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
+        raise InvalidSetting(f'The allocation {path} must hold `layer: pattern` lines, such as "mlp.*: 80%".')
+    found: dict[str, Pattern] = {}
+    for name, value in content.items():
+        try:
+            found[str(name)] = parse_pattern(value)
+        except InvalidSetting as error:
+            raise InvalidSetting(f"The allocation {path}, {name}: {error}") from None
+    return found

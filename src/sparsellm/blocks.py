@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsellm.architectures import Architecture, architecture_of
 from sparsellm.errors import NonFinite, UnsupportedModel
@@ -66,6 +68,21 @@ class Block:
         with torch.no_grad():
             self.layer(name).weight.copy_(rounded)
 
+    def write_bias(self, name: str, bias: Tensor) -> None:
+        """Put a bias, (out,), into a layer that has one, rounded as its weight is."""
+        with torch.no_grad():
+            self.layer(name).bias.copy_(bias.to(self.dtypes[f"{name}.bias"]))
+
+    def settle(self) -> None:
+        """Round every parameter to the dtype in which it will be stored, so that what travels on is what will be written."""
+        with torch.no_grad():
+            for name, tensor in self.module.named_parameters():
+                tensor.copy_(tensor.to(self.dtypes[name]))
+
+    def copy(self) -> Block:
+        """The block as it stands, with weights of its own."""
+        return replace(self, module=copy.deepcopy(self.module))
+
     def full_name(self, name: str) -> str:
         """The layer's path in the model."""
         return f"{self.name}.{name}"
@@ -120,3 +137,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
+    """Within the context blocks keep only their inputs for the backward pass, and run again when it reaches them."""
+
+    def thrifty(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **keywords: checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+
+    replaced = {block.index: block.module.__dict__.get("forward") for block in blocks}
+    for block in blocks:
+        setattr(block.module, "forward", thrifty(block.module.forward))  # noqa: B010  (mypy forbids the plain assignment)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            delattr(block.module, "forward")
+            if replaced[block.index] is not None:
+                setattr(block.module, "forward", replaced[block.index])  # noqa: B010
+
+
+@contextmanager
+def only_trained(module: nn.Module, trained: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+    """Within the context only these parameters ask for gradients, and have none yet; then all are as before."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
+    wanted = {id(parameter) for parameter in trained}
+    try:
+        for parameter, _, _ in before:
+            parameter.requires_grad_(id(parameter) in wanted)
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, asked, gradient in before:
+            parameter.requires_grad_(asked)
+            parameter.grad = gradient

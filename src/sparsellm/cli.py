@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,6 @@ from rich.text import Text
 
 from sparsellm import __version__, options
 from sparsellm.errors import SparseLLMError
-
-if TYPE_CHECKING:
-    from sparsellm.report import Report
 
 app = typer.Typer(
     name="sparsellm",
@@ -55,10 +52,18 @@ def prune(
     sparsity: options.Sparsity = None,
     as_published: options.AsPublished = None,
     solver: options.Solver = None,
+    targets: options.Targets = None,
+    residual: options.Residual = None,
+    curvature: options.Curvature = None,
+    horizon: options.Horizon = None,
+    newton: options.Newton = None,
+    refine: options.Refine = None,
     epochs: options.Epochs = None,
     alpha: options.Alpha = None,
     beta: options.Beta = None,
     couple: options.Couple = None,
+    couple_steps: options.CoupleSteps = None,
+    allocation: options.Allocation = None,
     blocks: options.Blocks = None,
     only: options.Only = None,
     skip: options.Skip = None,
@@ -95,7 +100,7 @@ def prune(
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         check_output(output, overwrite, recipe.model)
 
-        from sparsellm.display import Progress
+        from sparsellm.display import Progress, print_summary
         from sparsellm.run import Stage, run
 
         with Progress(stderr) as progress:
@@ -105,7 +110,7 @@ def prune(
         if as_json:
             _print_json(result.report.to_dict() | {"output": str(folder)})
         else:
-            _print_summary(result.report, str(folder))
+            print_summary(stdout, result.report, str(folder))
 
 
 _NOT_FIELDS = ("context", "output", "config", "print_config", "overwrite", "as_json")
@@ -128,7 +133,7 @@ def evaluate(
     """
     with _told(context):
         from sparsellm.display import plus_minus, table
-        from sparsellm.run import measure
+        from sparsellm.measuring import measure
 
         with stderr.status(f"measuring {model}"):
             found = measure(model, text, text_field, length, device or "auto", dtype or "auto")
@@ -181,6 +186,8 @@ def inspect(
         if not found.as_expected:
             broken = [layer.name for layer in found.layers if layer.holds is False]
             fault = f"{len(broken)} layers break {found.expected}, {broken[0]} first" if broken else "no such layer was found"
+            if not broken and not found.total_holds:
+                fault = f"all layers together have fewer zeros than {found.expected}"
             stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
             raise typer.Exit(1)
 
@@ -276,23 +283,3 @@ def _print_json(data: Any) -> None:
     from sparsellm.report import strict_json
 
     print(strict_json(data))
-
-
-def _print_summary(report: Report, folder: str) -> None:
-    """What a person wants to know of a finished run."""
-    from sparsellm.display import plus_minus, table
-
-    share = 100 * report.zeros / max(report.parameters, 1)
-    stdout.print(f"{report.recipe.model}: {report.recipe.describe()}", highlight=False, soft_wrap=True)
-    stdout.print(
-        f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros; {share:.2f} % of all parameters are zero.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if report.perplexity:
-        rows = [
-            [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
-            for text, values in report.perplexity.items()
-        ]
-        stdout.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
-    stdout.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sparsellm.blocks import computed_in
 from sparsellm.calibration import test_windows
-from sparsellm.checkpoint import DEMO, compute_dtype, open_checkpoint
-from sparsellm.evaluation import perplexity
+from sparsellm.checkpoint import DEMO, open_checkpoint
+from sparsellm.measuring import measured
 from sparsellm.recipe import METHODS, read_recipe
 from sparsellm.run import Observer, Stage, run
 from sparsellm.texts import read_text
@@ -41,16 +40,14 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length)
     observe(Stage("measuring the dense model"))
     model = checkpoint.load()
-    with computed_in(model, compute_dtype(model)):
-        dense = perplexity(model, tests, "demo")
+    dense = measured(model, tests, "demo")
     rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
     for method in reversed(METHODS):
         observe(Stage(f"method {method}"))
         settings = {"model": name, "method": method, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
         result = run(read_recipe(settings), observe)
         observe(Stage("measuring"))
-        with computed_in(result.model, compute_dtype(result.model)):
-            pruned = perplexity(result.model, tests, "demo")
+        pruned = measured(result.model, tests, "demo")
         report = result.report
         rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds["pruning"]))
         if method == "sparsellm" and output is not None:

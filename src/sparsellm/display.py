@@ -10,8 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sparsellm.memory import peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
-from sparsellm.run import Event, Note, Stage, peak_memory
+from sparsellm.refinement import Refined
+from sparsellm.report import Report
+from sparsellm.run import Event, Note, Stage
 
 GIB = 1024**3
 
@@ -48,7 +51,9 @@ class Progress:
         elif isinstance(event, LayerResult):
             self._detail = f"{event.name}  error {event.error:.3g}"
         elif isinstance(event, EpochResult):
-            self._detail = f"{event.block} epoch {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
+            self._detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
+        elif isinstance(event, Refined):
+            self._detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
         else:
             self._finish(event)
         if self._live:
@@ -89,6 +94,24 @@ def plus_minus(value: float, error: float | None) -> str:
         return f"{value:,.2f}"
     digits = 1 if error >= 1 else 2
     return f"{value:,.{digits}f} ± {error:,.{digits}f}"
+
+
+def print_summary(console: Console, report: Report, folder: str) -> None:
+    """What a person wants to know of a finished run."""
+    share = 100 * report.zeros / max(report.parameters, 1)
+    console.print(f"{report.recipe.model}: {report.recipe.describe()}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros; {share:.2f} % of all parameters are zero.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report.perplexity:
+        rows = [
+            [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
+            for text, values in report.perplexity.items()
+        ]
+        console.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
+    console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
 
 
 def _errors(block: BlockResult) -> str:

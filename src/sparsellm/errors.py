@@ -7,6 +7,7 @@ SparseLLMError
 ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
 ├── OutputExists        (FileExistsError)  a folder that would be overwritten
 ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
 ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
 ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
 └── VerificationFailed  (RuntimeError)     what was written is not what was meant
@@ -47,6 +48,10 @@ class OutputExists(SparseLLMError, FileExistsError):
 
 class Unreachable(SparseLLMError, ConnectionError):
     """A hub name that is neither cached nor reachable."""
+
+
+class TooLarge(SparseLLMError, MemoryError):
+    """A stage that needs more memory than there is, refused before it starts."""
 
 
 class SingularGram(SparseLLMError, ArithmeticError):

@@ -97,8 +97,8 @@ def save(
 def verify(folder: Path, report: Report, dense: Path | None) -> None:
     """Read a written checkpoint back; raise VerificationFailed unless it holds what the report says.
 
-    Every pruned layer has the zeros reported and its pattern; every other tensor is bit-identical to the one in `dense`, after
-    conversion where the model was loaded in another dtype than its file's.
+    Every pruned layer has the zeros reported and its pattern; every tensor that the report does not call
+    moved is bit-identical to the one in `dense`, after conversion where the model was loaded in another dtype than its file's.
     """
     here = Tensors(folder)
     for layer in report.layers:
@@ -111,7 +111,7 @@ def verify(folder: Path, report: Report, dense: Path | None) -> None:
             )
     if dense is None:
         return
-    pruned = {f"{layer.name}.weight" for layer in report.layers}
+    pruned = {f"{layer.name}.weight" for layer in report.layers} | {name for block in report.blocks for name in block.moved}
     found = compare(here, Tensors(dense), as_stored=False)
     changed = [key for key in (*found["changed"], *found["only_here"]) if key not in pruned]
     if changed:

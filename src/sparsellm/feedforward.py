@@ -49,6 +49,10 @@ class FeedForward(Protocol):
         """What the writer reads, (tokens, hidden), from the readers' outputs."""
         ...
 
+    def slopes(self, *hidden: Tensor) -> Hidden:
+        """The derivatives of `activate` by each of its arguments, entry by entry; each (tokens, hidden)."""
+        ...
+
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
         """New readers' signals: each the minimiser of the objective with all else held, one after the other.
 
@@ -72,6 +76,9 @@ class PlainFeedForward:
 
     def activate(self, *hidden: Tensor) -> Tensor:
         return relu(hidden[0])
+
+    def slopes(self, *hidden: Tensor) -> Hidden:
+        return ((hidden[0] > 0).to(hidden[0].dtype),)
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
         r"""The better of the two branches, entry by entry (paper eq. 12):
@@ -102,6 +109,11 @@ class GatedFeedForward:
 
     def activate(self, *hidden: Tensor) -> Tensor:
         return silu(hidden[0]) * hidden[1]
+
+    def slopes(self, *hidden: Tensor) -> Hidden:
+        gate, up = hidden
+        opening = gate.sigmoid()
+        return opening * (1 + gate * (1 - opening)) * up, opening * gate
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
         r"""First $z = (m + r \, \text{silu}(s) \, p) / (1 + r \, \text{silu}(s)^2)$, then the gate by its global minimiser.

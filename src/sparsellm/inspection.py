@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
-from sparsellm.patterns import NM, Pattern, parse_pattern
+from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 
 REPORT = "sparsellm.json"
 """The file in which a run leaves its report beside the weights."""
@@ -40,7 +40,8 @@ class LayerZeros:
 class Inspection:
     """What is in a checkpoint. changed: tensors that differ from the other checkpoint's; alike: how many are bit-identical.
 
-    only_here, only_there: tensors that just one of the two has.
+    only_here, only_there: tensors that just one of the two has. total_holds: whether the layers checked have, all together, the
+    share of zeros expected; True where nothing was.
     """
 
     model: str
@@ -53,12 +54,13 @@ class Inspection:
     alike: int = 0
     only_here: tuple[str, ...] = ()
     only_there: tuple[str, ...] = ()
+    total_holds: bool = True
 
     @property
     def as_expected(self) -> bool:
-        """Whether every layer that should have the expected pattern has it, and at least one should."""
+        """Whether every layer that should have the expected pattern has it, at least one should, and the total is reached."""
         checked = [layer.holds for layer in self.layers if layer.holds is not None]
-        return self.expected is None or (bool(checked) and all(checked))
+        return self.expected is None or (bool(checked) and all(checked) and self.total_holds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -70,7 +72,8 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
     """Zeros, patterns and changes of a checkpoint, read tensor by tensor.
 
     model, against: folders, hub names, or demo:opt. expect: a pattern that every layer that a run pruned must have (as the
-    folder's sparsellm.json says), or every linear layer of a block where there is no such file.
+    folder's sparsellm.json says), or every linear layer of a block where there is no such file. Where a run shared an
+    unstructured sparsity out, each layer must have its own share, and all together the one expected.
     """
     checkpoint = open_checkpoint(model)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
@@ -78,6 +81,7 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
     full = [block.full_name(name) for block in blocks_of(checkpoint.skeleton()) for name in block.layers]
     names = {_bare(f"{name}.weight"): name for name in full}
     planned = planned_layers(checkpoint.folder)
+    shared = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     layers: list[LayerZeros] = []
     parameters = zeros = 0
     for key, tensor in here:
@@ -87,10 +91,15 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
         name = names.get(_bare(key))
         if name is not None:
             checked = pattern is not None and (planned is None or name in planned)
-            holds = follows(tensor, pattern) if checked and pattern is not None else None
+            own = parse_pattern(planned[name]) if shared and planned and name in planned else pattern
+            holds = follows(tensor, own) if checked and own is not None else None
             layers.append(LayerZeros(name, (tensor.shape[0], tensor.shape[1]), zero, holds))
     changes = compare(here, Tensors(open_checkpoint(against).folder)) if against else {}
-    return Inspection(model, tuple(layers), parameters, zeros, str(pattern) if pattern else None, against, **changes)
+    checked_layers = [layer for layer in layers if layer.holds is not None]
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
+    total = pattern is None or not shared or sum(layer.zeros for layer in checked_layers) >= pattern.removed(weights)
+    expected = str(pattern) if pattern else None
+    return Inspection(model, tuple(layers), parameters, zeros, expected, against, total_holds=total, **changes)
 
 
 def follows(weight: Tensor, pattern: Pattern) -> bool:

@@ -27,6 +27,14 @@ def damped(gram: Tensor, damping: float) -> Tensor:
     return result
 
 
+def lifted(curvature: Tensor, share: float) -> Tensor:
+    """A curvature with `share` times its diagonal's mean added to the diagonal: positive definite, dead rows nearly free."""
+    result = curvature.clone()
+    mean = result.diagonal().mean()
+    result.diagonal().add_(torch.where(mean > 0, share * mean, torch.ones_like(mean)))
+    return result
+
+
 def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
     """The lower Cholesky factor of a symmetric matrix; SingularGram when it is not positive definite.
 
@@ -53,33 +61,52 @@ def inverse_factor(matrix: Tensor, damping: float) -> Tensor:
     return inverse
 
 
-def refit(weight: Tensor, target: Tensor, gram: Tensor, keep: Tensor, steps: int, tolerance: float = 1e-4) -> Tensor:
-    r"""The weight after conjugate gradients on $\mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$ over $W$ zero outside `keep`.
+def refit(
+    weight: Tensor,
+    target: Tensor,
+    gram: Tensor,
+    keep: Tensor,
+    steps: int,
+    tolerance: float = 1e-4,
+    curvature: Tensor | None = None,
+) -> Tensor:
+    r"""The weight after conjugate gradients on $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$, W zero outside `keep`.
 
-    All rows at once, preconditioned by the diagonal of the Gram. A row stops moving once its residual has fallen by
-    `tolerance` (relative).
+    Preconditioned by the diagonals. Without a curvature all rows are problems of their own, solved at once: a row stops moving
+    once its residual has fallen by `tolerance` (relative). With one, they are a single problem.
 
     weight: (out, in), the start, zero outside `keep`. target: (out, in), W⋆. gram: (in, in), positive definite.
-    Returns a new (out, in) tensor, zero outside `keep`, with every row's error at most that of the start.
-    Cost: `steps` + 1 products of (out, in) by (in, in).
+    curvature: S, (out, out), positive definite; None for the identity.
+    Returns a new (out, in) tensor, zero outside `keep`, with every row's error at most that of the start (with a curvature: the
+    sum's).
+    Cost: `steps` + 1 products of (out, in) by (in, in), and as many of (out, out) by (out, in).
     """
+
+    def gradient(change: Tensor) -> Tensor:
+        return (change @ gram if curvature is None else curvature @ change @ gram) * keep
+
+    def total(product: Tensor) -> Tensor:
+        return product.sum(1, keepdim=True) if curvature is None else product.sum().view(1, 1)
+
     scale = gram.diagonal().reciprocal()
-    residual = ((target - weight) @ gram) * keep
+    if curvature is not None:
+        scale = curvature.diagonal().reciprocal().unsqueeze(1) * scale
+    residual = gradient(target - weight)
     direction = residual * scale
-    energy = (residual * direction).sum(1, keepdim=True)
+    energy = total(residual * direction)
     enough = energy * tolerance**2
     weight = weight.clone()
     for _ in range(steps):
         moving = energy > enough
         if not bool(moving.any()):
             break
-        product = (direction @ gram) * keep
-        curvature = (direction * product).sum(1, keepdim=True)
-        length = torch.where(moving & (curvature > 0), energy / curvature, 0)
+        product = gradient(direction)
+        bend = total(direction * product)
+        length = torch.where(moving & (bend > 0), energy / bend, 0)
         weight += length * direction
         residual -= length * product
         preconditioned = residual * scale
-        fresh = (residual * preconditioned).sum(1, keepdim=True)
+        fresh = total(residual * preconditioned)
         direction = preconditioned + torch.where(moving, fresh / energy, 0) * direction
         energy = torch.where(moving, fresh, energy)
     return weight

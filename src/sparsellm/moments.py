@@ -10,6 +10,9 @@ from torch import Tensor
 
 from sparsellm import distributed
 
+CONSTANT = 3e-5
+"""The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
+
 
 class NoInputs:
     """Only how many tokens went by."""
@@ -62,20 +65,58 @@ class Gram(InputNorms):
     def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(features, device)
         self._products = torch.zeros(features, features, dtype=dtype, device=device)
+        self._sums = torch.zeros(features, dtype=dtype, device=device)
 
     @property
     def matrix(self) -> Tensor:
         """(in, in), symmetric: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
         return self._products / max(self.tokens, 1)
 
+    @property
+    def mean(self) -> Tensor:
+        """(in,): the mean of every input over the tokens, in the sums' dtype."""
+        return self._sums / max(self.tokens, 1)
+
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
         x = inputs.reshape(-1, self.features).to(self._products.dtype)
         self._products.addmm_(x.T, x)
+        self._sums += x.sum(0)
 
     def reduce(self) -> None:
         super().reduce()
-        distributed.sum_(self._products)
+        distributed.sum_(self._products, self._sums)
+
+    def centred(self) -> Gram:
+        r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too."""
+        return _Centred(self)
+
+
+class _Centred(Gram):
+    """A Gram about the mean; it takes in nothing more."""
+
+    def __init__(self, gram: Gram) -> None:
+        super().__init__(0, gram._products.device, gram._products.dtype)
+        self.features, self._tokens = gram.features, gram._tokens
+        raw = gram.matrix
+        self._products = raw - gram.mean.outer(gram.mean)
+        # What is left of an input that never changes is rounding, of either sign: it is dead.
+        dead = self._products.diagonal() <= CONSTANT * raw.diagonal()
+        self._products[dead] = 0
+        self._products[:, dead] = 0
+        self._squares = self._products.diagonal().float()
+        self._sums = torch.zeros_like(gram._sums)
+
+    @property
+    def norms(self) -> Tensor:
+        return self._squares.sqrt()
+
+    @property
+    def matrix(self) -> Tensor:
+        return self._products.clone()
+
+    def update(self, inputs: Tensor) -> None:
+        raise TypeError("A centred Gram takes in nothing more: update the one that it was made from.")
 
 
 class Cross:

@@ -38,22 +38,43 @@ Model = Annotated[str, typer.Argument(help=_MODEL)]
 ModelOrConfig = Annotated[str | None, typer.Argument(help=_MODEL)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 
-Method = Annotated[str | None, _pruning(help="sparsellm, alps, sparsegpt, wanda or magnitude.", default="sparsellm")]
+Method = Annotated[str | None, _pruning(help="sparsellm, thorough, alps, sparsegpt, wanda or magnitude.", default="sparsellm")]
 Sparsity = Annotated[str | None, _pruning(help="Share removed (70%, 0.7), or N:M (N of every M removed).", default="50%")]
 AsPublished = Annotated[
     bool | None,
     _pruning("--as-published/--no-as-published", help="SparseLLM's Algorithm 1: SparseGPT inside, last epoch."),
 ]
-Solver = Annotated[str | None, _pruning(help="The solver inside SparseLLM.", default="alps; sparsegpt as published")]
-Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="4")]
+Solver = Annotated[str | None, _pruning(help="The solver inside SparseLLM.", default="thorough; sparsegpt as published")]
+Targets = Annotated[
+    str | None, _pruning(help="What layers aim at: teacher (the dense model's outputs) or own.", default="teacher")
+]
+Residual = Annotated[
+    bool | None,
+    _pruning("--residual/--no-residual", help="Layers that write to the stream also repair what it has lost.", default="True"),
+]
+Curvature = Annotated[
+    str | None,
+    _pruning(help="How outputs are weighed by what they cost: none, diagonal, kronecker.", default="kronecker"),
+]
+Horizon = Annotated[
+    str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
+]
+Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="2")]
+Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
+Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
 Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
 Beta = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the activation.", default="0.1")]
 Couple = Annotated[
     str | None,
     _pruning(
-        help="SparseLLM: whose feed-forward layers form one problem: feedforward (every block's), none, or as in --blocks.",
+        help="Whose layers form one problem: none, feedforward, block or model; as published, also blocks as in --blocks.",
         default="feedforward",
     ),
+]
+CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole model's stage (--couple model).", default="200")]
+Allocation = Annotated[
+    str | None,
+    _pruning(help="How the sparsity is shared: uniform, owl, dlp, error, or a YAML file.", default="error for sparsellm"),
 ]
 Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]
@@ -62,7 +83,7 @@ Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.
 Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
 Text = Annotated[list[str], _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
 TextField = Annotated[str | None, _texts(help="Field that holds the text.", default="text")]
-Samples = Annotated[int | None, _texts(help="Calibration windows.", default="64")]
+Samples = Annotated[int | None, _texts(help="Calibration windows.", default="128")]
 Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
@@ -77,7 +98,10 @@ Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsell
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="Tell which tensors differ from this model's.")]
-Expect = Annotated[str | None, typer.Option(help="Fail (exit 1) unless every pruned layer has at least this sparsity.")]
+Expect = Annotated[
+    str | None,
+    typer.Option(help="Fail (exit 1) unless the pruned layers have at least this sparsity: each, or its own share of it."),
+]
 
 DemoOutput = Annotated[str | None, typer.Option(help="Folder to write SparseLLM's pruned model to; must not exist.")]
 Family = Annotated[str, typer.Option(help="opt or llama.")]

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.allocation import select_blocks, uniform
+from sparsellm.allocation import from_file, select_blocks, uniform
 from sparsellm.blocks import Block
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
+from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
+from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import NoInputs
-from sparsellm.recipe import Recipe
+from sparsellm.patterns import Unstructured
+from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.texts import Text, read_text
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 USUAL_LENGTH = 2048
 """Tokens a window where the model allows it; the papers' choice."""
 
+COUPLING_TOKENS = 2048
+"""Tokens in a gradient step over the whole model: more steps beat larger ones, and the logits are large."""
+
 GivenText = Sequence[str] | Tensor | None
 """Texts, or token numbers (samples, length), in place of the recipe's calibration text."""
 
@@ -32,14 +38,47 @@ GivenText = Sequence[str] | Tensor | None
 def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     """The recipe's method, and its plan checked against every layer's shape."""
     method = recipe.to_method(len(blocks))
-    coupled = isinstance(method, SparseLLM) and method.couple != frozenset()
+    coupled = isinstance(method, PublishedSparseLLM) and method.couple != frozenset()
     if coupled and blocks[0].architecture.feed_forward is None:
         raise UnsupportedModel(
             f"The feed-forward part of {recipe.model} has an activation that SparseLLM does not solve. "
             "Pass --couple none, or a layer-wise method such as --method alps."
         )
     chosen = select_blocks(recipe.blocks, len(blocks))
-    return method, uniform(blocks, recipe.pattern, chosen, recipe.only, recipe.skip)
+    # A file may give another pattern to a layer that could not have the recipe's: its own shapes are checked there.
+    by_file = recipe.sharing not in ALLOCATIONS
+    plan = uniform(blocks, Unstructured(0) if by_file else recipe.pattern, chosen, recipe.only, recipe.skip)
+    if by_file:
+        every = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
+        shapes = {name: (every[name].out_features, every[name].in_features) for name in plan}
+        plan = from_file(recipe.sharing, plan, shapes, recipe.pattern)
+    return method, plan
+
+
+def coupling_batch(recipe: Recipe, length: int) -> int:
+    """Windows in one gradient step of the whole model's stage: about 2,048 tokens, and no more than travel together."""
+    usual = max(1, COUPLING_TOKENS // length)
+    return min(recipe.batch, usual) if recipe.batch else usual
+
+
+def check_memory(
+    recipe: Recipe, method: BlockMethod, blocks: list[Block], windows: Tensor, vocabulary: int, device: torch.device
+) -> str:
+    """What the gradient stages will take, in words; raises TooLarge where it cannot be had. Empty without such stages."""
+    if not isinstance(method, SparseLLM) or not (method.refine.steps or recipe.couple == "model"):
+        return ""
+    block = trained_bytes(blocks, together=False)
+    width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
+    streams = 4 * 4 * windows.numel() * width  # two streams, and what the feed-forward part reads and should write
+    told = f"refining a block takes {human_bytes(block + streams)}"
+    check_fits(block + streams, device, "Refining a block", "Pass --refine 0, or fewer --samples.")
+    if recipe.couple == "model":
+        tokens = coupling_batch(recipe, windows.shape[1]) * windows.shape[1]
+        whole = trained_bytes(blocks, together=True)
+        whole += predictions_bytes(windows.numel(), width, tokens, vocabulary, len(blocks))
+        told += f", coupling the model {human_bytes(whole)}"
+        check_fits(whole, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
+    return told
 
 
 def window_length(recipe: Recipe, longest: int) -> int:
@@ -53,7 +92,7 @@ def draw_windows(
     recipe: Recipe, method: BlockMethod, given: GivenText, source: Checkpoint | Loaded, length: int
 ) -> tuple[Tensor, str]:
     """The calibration windows, (samples, length), and how they were drawn; none for a method that needs no inputs."""
-    if method.needs is NoInputs:
+    if method.needs is NoInputs and recipe.sharing not in ALLOCATIONS[1:]:
         return torch.empty(0, dtype=torch.long), ""
     if isinstance(given, Tensor):
         if given.ndim != 2 or given.dtype not in (torch.int32, torch.int64) or given.shape[1] < 2 or len(given) == 0:

@@ -11,22 +11,38 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import cholesky, damped
 from sparsellm.moments import Gram, InputNorms, NoInputs
 
+LEAST_CURVATURE = 1e-6
+"""The least curvature of a row, as a share of the mean."""
+
 
 @dataclass(frozen=True)
 class LayerProblem:
     r"""Which weights stay, and with what values?
 
-    $$\min_{W \in \text{pattern}} E\lVert W^\star x - W x \rVert^2 = \mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$$
+    $$\min_{W \in \text{pattern}} E\lVert W^\star x - W x \rVert_S^2 = \mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$$
 
     weight: (out, in) float32, the target $W^\star$: the dense weight for local pruning (paper eq. 2).
     inputs: what is known of x, at least what the solver `needs`.
+    curvature: S, what errors of the outputs cost further down: (out, out), positive semi-definite; (out,), its diagonal, where
+    outputs count one by one; None where all count alike.
+    start: (out, in), an answer already at hand to a problem much like this one; a solver may begin there.
     """
 
     weight: Tensor
     inputs: NoInputs
+    curvature: Tensor | None = None
+    start: Tensor | None = None
 
     @classmethod
-    def toward(cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float) -> LayerProblem:
+    def toward(
+        cls,
+        cross: Tensor,
+        inputs: Gram,
+        prior: Tensor,
+        ridge: float,
+        curvature: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> LayerProblem:
         r"""The problem whose outputs should match another signal y, pulled toward a prior weight.
 
         $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
@@ -34,12 +50,13 @@ class LayerProblem:
         so pruning toward y is pruning $W^\star$ (Algorithm 1 of the paper, without its pseudo-inverse of the activations).
 
         cross: (out, in). prior: (out, in), the weight at hand. ridge: at least 0; 1e-3 keeps masks stable against rounding.
+        curvature, start: as they come.
         """
         gram = inputs.matrix.to(prior.dtype)
         # The prior enters through the defect C - W0 G: where y is W0 x the answer is W0, whatever the rounding of the solve.
         defect = cross.to(prior.dtype) - prior @ gram
         lower = cholesky(damped(gram, ridge), ridge, "ridge")
-        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs)
+        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature, start)
 
     @property
     def gram(self) -> Tensor:
@@ -55,18 +72,35 @@ class LayerProblem:
             raise InvalidSetting(f"This solver needs input norms, got {type(self.inputs).__name__}.")
         return self.inputs.norms.to(self.weight.dtype)
 
+    @property
+    def rows(self) -> Tensor | None:
+        r"""(out, 1): $\sqrt{S_{ii}}$, by which a row's errors count, where the mean of $S_{ii}$ is 1; None for all alike.
+
+        At least a thousandth: a row that nothing reads still has a best weight.
+        """
+        if self.curvature is None:
+            return None
+        diagonal = self.curvature if self.curvature.ndim == 1 else self.curvature.diagonal()
+        mean = diagonal.mean()
+        relative = torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal))
+        return relative.clamp(min=LEAST_CURVATURE).sqrt().unsqueeze(1)
+
     def error(self, weight: Tensor) -> float:
         """The output error of `weight` (out, in) relative to the target's output, by all that is known of the inputs.
 
-        With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white.
+        With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white. In the metric of the curvature.
         """
-        change = weight - self.weight
-        if isinstance(self.inputs, Gram):
-            gram = self.gram
-            energies = ((change @ gram) * change).sum(), ((self.weight @ gram) * self.weight).sum()
-        elif isinstance(self.inputs, InputNorms):
-            energies = (change * self.norms).square().sum(), (self.weight * self.norms).square().sum()
-        else:
-            energies = change.square().sum(), self.weight.square().sum()
-        lost, had = (float(energy) for energy in energies)
+        lost, had = (float(self.energy(some)) for some in (weight - self.weight, self.weight))
         return max(lost, 0.0) / had if had > 0 else 0.0
+
+    def energy(self, weight: Tensor) -> Tensor:
+        """tr S W G Wᵀ."""
+        if isinstance(self.inputs, Gram):
+            reached = weight @ self.gram
+        else:
+            reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight
+        if self.curvature is None:
+            return (reached * weight).sum()
+        if self.curvature.ndim == 1:
+            return ((reached * weight).sum(1) * self.curvature).sum()
+        return ((self.curvature @ reached) * weight).sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +15,26 @@ from sparsellm.allocation import select_blocks
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import Pattern, parse_pattern
+from sparsellm.methods.published import PublishedSparseLLM
+from sparsellm.methods.sparsellm import SparseLLM, Window
+from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 
-SOLVERS: dict[str, type[LayerSolver]] = {"magnitude": Magnitude, "wanda": Wanda, "sparsegpt": SparseGPT, "alps": ALPS}
+SOLVERS: dict[str, Callable[[], LayerSolver]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "alps": ALPS,
+    "thorough": ALPS.thorough,
+}
 """Every layer solver by its name on the command line; each is also a layer-wise method of that name."""
 
 METHODS = {
-    "sparsellm": "couples the feed-forward layers of a block through auxiliary signals; any solver inside (NeurIPS 2024)",
+    "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
+    "thorough": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
     "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
     "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
     "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",
@@ -33,7 +42,21 @@ METHODS = {
 }
 """Every method by its name on the command line, in words."""
 
-_ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple")
+_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps")
+_ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
+
+
+COUPLES = ("none", "feedforward", "block", "model")
+"""The set Omega, from local pruning to global: whose layers form one problem."""
+
+ALLOCATIONS = ("uniform", "owl", "dlp", "error")
+"""How the total is shared among the layers; a file of YAML is the other way."""
+
+NEWTON = SparseLLM.newton
+"""The usual number of Gauss-Newton rounds."""
+
+BLOCK_STEPS = 100
+"""The usual gradient steps over a block, where it is to be coupled."""
 
 
 class Recipe(BaseModel):
@@ -44,16 +67,35 @@ class Recipe(BaseModel):
     model: str = Field(description="folder of a checkpoint, a hub name, or demo:opt or demo:llama")
     method: str = Field("sparsellm", description="what prunes a block: sparsellm, alps, sparsegpt, wanda or magnitude")
     as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
-    solver: str | None = Field(None, description="the solver inside SparseLLM: alps, sparsegpt, wanda or magnitude")
+    solver: str | None = Field(None, description="the solver inside SparseLLM: thorough, alps, sparsegpt, wanda or magnitude")
     sparsity: str = Field("50%", description="share of weights removed, or N:M: N of every M removed")
     calibration: str | None = Field(None, description="file of text, or c4, wikitext2, ptb, demo")
     text_field: str | None = Field(None, description="field of the text in .json, .jsonl and .parquet; default: text")
-    samples: int = Field(64, gt=0, description="calibration windows")
+    samples: int = Field(128, gt=0, description="calibration windows")
     length: int | None = Field(None, gt=1, description="tokens a window; default: 2048, or the model's length if less")
-    epochs: int = Field(4, gt=0, description="SparseLLM's K")
+    targets: Literal["teacher", "own"] = Field(
+        "teacher", description="what layers aim at: the dense model's outputs, or their own"
+    )
+    residual: bool = Field(True, description="the layers that write to the stream also repair what it has lost")
+    curvature: Literal["none", "diagonal", "kronecker"] = Field(
+        "kronecker", description="how outputs are weighed by what they cost"
+    )
+    horizon: Literal["feedforward", "model"] = Field("model", description="how far errors are followed to weigh them")
+    newton: int = Field(NEWTON, ge=0, description="Gauss-Newton rounds over a feed-forward part, masks held")
+    refine: int | None = Field(
+        None,
+        ge=0,
+        description="gradient steps over a block, masks held, stopped by held-back windows; default: 100 with couple: block",
+    )
+    epochs: int | None = Field(None, gt=0, description="SparseLLM's K; default: 1, and 4 as published")
     alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
     beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
-    couple: str = Field("feedforward", description="SparseLLM's Omega: feedforward, none, or blocks as in `blocks`")
+    couple: str | None = Field(None, description="SparseLLM's Omega: none, feedforward, block or model; default: feedforward")
+    couple_steps: int = Field(200, gt=0, description="gradient steps of the whole model's stage, with couple: model")
+    allocation: str | None = Field(
+        None,
+        description="how the sparsity is shared: uniform, owl, dlp, error, or a YAML file; default: see docs/allocation.md",
+    )
     blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
@@ -92,7 +134,26 @@ class Recipe(BaseModel):
             foreign = [name for name in _ONLY_SPARSELLM if name in self.model_fields_set and self._differs(name)]
             if foreign:
                 raise InvalidSetting(f"`{foreign[0]}` belongs to the method sparsellm, got the method {self.method}.")
-        if self.method != "magnitude" and self.calibration is None:
+        elif self.as_published:
+            foreign = [name for name in _ONLY_DEFAULT if name in self.model_fields_set and self._differs(name)]
+            if foreign or self.couple in ("block", "model"):
+                name = foreign[0] if foreign else "couple"
+                raise InvalidSetting(
+                    f"`{name}` is {getattr(self, name)}, which Algorithm 1 as published lacks. Leave it out, or --as-published."
+                )
+        elif self.couple not in (None, *COUPLES):
+            raise InvalidSetting(
+                f"`couple` is unknown: got {self.couple!r}. {nearest(str(self.couple), COUPLES)} "
+                "A list of blocks goes with --as-published."
+            )
+        if self.couple == "none" and (self.newton not in (0, NEWTON) or self.refine):
+            raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")
+        if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
+            raise InvalidSetting(
+                f"`allocation` {self.sharing} shares out an unstructured sparsity, got {self.sparsity}. "
+                "Use --allocation uniform, or a YAML file that names each layer's pattern."
+            )
+        if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
             raise InvalidSetting(
                 f"The method {self.method} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
                 "file, or one of c4, wikitext2, ptb, demo."
@@ -103,33 +164,72 @@ class Recipe(BaseModel):
         """Whether a field was set to something else than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
+    @field_validator("allocation")
+    @classmethod
+    def _is_rule(cls, value: str | None) -> str | None:
+        if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
+            raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
+        return value
+
     @property
     def pattern(self) -> Pattern:
         """What `sparsity` means."""
         return parse_pattern(self.sparsity)
 
     @property
+    def sharing(self) -> str:
+        """The rule by which the sparsity is shared out, or the path of a file."""
+        shares = self.method == "sparsellm" and not self.as_published and isinstance(self.pattern, Unstructured)
+        return self.allocation or ("error" if shares else "uniform")
+
+    @property
     def inner(self) -> str:
         """The name of the solver inside SparseLLM."""
-        return self.solver or ("sparsegpt" if self.as_published else "alps")
+        return self.solver or ("sparsegpt" if self.as_published else "thorough")
 
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
         if self.method != "sparsellm":
             return LayerWise(SOLVERS[self.method]())
-        couple = None if self.couple == "feedforward" else select_blocks(self.couple, blocks)
+        solver = SOLVERS[self.inner]()
+        if self.as_published:
+            couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
+            return PublishedSparseLLM(solver, self.rounds, self.alpha, self.beta, couple=couple)
         return SparseLLM(
-            solver=SOLVERS[self.inner](),
-            epochs=self.epochs,
+            solver=solver,
+            targets=self.targets,
+            residual=self.residual,
+            epochs=self.rounds,
             alpha=self.alpha,
             beta=self.beta,
-            couple=couple,
-            keep_best=not self.as_published,
+            curvature=self.curvature,
+            horizon=self.horizon,
+            newton=self.newton,
+            refine=replace(SparseLLM.refine, steps=self.steps),
+            couple=self.window,
         )
+
+    @property
+    def rounds(self) -> int:
+        """SparseLLM's K."""
+        return self.epochs or (4 if self.as_published else SparseLLM.epochs)
+
+    @property
+    def steps(self) -> int:
+        """Gradient steps over each block."""
+        return self.refine if self.refine is not None else (BLOCK_STEPS if self.couple == "block" else 0)
+
+    @property
+    def window(self) -> Window:
+        """The largest problem within a block; the whole model's stage comes after the blocks."""
+        words: dict[str | None, Window] = {"none": "none", None: "feedforward", "feedforward": "feedforward"}
+        return words.get(self.couple, "block")
 
     def describe(self) -> str:
         """The method and pattern in one line."""
-        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.rounds} epochs)"
+        if not self.as_published:
+            detail = f" ({self.inner} inside, coupled: {self.couple or 'feedforward'})"
         return f"{self.method}{detail if self.method == 'sparsellm' else ''}, {self.pattern.describe()}"
 
     def to_yaml(self) -> str:

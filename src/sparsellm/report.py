@@ -16,6 +16,7 @@ from torch import nn
 from sparsellm import __version__
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
+from sparsellm.refinement import Refined
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 """Whose versions may change a result."""
@@ -25,7 +26,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 class Report:
     """Everything known of a run. Filled as the run goes on.
 
-    resolved: what was really run where the recipe leaves it open.
+    resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. notes: what a reader should know.
     seconds: by phase. peak_memory: of this process, in bytes.
     """
@@ -38,6 +39,7 @@ class Report:
     perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    coupled: Refined | None = None
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
@@ -52,6 +54,15 @@ class Report:
         """The fraction of the pruned layers' weights that are zero."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
+
+    def _rest(self) -> str:
+        """What became of the tensors that were not pruned."""
+        moved = sum(len(block.moved) for block in self.blocks)
+        return (
+            f"{moved} biases and norms moved; all else is as in the dense model."
+            if moved
+            else "All else is as in the dense model."
+        )
 
     def count(self, model: nn.Module) -> None:
         """Count the parameters of a model and the zeros among them; tied ones once."""
@@ -77,6 +88,7 @@ class Report:
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,
+            "coupled": asdict(self.coupled) if self.coupled else None,
             "blocks": [_block(block) for block in self.blocks],
         }
 
@@ -98,7 +110,7 @@ class Report:
             "",
             f"Pruned with sparsellm {self.environment['sparsellm']}: {recipe.describe()}.",
             f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
-            f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. Everything else is as in the dense model.",
+            f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
             "",
             "The zeros are stored as ordinary numbers: files keep their size, and speed is that of the dense model unless",
             "what runs the model makes use of zeros.",

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import Block, blocks_of, computed_in
+from sparsellm.blocks import Block, blocks_of
+from sparsellm.budgets import share_out
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype, device_of, open_checkpoint
+from sparsellm.distillation import COUPLING, distil, last_states
 from sparsellm.errors import NonFinite
-from sparsellm.evaluation import perplexity
 from sparsellm.export import save
+from sparsellm.measuring import measured
+from sparsellm.memory import peak_memory
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
-from sparsellm.preparation import GivenText, check_tokens, draw_windows, make_plan, read_test, window_length
-from sparsellm.recipe import Recipe, read_recipe
+from sparsellm.preparation import (
+    GivenText,
+    check_memory,
+    check_tokens,
+    coupling_batch,
+    draw_windows,
+    make_plan,
+    read_test,
+    window_length,
+)
+from sparsellm.recipe import ALLOCATIONS, Recipe, read_recipe
 from sparsellm.report import Report, environment
+from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import Step, prune_blocks
 
 if TYPE_CHECKING:
@@ -128,25 +140,22 @@ def run(
         if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
             _note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
         _note_few_tokens(method, plan, blocks, windows, report, say)
+        batch = recipe.batch or _usual_batch(windows, length)
+        vocabulary = skeleton.get_input_embeddings().num_embeddings
+        if told := check_memory(recipe, method, blocks, windows, vocabulary, device):
+            say(Stage(told))
     with _phase("loading", report, say):
         model = source.load(recipe.dtype, device)
     compute = compute_dtype(model)
 
     def measure_all(when: str) -> None:
         for text, test in tests.items():
-            with _phase(f"measuring {when}", report, say), computed_in(model, compute):
-                report.perplexity.setdefault(text, {})[when] = asdict(perplexity(model, test, text))
+            with _phase(f"measuring {when}", report, say):
+                report.perplexity.setdefault(text, {})[when] = asdict(measured(model, test, text))
 
     measure_all("dense")
-    batch = recipe.batch or max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
-    batches = windows.split(batch) if windows.numel() else ()
     report.resolved = _resolved(method, windows, batch, model, compute)
-    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with _phase("pruning", report, say, visited):
-        for step in prune_blocks(model, batches, method, plan, compute):
-            say(step)
-            if isinstance(step, BlockResult):
-                report.blocks.append(step)
+    _prune_model(recipe, model, method, plan, windows.split(batch) if windows.numel() else (), report, say)
     _note_blocks(method, report, say)
     try:
         measure_all("pruned")
@@ -159,37 +168,44 @@ def run(
     return Result(model, report, tokenizer, source.folder if recipe.dtype == "auto" else None)
 
 
-def measure(
-    model: str,
-    texts: Sequence[str],
-    field: str | None = None,
-    length: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-) -> dict[str, dict[str, Any]]:
-    """The perplexity of a checkpoint on each text, with its standard error; all texts are read before any is measured.
-
-    The arguments are `Recipe`'s fields of those names.
-    """
-    recipe = read_recipe(
-        {"model": model, "method": "magnitude", "evaluate": tuple(texts), "text_field": field, "length": length, "dtype": dtype}
-    )
-    place = device_of(device)
-    source = open_checkpoint(model)
-    window = window_length(recipe, source.length)
-    tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
-    loaded = source.load(recipe.dtype, place)
-    with computed_in(loaded, compute_dtype(loaded)):
-        return {text: asdict(perplexity(loaded, test, text)) for text, test in tests.items()}
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes; 0 where the system does not tell."""
-    try:
-        import resource  # not on Windows
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _prune_model(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    method: BlockMethod,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    report: Report,
+    say: Observer,
+) -> None:
+    """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each."""
+    compute = compute_dtype(model)
+    metrics: list[Tensor] = []
+    if method.sensitive or recipe.sharing == "error":
+        with _phase("finding what errors cost", report, say):
+            metrics = output_sensitivities(model, batches, compute)
+    if recipe.sharing in ALLOCATIONS[1:]:
+        with _phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
+            plan = share_out(recipe.sharing, model, batches, plan, compute, metrics)
+    pieces, states = [], []
+    if recipe.couple == "model":
+        pieces = list(torch.cat(list(batches)).split(coupling_batch(recipe, batches[0].shape[1])))
+        with _phase("reading the dense model's predictions", report, say):
+            states = last_states(model, pieces, compute)
+    blocks = blocks_of(model)
+    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
+    with _phase("pruning", report, say, visited):
+        for step in prune_blocks(model, batches, method, plan, compute, metrics):
+            say(step)
+            if isinstance(step, BlockResult):
+                report.blocks.append(step)
+    if recipe.couple == "model":
+        with _phase("coupling the model", report, say):
+            descent = replace(COUPLING, steps=recipe.couple_steps)
+            report.coupled, moved = distil(model, pieces, states, plan, descent)
+            report.blocks = [_with_moved(block, model, moved) for block in report.blocks]
+        say(report.coupled)
+        if report.coupled.note:
+            _note(f"the model's stage: {report.coupled.note}", report, say)
 
 
 @contextmanager
@@ -201,6 +217,19 @@ def _phase(name: str, report: Report, say: Observer, blocks: int = 0) -> Iterato
         yield
     finally:
         report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+def _usual_batch(windows: Tensor, length: int) -> int:
+    """Windows that travel together: about 4,096 tokens, and an eighth of all windows at most, to have some to hold back."""
+    most = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
+    return min(most, max(1, len(windows) // 8)) if windows.numel() else most
+
+
+def _with_moved(block: BlockResult, model: PreTrainedModel, moved: Sequence[str]) -> BlockResult:
+    """A block's result after the whole model's stage: what else moved, and its zeros as they now are."""
+    mine = {name for name in moved if name.startswith(f"{block.name}.")}
+    layers = [replace(x, zeros=int((model.get_submodule(x.name).weight == 0).sum())) for x in block.layers]
+    return replace(block, moved=tuple(sorted({*block.moved, *mine})), layers=tuple(layers))
 
 
 def _resolved(
@@ -235,8 +264,9 @@ def _note_few_tokens(
 def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
     """Tell what was not done as asked: blocks pruned otherwise, damping raised, zeros that were not asked for."""
     for block in report.blocks:
-        if block.note:
-            _note(f"{block.name}: {block.note}", report, say)
+        for text in (block.note, block.refined.note if block.refined else ""):
+            if text:
+                _note(f"{block.name}: {text}", report, say)
     asked = getattr(getattr(method, "solver", None), "damping", None)
     raised = [layer for layer in report.layers if layer.damping is not None and layer.damping != asked]
     if raised:

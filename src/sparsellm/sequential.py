@@ -15,31 +15,42 @@ from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
+from sparsellm.refinement import Refined
+from sparsellm.sensitivity import output_sensitivities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Step = LayerResult | EpochResult | BlockResult
+Step = LayerResult | EpochResult | Refined | BlockResult
 """What `prune_blocks` yields, as it happens."""
 
 
 @torch.no_grad()  # as a decorator: it then holds only while the generator itself runs, not in the caller's loop
 def walk(
-    model: PreTrainedModel, batches: Sequence[Tensor], stop: int | None = None, compute: torch.dtype | None = None
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    stop: int | None = None,
+    compute: torch.dtype | None = None,
+    teacher: bool = False,
+    metrics: Sequence[Tensor] = (),
 ) -> Generator[tuple[Block, Activations], None, None]:
     """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
 
     batches: token numbers, each (batch, seq), without padding. stop: the first block not to visit; None visits all.
     compute: the dtype in which the blocks run while visited, if not their own; what is stored keeps its dtype.
+    teacher: whether the dense stream travels too, through a copy of each block. metrics: what errors of each block's output
+    cost, from `output_sensitivities`, for methods that ask.
     """
     blocks = blocks_of(model)
     visited = blocks[:stop]
     if not batches:
         raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
     with evaluating(model):
-        inputs = Activations.entering(model, blocks, batches, compute)
+        inputs = Activations.entering(model, blocks, batches, compute, teacher)
+        inputs.metrics = list(metrics)
         for block in visited:
             with computed_in(block.module, compute):
+                inputs.arrive(block)
                 yield block, inputs
                 if block is not visited[-1]:
                     inputs.advance(block)
@@ -52,11 +63,13 @@ def prune_blocks(
     method: BlockMethod,
     plan: Plan,
     compute: torch.dtype | None = None,
+    metrics: Sequence[Tensor] = (),
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, yielding every layer's, epoch's and block's result as it is known.
 
     A generator: a bar or a log line is the caller's loop, and a caller that stops early leaves a model pruned so far.
-    batches, compute: as for `walk`; batches may be empty for a method that needs no inputs.
+    batches, compute: as for `walk`; batches may be empty for a method that needs no inputs. metrics: as for `walk`, where they
+    are known already; a method that asks for them has them found.
     """
     blocks = blocks_of(model)
     mine = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
@@ -64,7 +77,10 @@ def prune_blocks(
         return
     nothing = Activations([], [[] for _ in blocks])
     blind = method.needs is NoInputs
-    visits = ((block, nothing) for block in blocks) if blind else walk(model, batches, max(mine) + 1, compute)
+    if method.sensitive and not metrics:
+        metrics = output_sensitivities(model, batches, compute)
+    seen = walk(model, batches, max(mine) + 1, compute, method.teacher, metrics)
+    visits = ((block, nothing) for block in blocks) if blind else seen
     with closing(visits):  # an error must not leave the walk, and with it the model, half-way
         for block, inputs in visits:
             if block.index in mine:
@@ -76,11 +92,18 @@ def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: P
     started = time.perf_counter()
     layers: list[LayerResult] = []
     epochs: list[EpochResult] = []
+    refined: Refined | None = None
+    small = {name: tensor.clone() for name, tensor in block.module.named_parameters() if tensor.ndim == 1}
     for step in method.prune(block, inputs, plan):
         if isinstance(step, LayerResult):
             layers.append(step)
-        else:
+        elif isinstance(step, EpochResult):
             epochs.append(step)
+        else:
+            refined = step
         yield step
+    present = dict(block.module.named_parameters())
+    moved = tuple(block.full_name(name) for name, before in small.items() if not torch.equal(before, present[name]))
     seconds = time.perf_counter() - started
-    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, method.note(block, plan))
+    note = method.note(block, plan)
+    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, refined, moved)

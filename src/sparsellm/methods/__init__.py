@@ -10,6 +10,7 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern
+from sparsellm.refinement import Refined
 
 Plan = dict[str, Pattern]
 """Which pattern each layer gets, by the layer's full name; layers that it lacks stay as they are."""
@@ -19,8 +20,9 @@ Plan = dict[str, Pattern]
 class LayerResult:
     """What became of one layer.
 
-    error: output error relative to the dense layer's output, over the calibration tokens. known: what that rests on: "Gram"
-    (exact), "InputNorms" (inputs taken as uncorrelated), "NoInputs" (as white). damping: the value really used, None for
+    error: output error relative to what the layer aimed at, over the calibration tokens: the dense layer's own output, or for
+    the default the dense stream's, with what the stream had lost. known: what that rests on: "Gram" (exact), "InputNorms"
+    (inputs taken as uncorrelated), "NoInputs" (as white). damping: the value really used, None for
     solvers without. epoch: which epoch's weights these are. seconds: of solving.
     """
 
@@ -43,23 +45,32 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """SparseLLM's objective (paper eq. 5 or 6, mean over tokens) and the true feed-forward error after one epoch.
+    """The true feed-forward error after one step of SparseLLM; for Algorithm 1 also its objective.
 
+    The objective is eq. 5 or 6 of the paper, mean over tokens.
+
+    step: "published" for an epoch of Algorithm 1; "solve" for the first solve of the default, "alternate" for an epoch of its
+    alternation, "newton" for a Gauss-Newton round. epoch: which of its kind, from 1.
+    feed_forward_error: E‖t - FFN(x)‖² of the pruned part itself, relative to E‖t‖². accepted: whether its weights were kept.
     after_weights: the objective with new weights and the signals as they were. after_signals: with new signals too.
-    feed_forward_error: E‖y - FFN(x)‖² of the pruned feed-forward part itself, relative to E‖y‖², y
-    without the writer's bias.
     """
 
     block: str
     epoch: int
-    after_weights: float
-    after_signals: float
+    step: str
     feed_forward_error: float
+    accepted: bool
+    after_weights: float | None = None
+    after_signals: float | None = None
 
 
 @dataclass(frozen=True)
 class BlockResult:
-    """A finished block. note: what a reader of the report should know, or an empty string."""
+    """A finished block.
+
+    note: what a reader of the report should know, or an empty string. refined: what gradient steps did, if there were any.
+    moved: the biases and norms that the method changed besides the pruned weights, by their full names.
+    """
 
     index: int
     name: str
@@ -67,21 +78,33 @@ class BlockResult:
     epochs: tuple[EpochResult, ...]
     seconds: float
     note: str = ""
+    refined: Refined | None = None
+    moved: tuple[str, ...] = ()
 
 
 @runtime_checkable
 class BlockMethod(Protocol):
-    """What it takes to be a method: a frozen record with these three."""
+    """What it takes to be a method: a frozen record with these five."""
 
     @property
     def needs(self) -> type[NoInputs]:
         """The richest class of moments that it reads; with NoInputs no calibration text is needed."""
         ...
 
+    @property
+    def teacher(self) -> bool:
+        """Whether it reads the dense stream too, and the present block's teacher."""
+        ...
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether it reads what errors of each block's output cost."""
+        ...
+
     def note(self, block: Block, plan: Plan) -> str:
         """What a reader should know of how this block is pruned; mostly nothing."""
         ...
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
         """Prune the planned layers of the block in place, yielding each result as it is known."""
         ...

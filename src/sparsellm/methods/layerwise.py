@@ -36,6 +36,14 @@ class LayerWise:
     def needs(self) -> type[NoInputs]:
         return self.solver.needs
 
+    @property
+    def teacher(self) -> bool:
+        return False
+
+    @property
+    def sensitive(self) -> bool:
+        return False
+
     def note(self, block: Block, plan: Plan) -> str:
         return ""
 

@@ -1,151 +1,327 @@
-"""SparseLLM: the layers of a feed-forward part pruned towards its output, through auxiliary signals."""
+"""SparseLLM: every layer on what it really reads, toward what the dense model wrote, for what that is worth further down."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from sparsellm.activations import Activations
+from sparsellm.activations import Activations, Seen
 from sparsellm.blocks import Block
-from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
+from sparsellm.errors import InvalidSetting
 from sparsellm.feedforward import FeedForward
+from sparsellm.linalg import damped, lifted, refit
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import LayerWise, gather, planned, problems_of, prune_layer, result, solve
-from sparsellm.methods.signals import Signals
+from sparsellm.methods.layerwise import planned, solve
+from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.problem import LayerProblem
+from sparsellm.refinement import Descent, Refined, refine_block
+from sparsellm.regression import Regression
+from sparsellm.sensitivity import layer_sensitivities
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.sparsegpt import SparseGPT
+
+Targets = Literal["teacher", "own"]
+Curvature = Literal["none", "diagonal", "kronecker"]
+Horizon = Literal["feedforward", "model"]
+Window = Literal["none", "feedforward", "block"]
+
+NEWTON_STEPS = 8
+"""Conjugate gradients in one Gauss-Newton round."""
+
+SHORTEST_STEP = 0.1
+"""Of a Gauss-Newton step's length, how little is still tried."""
+
+NO_REFINEMENT = Descent(0, 3e-4)
+"""No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
+who ask for steps: short ones, since what comes before is near its optimum."""
+
+WRITER_STEPS = 20
+"""Conjugate gradients in a refit of the writer."""
 
 
 @dataclass(frozen=True)
 class SparseLLM:
-    r"""Prune a block's feed-forward layers for the output of the whole part; its attention layers for their own.
+    r"""Prune a block's layers in the order in which they run, and its feed-forward part as one problem.
 
-    Alternates between the weights, each the solver's answer to a layer problem toward the present signals, and the signals,
-    each in closed form (`sparsellm.feedforward`). Epoch 1 prunes the dense weights themselves, so one epoch is local pruning,
-    bit for bit.
+    Two streams travel through the network: the pruned model's, whose hidden states the layers will really read, and the dense
+    model's, which says what they should write. In a block, one group of layers after the other:
 
-    Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
-    Departs from it: least squares by Cholesky with a ridge, not by a pseudo-inverse of the activations; the activation step
-    inverts (model, model), not (hidden, hidden); the gate's global minimiser, not a table's; `keep_best`.
-    Departs from its code: fc2 by least squares, not ten gradient steps; damping does not accumulate; float32 signals; no block
-    is special-cased by its number.
+    1. Attention's readers, then its writer, then the feed-forward's readers and writer: each by the solver, on its inputs
+       $\hat x$ in the pruned stream, toward the dense model's outputs, $C = E[t \hat x^\top]$; the two writers aim at $t$
+       plus what the stream they add to has already lost.
+    2. Epochs of SparseLLM's alternation (Bai et al., NeurIPS 2024, eqs. 9-12): signals p and z from what the part now computes,
+       readers solved toward z, the writer refitted on what these really give. An epoch stays if the part's true error fell.
+    3. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
+    4. Gradient steps over the block's parameters with masks held, stopped by held-back batches (`sparsellm.refinement`).
 
-    solver: any layer solver. epochs: K >= 1; 2-4 in the paper. alpha, beta: weights of fitting the layers and of fitting the
-    activation; only beta / alpha changes the result. ridge: of the least squares, toward the dense weight, as a share of the
-    Gram's mean diagonal. couple: the set Omega, as the numbers of the blocks whose feed-forward layers form one problem: None
-    for every block, empty for local pruning. keep_best: return the epoch of the smallest true feed-forward error, not the last.
+    Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
+
+    solver: any layer solver. targets: "teacher", the dense stream's; "own", the dense layer's on the pruned stream.
+    residual: whether the writers also repair the stream. epochs: K - 1 rounds of the alternation after the first solve.
+    curvature: how much of S is used. horizon: "feedforward" follows the readers' errors as far as the part's output, "model"
+    follows every layer's to the loss. newton: Gauss-Newton rounds. refine: gradient steps. couple: whose layers form one
+    problem: "none" (no steps 2-4, no S), "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
+    ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
     """
 
-    solver: LayerSolver = field(default_factory=ALPS)
-    epochs: int = 4
+    solver: LayerSolver = field(default_factory=ALPS.thorough)
+    targets: Targets = "teacher"
+    residual: bool = True
+    epochs: int = 1
     alpha: float = 0.1
     beta: float = 0.1
+    curvature: Curvature = "kronecker"
+    horizon: Horizon = "model"
+    newton: int = 2
+    refine: Descent = NO_REFINEMENT
+    couple: Window = "feedforward"
     ridge: float = 1e-3
-    couple: frozenset[int] | None = None
-    keep_best: bool = True
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0:
+        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0 or self.newton < 0:
             raise InvalidSetting(
-                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0 and ridge >= 0, "
-                f"got {self.epochs}, {self.alpha}, {self.beta} and {self.ridge}."
+                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, "
+                f"got {self.epochs}, {self.alpha}, {self.beta}, {self.ridge} and {self.newton}."
             )
-
-    @classmethod
-    def published(cls, solver: LayerSolver | None = None, epochs: int = 4) -> SparseLLM:
-        """Algorithm 1 for those who reproduce: SparseGPT inside unless told otherwise, the last epoch returned."""
-        return cls(solver=solver or SparseGPT(), epochs=epochs, keep_best=False)
 
     @property
     def needs(self) -> type[NoInputs]:
-        return self.solver.needs if self.couple == frozenset() else Gram
+        return Gram
+
+    @property
+    def teacher(self) -> bool:
+        return True
+
+    @property
+    def sensitive(self) -> bool:
+        return self._follows_loss
+
+    @property
+    def _follows_loss(self) -> bool:
+        """Whether the sensitivities of the loss are used."""
+        return self.horizon == "model" and self.curvature != "none" and self.couple != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
-        missing = self._missing(block, plan)
         part = block.architecture.feed_forward
-        alone = part is not None and len(missing) == len(part.readers) + 1  # none of them planned: nothing to couple was asked
-        return f"pruned layer-wise, since {', '.join(missing)} stays dense" if missing and not alone else ""
+        if self.couple == "none" or not planned(block, plan):
+            return ""
+        if part is None:
+            return "its layers were pruned one by one, since its activation is none that is coupled"
+        missing = sorted({*part.readers, part.writer} - set(planned(block, plan)))
+        if not missing or len(missing) == len(part.readers) + 1:
+            return ""
+        return f"its feed-forward layers were pruned one by one, since {', '.join(missing)} stays dense"
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
+        names = planned(block, plan)
+        metric = inputs.metric(block) if self._follows_loss else None
         feed_forward = block.architecture.feed_forward
-        if not self._wants(block) or self._missing(block, plan):
-            yield from LayerWise(self.solver).prune(block, inputs, plan)
-        elif feed_forward is None:
-            raise UnsupportedModel(
-                f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
-                "Use --couple none, or a layer-wise method."
-            )
-        else:
-            yield from self._prune_coupled(block, feed_forward, inputs, plan)
-
-    def _missing(self, block: Block, plan: Plan) -> list[str]:
-        """The feed-forward layers that would have to be planned for the block to be coupled, and are not."""
-        part = block.architecture.feed_forward
-        if part is None or not self._wants(block):
-            return []
-        return sorted({*part.readers, part.writer} - set(planned(block, plan)))
-
-    def _wants(self, block: Block) -> bool:
-        """Whether the block's feed-forward layers are in Omega."""
-        return self.couple is None or block.index in self.couple
-
-    def _prune_coupled(
-        self, block: Block, feed_forward: FeedForward, inputs: Activations, plan: Plan
-    ) -> Iterator[LayerResult | EpochResult]:
-        """`prune` for a block whose feed-forward layers are all planned."""
-        together = (*feed_forward.readers, feed_forward.writer)
-        needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
-        signals = Signals(block, feed_forward, self.beta / self.alpha)
-        moments = gather(block, inputs, needs, also=signals.looks())
-        problems = problems_of(block, moments)
-        for name, problem in problems.items():
-            if name not in together:
-                yield prune_layer(block, name, self.solver, problem, plan)
-
-        signals.start({name: known for name, known in moments.items() if isinstance(known, Gram)})
-        aims = {name: problems[name] for name in together}
-        best = Answer({}, {}, 0, float("inf"))
-        for epoch in range(1, self.epochs + 1):
-            answer = self._solve_all(block, aims, plan, epoch)
-            after_weights = signals.objective(answer.weights)
-            answer.error = signals.refit(answer.weights)
-            after_signals = signals.objective(answer.weights)
-            yield EpochResult(block.name, epoch, self.alpha * after_weights, self.alpha * after_signals, answer.error)
-            if answer.error < best.error or not self.keep_best:
-                best = answer
-            if epoch < self.epochs:
-                aims = signals.problems(self.ridge)
-
-        if not best.weights:
-            raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
-        for name, weight in best.weights.items():
-            block.write(name, weight)
-            damping, seconds = best.spent[name]
-            yield result(block, name, plan, problems[name], damping, best.epoch, seconds)
-
-    def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> Answer:
-        """One weight step: every coupled layer toward its present aim."""
-        weights: dict[str, Tensor] = {}
-        spent: dict[str, tuple[float | None, float]] = {}
-        for name, aim in aims.items():
-            started = time.perf_counter()
-            full = block.full_name(name)
-            weights[name], damping = solve(self.solver, aim, plan[full], full)
-            spent[name] = damping, time.perf_counter() - started
-        return Answer(weights, spent, epoch, float("inf"))
+        together: tuple[str, ...] = () if feed_forward is None else (*feed_forward.readers, feed_forward.writer)
+        coupled = self.couple != "none" and bool(together) and set(together) <= set(names)
+        weighed = [name for name in names if not (coupled and name in together)]  # the part finds its own, exactly
+        sensitivities = {} if metric is None else layer_sensitivities(inputs, block, weighed, metric)
+        run = _Run(self, block, inputs, plan, metric, sensitivities)
+        for group in block.architecture.groups:
+            mine = [name for name in group if name in weighed]
+            if mine:
+                run.solve_group(mine)
+        if coupled and feed_forward is not None:
+            yield from run.solve_part(feed_forward)
+        if self.refine.steps and self.couple != "none":
+            yield run.refine(together if self.couple == "feedforward" else None)
+        block.settle()
+        yield from run.results()
 
 
-@dataclass
-class Answer:
-    """One epoch's weights by layer, the damping and the seconds that each took, and the true feed-forward error they have."""
+class _Run:
+    """One block on its way: what is known of it so far."""
 
-    weights: dict[str, Tensor]
-    spent: dict[str, tuple[float | None, float]]
-    epoch: int
-    error: float
+    def __init__(
+        self,
+        settings: SparseLLM,
+        block: Block,
+        inputs: Activations,
+        plan: Plan,
+        metric: Tensor | None,
+        sensitivities: Mapping[str, Tensor],
+    ) -> None:
+        self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
+        self._keep: dict[str, Tensor] = {}
+        self._results: dict[str, LayerResult] = {}
+        groups = block.architecture.groups
+        self._adder, self._writer = groups[1][0], groups[-1][0]  # what writes to the stream: attention, then feed-forward
+        self._repairs = settings.residual and inputs.adds((self._adder, self._writer))
+        self._sensitivities = sensitivities
+
+    def solve_group(self, names: Sequence[str]) -> None:
+        """Solve layers that share an input, each by itself, and write them."""
+        _, regressions = self._regress(names, None)
+        for name in names:
+            self._solve(name, regressions[name], self._curvature(self._sensitivities.get(name)))
+
+    def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
+        """Solve the feed-forward part: its layers, then the epochs, then the Gauss-Newton rounds."""
+        settings, block = self._settings, self._block
+        names = (*feed_forward.readers, feed_forward.writer)
+        part = Part(feed_forward, self._metric, [], [])
+        _, regressions = self._regress(feed_forward.readers, part)
+        dense = weights_of(block, names)
+        curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
+        power = max(part.power(), 1e-30)
+        for name in feed_forward.readers:
+            self._solve(name, regressions[name], self._curvature(curvatures.get(name)))
+        self._solve(names[-1], part.regression(self._weights(names)), self._curvature(self._metric))
+        error = part.error(self._weights(names))
+        yield EpochResult(block.name, 1, "solve", error / power, True)
+        for epoch in range(2, settings.epochs + 1):
+            before = self._weights(names), dict(self._keep), dict(self._results)
+            aims = part.aims(before[0], settings.beta / settings.alpha)
+            for name in feed_forward.readers:
+                self._solve(name, aims[name], self._curvature(curvatures.get(name)), before[0][name][0], epoch)
+            writer = part.regression(self._weights(names))
+            self._solve(names[-1], writer, self._curvature(self._metric), before[0][names[-1]][0], epoch)
+            found = part.error(self._weights(names))
+            yield EpochResult(block.name, epoch, "alternate", found / power, found < error)
+            if found < error:
+                error = found
+            else:
+                self._keep, self._results = before[1], before[2]
+                self._write(before[0])
+                break  # the next epoch would start from the same place and end there
+        yield from self._newton(part, names, power)
+
+    def _newton(self, part: Part, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
+        """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
+        fitted, held = part.split()
+        error = held.error(self._weights(names))
+        for number in range(1, self._settings.newton + 1):
+            weights = self._weights(names)
+            steps = fitted.newton(weights, self._keep, NEWTON_STEPS)
+            length, found, moved = 1.0, error, weights
+            while length > SHORTEST_STEP:
+                moved = weights | {name: _moved(weights[name], step, length) for name, step in steps.items()}
+                moved |= {names[-1]: self._refit_writer(fitted, moved, names[-1])}
+                found = held.error(moved)
+                if found < error:
+                    break
+                length /= 2
+            yield EpochResult(self._block.name, number, "newton", found / power, found < error)
+            if not found < error:
+                break
+            error = found
+            self._write(moved)
+
+    def refine(self, only: tuple[str, ...] | None) -> Refined:
+        """Gradient steps over the parameters of these layers, or of the whole block but its layers that stay dense."""
+        fixed = set(self._block.layers) - set(planned(self._block, self._plan))
+        names = [name for name, _ in self._block.module.named_parameters() if name.rsplit(".", 1)[0] not in fixed]
+        if only is not None:
+            names = [name for name in names if name.rsplit(".", 1)[0] in only]
+        return refine_block(self._block, self._inputs, self._keep, names, self._metric, self._settings.refine)
+
+    def results(self) -> Iterator[LayerResult]:
+        """What became of each layer, in running order: the zeros as they now are, the error as the layer was solved."""
+        for name in planned(self._block, self._plan):
+            zeros = int((self._block.layer(name).weight == 0).sum())
+            yield replace(self._results[name], zeros=zeros)
+
+    def _regress(self, names: Sequence[str], part: Part | None) -> tuple[Gram, dict[str, Regression]]:
+        """The regressions of layers that share an input, from one pass of both streams.
+
+        part: where to keep the feed-forward part's inputs and targets, if these layers are its readers.
+        """
+        block, inputs = self._block, self._inputs
+        layers = {name: block.layer(name) for name in names}
+        gram = Gram(layers[names[0]].in_features, layers[names[0]].weight.device)
+        found = {name: Regression(gram, layer.out_features, layer.bias is not None) for name, layer in layers.items()}
+        writes = part is not None or self._writer in names
+        watched = [*names, *([self._adder] if writes else []), *([self._writer] if part else [])]
+        for pruned, dense in inputs.pairs(block, list(dict.fromkeys(watched))):
+            lost = self._lost(pruned, dense, after_attention=writes)
+            x = pruned.inputs[names[0]].float()
+            gram.update(x)
+            for name in names:
+                source = dense if self._settings.targets == "teacher" else pruned  # not pruned yet: the dense layer on x
+                target = source.outputs[name].float()
+                if self._repairs and name in (self._adder, self._writer):
+                    target = target + lost
+                found[name].update(target, x)
+            if part is not None:
+                source = dense if self._settings.targets == "teacher" else pruned
+                target = source.outputs[self._writer].float()
+                part.inputs.append(x)
+                part.targets.append(target + lost if self._repairs else target)
+        gram.reduce()
+        for regression in found.values():
+            regression.reduce()
+        return gram, found
+
+    def _lost(self, pruned: Seen, dense: Seen, after_attention: bool) -> Tensor:
+        """What the stream lacks of the dense one where a writer adds to it, (tokens, model)."""
+        lost = dense.entering.float() - pruned.entering.float()
+        if after_attention:
+            lost = lost + dense.outputs[self._adder].float() - pruned.outputs[self._adder].float()
+        return lost
+
+    def _solve(
+        self, name: str, regression: Regression, curvature: Tensor | None, prior: Tensor | None = None, epoch: int = 1
+    ) -> None:
+        """Solve a layer toward its targets and write weight and bias. prior: the present answer, where there is one."""
+        started = time.perf_counter()
+        full, layer = self._block.full_name(name), self._block.layer(name)
+        dense = layer.weight.detach().to(torch.float32, copy=True) if prior is None else prior
+        problem = regression.problem(dense, self._settings.ridge, curvature, prior)
+        weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
+        self._keep[name] = weight != 0
+        self._write({name: (weight, regression.bias(weight))})
+        power = regression.power
+        self._results[name] = LayerResult(
+            name=full,
+            pattern=str(self._plan[full]),
+            shape=(weight.shape[0], weight.shape[1]),
+            zeros=int((weight == 0).sum()),
+            error=max(regression.error(weight), 0.0) / power if power > 0 else 0.0,
+            known=Gram.__name__,
+            damping=damping,
+            tokens=regression.inputs.tokens,
+            epoch=epoch,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _refit_writer(self, part: Part, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:
+        """The writer fitted to what the readers now give, its mask held."""
+        regression = part.regression(weights)
+        problem = regression.problem(weights[name][0], self._settings.ridge)
+        metric = None if self._metric is None else lifted(self._metric, METRIC_LIFT)
+        gram = damped(problem.gram, self._settings.ridge)
+        weight = refit(weights[name][0], problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric)
+        return weight, regression.bias(weight)
+
+    def _curvature(self, full: Tensor | None) -> Tensor | None:
+        """As much of a curvature as the settings use."""
+        if full is None or self._settings.curvature == "none":
+            return None
+        return full.diagonal().clone() if self._settings.curvature == "diagonal" else full
+
+    def _weights(self, names: tuple[str, ...]) -> Weights:
+        return weights_of(self._block, names)
+
+    def _write(self, weights: Weights) -> None:
+        """Put weights, and biases where there are any, into the block."""
+        for name, (weight, bias) in weights.items():
+            self._block.write(name, weight)
+            if bias is not None:
+                self._block.write_bias(name, bias)
+
+
+def _moved(
+    present: tuple[Tensor, Tensor | None], step: tuple[Tensor, Tensor | None], length: float
+) -> tuple[Tensor, Tensor | None]:
+    """A weight and bias after a step of some length."""
+    bias = present[1] if present[1] is None or step[1] is None else present[1] + length * step[1]
+    return present[0] + length * step[0], bias

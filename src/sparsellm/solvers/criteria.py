@@ -14,12 +14,16 @@ from sparsellm.problem import LayerProblem
 
 @dataclass(frozen=True)
 class Magnitude:
-    r"""Keep the weights with the largest $|W_{ij}|$ of the layer, as the papers' baseline does. Needs no data."""
+    r"""Keep the weights with the largest $|W_{ij}|$ of the layer, as the papers' baseline does. Needs no data.
+
+    With a curvature, the largest $\sqrt{S_{ii}} |W_{ij}|$.
+    """
 
     needs: ClassVar[type[NoInputs]] = NoInputs
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        return problem.weight * pattern.keep(problem.weight.abs())
+        score = problem.weight.abs()
+        return problem.weight * pattern.keep(score if problem.rows is None else score * problem.rows)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Wanda:
     r"""Keep the weights with the largest $|W_{ij}| \, \lVert x_j \rVert$ in each row.
 
     Follows Sun et al., A simple and effective pruning approach for large language models (ICLR 2024), eq. 1.
+    A curvature changes nothing: rows are not compared with one another.
     """
 
     needs: ClassVar[type[NoInputs]] = InputNorms

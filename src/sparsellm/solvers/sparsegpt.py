@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped, dead_inputs, inverse_factor
+from sparsellm.linalg import damped, dead_inputs, inverse_factor, lifted
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import NM, Pattern, keep_largest
-from sparsellm.problem import LayerProblem
+from sparsellm.problem import LEAST_CURVATURE, LayerProblem
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class SparseGPT:
     Follows Frantar & Alistarh, SparseGPT: massive language models can be accurately pruned in one-shot (ICML 2023),
     Algorithm 1.
     Departs from its code: an unstructured block loses exactly its share (the code removes one weight too many per block), and
-    `U` comes from one factorisation instead of three.
+    `U` comes from one factorisation instead of three. With a curvature the scores of row i are multiplied by $S_{ii}$, or,
+    where all of S is known, by $1 / [S^{-1}]_{ii}$: what is left of it once the other rows make good.
 
     damping: added to the Gram's diagonal, as a share of its mean. block: columns whose unstructured mask is chosen at once.
     Cost: one Cholesky and one triangular inverse of (in, in), and out · in² multiply-adds.
@@ -48,6 +49,7 @@ class SparseGPT:
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
         factor = inverse_factor(damped(gram, self.damping), self.damping)
+        height = self._height(problem)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
         block = self.block if pattern.span is None else max(pattern.span, self.block // pattern.span * pattern.span)
@@ -59,10 +61,19 @@ class SparseGPT:
             if pattern.span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
-                keep = keep_largest(_scores(here, diagonal_block), removed)
+                keep = keep_largest(_scores(here, diagonal_block) * height, removed)
             errors = _sweep(here, diagonal_block, keep, pattern)
             columns[end:] -= factor[start:end, end:].T @ errors
         return columns.T.contiguous()
+
+    def _height(self, problem: LayerProblem) -> Tensor | float:
+        """(out,): the factor on each row's scores; it only matters where rows compete, in an unstructured pattern."""
+        if problem.curvature is None or problem.rows is None:
+            return 1.0
+        if problem.curvature.ndim == 1:
+            return problem.rows.squeeze(1).square()
+        factor = inverse_factor(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)), self.damping)
+        return factor.square().sum(0).reciprocal()
 
 
 def _scores(columns: Tensor, factor: Tensor) -> Tensor:

@@ -1,0 +1,213 @@
+"""How a model's sparsity is shared among its layers, from what the dense model shows on the calibration windows.
+
+Every rule keeps the total exact to one weight. They share unstructured patterns only: what N:M removes is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparsellm.activations import Activations
+from sparsellm.blocks import Block
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import Plan
+from sparsellm.methods.layerwise import gather, problems_of, solve
+from sparsellm.moments import Gram, InputNorms
+from sparsellm.patterns import Unstructured
+from sparsellm.problem import LayerProblem
+from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.sequential import walk
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OUTLIER, OWL_SPREAD = 5.0, 0.08
+"""OWL's M and lambda: a score above five times its layer's mean is an outlier; densities differ by 0.16 at most."""
+
+DLP_SPREAD = 0.15
+"""DLP's alpha."""
+
+LEVELS = (2.0, 1.5, 1.0, 0.75, 0.5, 0.33)
+"""Where the error curves are measured: the density, relative to the one asked for."""
+
+CAUTION = 0.5
+"""How far to go from the uniform density to the best one by the curves, on a scale of logarithms. The curves are taken layer by
+layer on the dense model and know nothing of what later layers make good: all the way helps one form and hurts another."""
+
+LARGEST_DENSITY = 0.95
+"""What the error rule gives a layer at most, unless more is asked for."""
+
+
+def share_out(
+    rule: str,
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    compute: torch.dtype | None = None,
+    metrics: Sequence[Tensor] = (),
+) -> Plan:
+    """The plan with its total shared out anew: "owl", "dlp" or "error".
+
+    plan: the same unstructured sparsity for every layer. batches, compute, metrics: as for `prune_blocks`.
+    Cost: one pass of the calibration windows; for "error" also the sensitivities (two passes and a backward one) and six quick
+    solves for each layer.
+    """
+    check_shared(plan)
+    if rule == "error":
+        densities = by_error(model, batches, plan, compute, metrics)
+    else:
+        densities = {"owl": owl, "dlp": dlp}[rule](model, batches, plan, compute)
+    sizes = {name: model.get_submodule(name).weight.numel() for name in plan}
+    asked = next(iter(plan.values()))
+    total = asked.removed(sum(sizes.values()))
+    removed = exactly({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total)
+    return {name: Unstructured(removed[name] / sizes[name]) for name in plan}
+
+
+def check_shared(plan: Plan) -> None:
+    """Raise InvalidSetting unless the plan holds one unstructured pattern."""
+    other = next((name for name, pattern in plan.items() if not isinstance(pattern, Unstructured)), None)
+    if other is not None:
+        raise InvalidSetting(
+            f"Only an unstructured sparsity can be shared out, got {plan[other]} for {other}. "
+            "Use --allocation uniform, or a file that names each layer's pattern."
+        )
+
+
+def exactly(wanted: Mapping[str, float], sizes: Mapping[str, int], total: int) -> dict[str, int]:
+    """Whole numbers near `wanted` that add up to `total`, each from 0 to its size - 1; all are shifted alike to get there."""
+    if not 0 <= total <= sum(sizes.values()) - len(sizes):
+        raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}.")
+    low, high = -1.0, 1.0
+
+    def shifted(shift: float) -> dict[str, int]:
+        return {n: min(max(math.floor(w + shift * sizes[n]), 0), sizes[n] - 1) for n, w in wanted.items()}
+
+    for _ in range(100):  # bisection on the shift, as a share of each layer
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shifted(middle).values()) <= total else (low, middle)
+    found = shifted(low)
+    for name in found:  # what is left is less than one weight a layer
+        if sum(found.values()) < total and found[name] < sizes[name] - 1:
+            found[name] += 1
+    return found
+
+
+def owl(model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None) -> dict[str, float]:
+    """Densities by the share of outliers among a block's scores, within 0.08 of the one asked for.
+
+    Follows Yin et al., Outlier weighed layerwise sparsity (OWL), ICML 2024, with its scores |W| times input norm.
+    """
+    found: dict[int, tuple[list[str], float]] = {}
+    for block, names, scores in _scores(model, batches, plan, compute):
+        every = torch.cat([score.flatten() for score in scores])
+        found[block.index] = names, float((every > OUTLIER * every.mean()).double().mean())
+    return _spread(found, plan, OWL_SPREAD)
+
+
+def dlp(model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None) -> dict[str, float]:
+    """Densities by the median of a block's scores, within 0.15 of the one asked for.
+
+    Follows Chen et al., DLP: dynamic layerwise pruning (ICML 2025). Departs from it: the median is relative to the block's mean
+    score, since hidden states grow with depth.
+    """
+    found: dict[int, tuple[list[str], float]] = {}
+    for block, names, scores in _scores(model, batches, plan, compute):
+        every = torch.cat([score.flatten() for score in scores])
+        found[block.index] = names, float(every.median() / every.mean())
+    return _spread(found, plan, DLP_SPREAD)
+
+
+def by_error(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    compute: torch.dtype | None = None,
+    metrics: Sequence[Tensor] = (),
+) -> dict[str, float]:
+    r"""Densities at which one more weight costs the same in every layer, by measured curves of the error.
+
+    A layer's error at a sparsity is $\mathrm{tr}\, S \Delta G \Delta^\top$ with SparseGPT's $\Delta$: twice the KL divergence
+    of the model's predictions in nats, to second order, so that layers can be compared. Between the measured points its
+    logarithm is taken as linear in the logarithm of the density.
+    """
+    asked = 1 - next(iter(plan.values())).sparsity
+    levels = sorted({min(asked * level, LARGEST_DENSITY) for level in LEVELS} | {asked})
+    curves: dict[str, tuple[int, list[float]]] = {}
+    metrics = metrics or output_sensitivities(model, batches, compute)
+    for block, inputs in walk(model, batches, compute=compute, teacher=True, metrics=metrics):
+        names = [name for name in block.layers if block.full_name(name) in plan]
+        if not names:
+            continue
+        weighs = layer_sensitivities(inputs, block, names, inputs.metric(block))
+        for name, problem in problems_of(block, gather(block, inputs, dict.fromkeys(names, Gram))).items():
+            full = block.full_name(name)
+            weighed = LayerProblem(problem.weight, problem.inputs, weighs[name])
+            power = float(weighed.energy(weighed.weight))
+            errors = []
+            for level in levels:
+                pruned, _ = solve(SparseGPT(), problem, Unstructured(1 - level), full)
+                errors.append(max(weighed.error(pruned), 1e-12) * power)
+            curves[full] = problem.weight.numel(), errors
+    found = _balanced(curves, levels, asked)
+    return {name: asked * (density / asked) ** CAUTION for name, density in found.items()}
+
+
+def _balanced(curves: Mapping[str, tuple[int, list[float]]], levels: list[float], asked: float) -> dict[str, float]:
+    """Densities between the levels that minimise the sum of the curves at the mean density asked for, by a Lagrangian."""
+    grid = torch.logspace(math.log10(levels[0]), math.log10(levels[-1]), 400, dtype=torch.float64)
+    sizes = {name: size for name, (size, _) in curves.items()}
+    values = {name: _interpolated(levels, errors, grid) for name, (_, errors) in curves.items()}
+    low, high = -60.0, 60.0
+    chosen: dict[str, float] = {}
+    for _ in range(100):
+        price = math.exp((low + high) / 2)
+        chosen = {name: float(grid[(values[name] + price * sizes[name] * grid).argmin()]) for name in curves}
+        mean = sum(chosen[name] * sizes[name] for name in curves) / sum(sizes.values())
+        low, high = ((low + high) / 2, high) if mean > asked else (low, (low + high) / 2)
+    return chosen
+
+
+def _interpolated(levels: list[float], errors: list[float], grid: Tensor) -> Tensor:
+    """The error at each density of the grid: log-log linear between the levels."""
+    x = torch.tensor(levels, dtype=torch.float64).log()
+    y = torch.tensor(errors, dtype=torch.float64).log()
+    y = y.flip(0).cummax(0).values.flip(0)  # more weights never cost more
+    where = torch.searchsorted(x, grid.log()).clamp(1, len(levels) - 1)
+    share = (grid.log() - x[where - 1]) / (x[where] - x[where - 1])
+    return torch.lerp(y[where - 1], y[where], share).exp()
+
+
+def _scores(
+    model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None
+) -> list[tuple[Block, list[str], list[Tensor]]]:
+    """Wanda's scores of each block's planned layers, in the dense model."""
+    found = []
+
+    def look(block: Block, inputs: Activations) -> None:
+        names = [name for name in block.layers if block.full_name(name) in plan]
+        if names:
+            problems = problems_of(block, gather(block, inputs, dict.fromkeys(names, InputNorms)))
+            scores = [problem.weight.abs() * problem.norms for problem in problems.values()]
+            found.append((block, [block.full_name(name) for name in names], scores))
+
+    for block, inputs in walk(model, batches, compute=compute):
+        look(block, inputs)
+    return found
+
+
+def _spread(found: Mapping[int, tuple[list[str], float]], plan: Plan, spread: float) -> dict[str, float]:
+    """Densities that rise with each block's figure, at most `spread` on either side of the one asked for."""
+    asked = 1 - next(iter(plan.values())).sparsity
+    figures = [figure for _, figure in found.values()]
+    width = max(figures) - min(figures)
+    spread = min(spread, asked / 2, (1 - asked) / 2)
+    shares = {i: ((figure - min(figures)) / width if width > 0 else 0.5) for i, (_, figure) in found.items()}
+    mean = sum(shares.values()) / len(shares)
+    return {name: asked + 2 * spread * (shares[i] - mean) for i, (names, _) in found.items() for name in names}

@@ -1,0 +1,66 @@
+"""How much memory there is, and how much the gradient stages take: told before they start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sparsellm.blocks import Block
+from sparsellm.errors import TooLarge
+
+COPIES = 5
+"""float32 copies of what is trained: the weights, their gradient, Adam's two moments, and the best state so far."""
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be had on a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
+    """What gradient steps hold: over the largest block, or over all of them together."""
+    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
+    return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
+
+
+def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
+    """What the model's stage holds besides: the dense model's last states, a batch's logits three times, the blocks' inputs."""
+    return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)
+
+
+def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:
+    """Raise TooLarge, with both numbers, when more is needed than can be had. instead: what to do about it."""
+    had = available(device)
+    if had is not None and needed > had:
+        raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {had:,} are free. {instead}")
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as people say them."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count, units = count / 1024, units[1:]
+    return f"{count:.0f} {units[0]}" if units[0] == "B" or count >= 100 else f"{count:.1f} {units[0]}"
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes; 0 where the system does not tell."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

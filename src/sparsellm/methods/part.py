@@ -1,0 +1,236 @@
+r"""A feed-forward part on what it reads in the pruned model, held against what it should write: its true error, and the
+closed-form steps that lower it.
+
+With the readers' weights $W_k$ and the writer's $V$, the part computes $V \varphi(W_1 x, \dots) + c$ and should write $t$.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparsellm import distributed
+from sparsellm.blocks import Block
+from sparsellm.feedforward import FeedForward, activation_factor, fit_activated
+from sparsellm.linalg import lifted
+from sparsellm.moments import Gram
+from sparsellm.regression import Regression
+
+Weights = dict[str, tuple[Tensor, Tensor | None]]
+"""By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
+
+HELD = 0.125
+"""The share of the batches that judges a Gauss-Newton round and takes no part in it."""
+
+METRIC_LIFT = 1e-3
+"""Added to a metric's diagonal, as a share of its mean: a sample cannot tell what costs nothing from what costs little."""
+
+NEWTON_RIDGE = 1e-2
+"""Of a Gauss-Newton step, toward no change, as a share of each entry's own curvature: a step is only good near its start."""
+
+
+def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
+    """The present weights and biases of a block's layers, as float32 copies."""
+    found: Weights = {}
+    for name in names:
+        layer = block.layer(name)
+        bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
+        found[name] = layer.weight.detach().to(torch.float32, copy=True), bias
+    return found
+
+
+@dataclass
+class Part:
+    """One block's feed-forward part with its batches.
+
+    feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost; None for all alike.
+    inputs: x, (tokens, model) for each batch. targets: t, (tokens, model) for each batch.
+    """
+
+    feed_forward: FeedForward
+    metric: Tensor | None
+    inputs: list[Tensor]
+    targets: list[Tensor]
+
+    def __post_init__(self) -> None:
+        # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
+        self._root = None if self.metric is None else torch.linalg.cholesky(lifted(self.metric, METRIC_LIFT))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Readers, then the writer."""
+        return (*self.feed_forward.readers, self.feed_forward.writer)
+
+    def split(self) -> tuple[Part, Part]:
+        """What to fit on, and an eighth of the batches held back to judge by; the same for both where there are too few."""
+        back = round(HELD * len(self.inputs))
+        if back == 0:
+            return self, self
+        return (
+            replace(self, inputs=self.inputs[:-back], targets=self.targets[:-back]),
+            replace(self, inputs=self.inputs[-back:], targets=self.targets[-back:]),
+        )
+
+    def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
+        """The readers' outputs, each (tokens, hidden)."""
+        return tuple(linear(x, *weights[name]) for name in self.feed_forward.readers)
+
+    def error(self, weights: Weights) -> float:
+        """E‖t - FFN(x)‖² in the metric, mean over tokens."""
+        missed = torch.zeros(2, dtype=torch.float64, device=self.inputs[0].device)
+        for x, t in self._batches():
+            activated = self.feed_forward.activate(*self.hidden(weights, x))
+            residual = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
+            missed += torch.stack([residual.square().sum(), torch.tensor(float(len(x)), device=x.device)]).double()
+        distributed.sum_(missed)
+        return float(missed[0] / missed[1].clamp(min=1))
+
+    def power(self) -> float:
+        """E‖t‖² in the metric: what the error is relative to."""
+        had = torch.zeros(2, device=self.inputs[0].device)
+        for _, t in self._batches():
+            had += torch.stack([self._weighed(t).square().sum(), torch.tensor(float(len(t)), device=t.device)])
+        distributed.sum_(had)
+        return float(had[0] / had[1].clamp(min=1))
+
+    def regression(self, weights: Weights) -> Regression:
+        """The writer's: from the activations that these readers really give, toward t."""
+        (out, features), bias = weights[self.feed_forward.writer][0].shape, weights[self.feed_forward.writer][1]
+        gram = Gram(features, self.inputs[0].device)
+        found = Regression(gram, out, affine=bias is not None)
+        for x, t in self._batches():
+            activated = self.feed_forward.activate(*self.hidden(weights, x))
+            gram.update(activated)
+            found.update(t, activated)
+        gram.reduce()
+        found.reduce()
+        return found
+
+    def curvatures(self, dense: Weights) -> dict[str, Tensor]:
+        r"""S for each reader, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$, at the dense weights."""
+        readers, writer = self.feed_forward.readers, self._writer(dense)
+        slopes = {name: Gram(writer.shape[1], writer.device) for name in readers}
+        for x, _ in self._batches():
+            for name, slope in zip(readers, self.feed_forward.slopes(*self.hidden(dense, x)), strict=True):
+                slopes[name].update(slope)
+        for gram in slopes.values():
+            gram.reduce()
+        return {name: (writer.T @ writer) * gram.matrix for name, gram in slopes.items()}
+
+    def aims(self, weights: Weights, ratio: float) -> dict[str, Regression]:
+        r"""SparseLLM's signals for one epoch, from what the part now computes, as regressions of the readers' new targets.
+
+        From $z = W x$, $p = \varphi(z)$: first p moves toward what the writer would need (paper eq. 9), then z toward
+        what gives that p (eq. 12, and the gate's). ratio: beta / alpha.
+        """
+        readers, writer = self.feed_forward.readers, self._writer(weights)
+        bias = weights[self.feed_forward.writer][1]
+        factor = activation_factor(writer, ratio)
+        gram = Gram(self.inputs[0].shape[-1], writer.device)
+        found = {name: Regression(gram, len(weights[name][0]), affine=weights[name][1] is not None) for name in readers}
+        for x, t in self._batches():
+            hidden = self.hidden(weights, x)
+            target = self._weighed(t if bias is None else t - bias)
+            wanted = fit_activated(self.feed_forward.activate(*hidden), writer, target, factor)
+            gram.update(x)
+            for name, signal in zip(readers, self.feed_forward.fit_hidden(hidden, hidden, wanted, ratio), strict=True):
+                found[name].update(signal, x)
+        gram.reduce()
+        for regression in found.values():
+            regression.reduce()
+        return found
+
+    def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
+        r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
+
+        Conjugate gradients on $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$, preconditioned by the
+        diagonal; a product with the Jacobian and one with its transpose for each of the `steps`.
+        """
+        stack = self._stack(weights)
+        held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.readers])
+        change = torch.zeros_like(stack)
+        residual, curvature = self._gradient(weights, None)
+        scale = held / (curvature + curvature.mean() * 1e-3)
+        ridge = NEWTON_RIDGE * curvature
+        residual = residual * held
+        direction = residual * scale
+        energy = float((residual * direction).sum())
+        for _ in range(steps):
+            if not energy > 0:
+                break
+            product = (self._gradient(weights, direction)[0] + ridge * direction) * held
+            length = energy / max(float((direction * product).sum()), 1e-30)
+            change += length * direction
+            residual -= length * product
+            fresh = float((residual * residual * scale).sum())
+            direction = residual * scale + fresh / energy * direction
+            energy = fresh
+        return self._unstack(change, weights)
+
+    def _gradient(self, weights: Weights, direction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For a direction d: Jᵀ J d, mean over tokens. Without one: Jᵀ of what the part misses, and the diagonal of
+        Jᵀ J as if the slopes did not depend on the inputs: ‖v‖² E[φ'²] E[x²], all that a preconditioner needs.
+
+        All readers stand one above the other, with their biases as a last column.
+        """
+        stack = self._stack(weights)
+        writer, columns = self._writer(weights), stack.shape[1]
+        found, powers, widths = torch.zeros_like(stack), torch.zeros_like(stack[:, 0]), torch.zeros_like(stack[0])
+        tokens = torch.zeros((), device=stack.device)
+        for x, t in self._batches():
+            inputs = x if columns == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            hidden = (inputs @ stack.T).chunk(len(self.feed_forward.readers), 1)
+            slopes = torch.cat(self.feed_forward.slopes(*hidden), 1)
+            if direction is None:
+                activated = self.feed_forward.activate(*hidden)
+                out = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
+                powers += slopes.square().sum(0)
+                widths += inputs.square().sum(0)
+            else:
+                moved = (inputs @ direction.T).mul_(slopes)
+                out = sum(moved.chunk(len(self.feed_forward.readers), 1), torch.zeros(())) @ writer.T
+            back = (out @ writer).repeat(1, len(self.feed_forward.readers)).mul_(slopes)
+            found.addmm_(back.T, inputs)
+            tokens += len(x)
+        distributed.sum_(found, powers, widths, tokens)
+        heights = writer.square().sum(0).repeat(len(self.feed_forward.readers)) * powers / tokens
+        return found / tokens, heights.outer(widths / tokens)
+
+    def _stack(self, weights: Weights) -> Tensor:
+        """The readers' weights one above the other, with their biases as a last column where there are any."""
+        return torch.cat([_with_bias(*weights[name]) for name in self.feed_forward.readers])
+
+    def _unstack(self, stack: Tensor, weights: Weights) -> Weights:
+        """The inverse of `_stack`."""
+        parts = stack.chunk(len(self.feed_forward.readers))
+        found: Weights = {}
+        for name, some in zip(self.feed_forward.readers, parts, strict=True):
+            affine = weights[name][1] is not None
+            found[name] = (some[:, :-1].contiguous(), some[:, -1].contiguous()) if affine else (some, None)
+        return found
+
+    def _writer(self, weights: Weights) -> Tensor:
+        """The writer's weight as it counts: Lᵀ V, (model, hidden)."""
+        weight = weights[self.feed_forward.writer][0]
+        return weight if self._root is None else self._root.T @ weight
+
+    def _weighed(self, errors: Tensor) -> Tensor:
+        """Errors of the output as they count: (tokens, model) times L."""
+        return errors if self._root is None else errors @ self._root
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets, batch by batch, in float32."""
+        for x, t in zip(self.inputs, self.targets, strict=True):
+            yield x.float(), t.float()
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A weight or a mask with the bias (or, for a mask, True) as its last column; as it is where there is no bias."""
+    if bias is None:
+        return weight
+    last = torch.ones_like(weight[:, :1]) if weight.dtype is torch.bool else bias.unsqueeze(1)
+    return torch.cat([weight, last], 1)

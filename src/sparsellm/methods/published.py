@@ -1,0 +1,155 @@
+"""SparseLLM as published: the layers of a feed-forward part pruned towards its output, through auxiliary signals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from sparsellm.activations import Activations
+from sparsellm.blocks import Block
+from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
+from sparsellm.feedforward import FeedForward
+from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods.layerwise import LayerWise, gather, planned, problems_of, prune_layer, result, solve
+from sparsellm.methods.signals import Signals
+from sparsellm.moments import Gram, NoInputs
+from sparsellm.problem import LayerProblem
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+
+@dataclass(frozen=True)
+class PublishedSparseLLM:
+    r"""Prune a block's feed-forward layers for the output of the whole part; its attention layers for their own.
+
+    Alternates between the weights, each the solver's answer to a layer problem toward the present signals, and the signals,
+    each in closed form (`sparsellm.feedforward`). Epoch 1 prunes the dense weights themselves, so one epoch is local pruning,
+    bit for bit.
+
+    Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
+    Departs from it: least squares by Cholesky with a ridge, not by a pseudo-inverse of the activations; the activation step
+    inverts (model, model), not (hidden, hidden); the gate's global minimiser, not a table's; `keep_best`.
+    Departs from its code: fc2 by least squares, not ten gradient steps; damping does not accumulate; float32 signals; no block
+    is special-cased by its number.
+
+    solver: any layer solver. epochs: K >= 1; 2-4 in the paper. alpha, beta: weights of fitting the layers and of fitting the
+    activation; only beta / alpha changes the result. ridge: of the least squares, toward the dense weight, as a share of the
+    Gram's mean diagonal. couple: the set Omega, as the numbers of the blocks whose feed-forward layers form one problem: None
+    for every block, empty for local pruning. keep_best: return the epoch of the smallest true feed-forward error, not the last.
+    """
+
+    solver: LayerSolver = field(default_factory=SparseGPT)
+    epochs: int = 4
+    alpha: float = 0.1
+    beta: float = 0.1
+    ridge: float = 1e-3
+    couple: frozenset[int] | None = None
+    keep_best: bool = False
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0:
+            raise InvalidSetting(
+                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0 and ridge >= 0, "
+                f"got {self.epochs}, {self.alpha}, {self.beta} and {self.ridge}."
+            )
+
+    @property
+    def needs(self) -> type[NoInputs]:
+        return self.solver.needs if self.couple == frozenset() else Gram
+
+    @property
+    def teacher(self) -> bool:
+        return False
+
+    @property
+    def sensitive(self) -> bool:
+        return False
+
+    def note(self, block: Block, plan: Plan) -> str:
+        missing = self._missing(block, plan)
+        part = block.architecture.feed_forward
+        alone = part is not None and len(missing) == len(part.readers) + 1  # none of them planned: nothing to couple was asked
+        return f"pruned layer-wise, since {', '.join(missing)} stays dense" if missing and not alone else ""
+
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
+        feed_forward = block.architecture.feed_forward
+        if not self._wants(block) or self._missing(block, plan):
+            yield from LayerWise(self.solver).prune(block, inputs, plan)
+        elif feed_forward is None:
+            raise UnsupportedModel(
+                f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
+                "Use --couple none, or a layer-wise method."
+            )
+        else:
+            yield from self._prune_coupled(block, feed_forward, inputs, plan)
+
+    def _missing(self, block: Block, plan: Plan) -> list[str]:
+        """The feed-forward layers that would have to be planned for the block to be coupled, and are not."""
+        part = block.architecture.feed_forward
+        if part is None or not self._wants(block):
+            return []
+        return sorted({*part.readers, part.writer} - set(planned(block, plan)))
+
+    def _wants(self, block: Block) -> bool:
+        """Whether the block's feed-forward layers are in Omega."""
+        return self.couple is None or block.index in self.couple
+
+    def _prune_coupled(
+        self, block: Block, feed_forward: FeedForward, inputs: Activations, plan: Plan
+    ) -> Iterator[LayerResult | EpochResult]:
+        """`prune` for a block whose feed-forward layers are all planned."""
+        together = (*feed_forward.readers, feed_forward.writer)
+        needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
+        signals = Signals(block, feed_forward, self.beta / self.alpha)
+        moments = gather(block, inputs, needs, also=signals.looks())
+        problems = problems_of(block, moments)
+        for name, problem in problems.items():
+            if name not in together:
+                yield prune_layer(block, name, self.solver, problem, plan)
+
+        signals.start({name: known for name, known in moments.items() if isinstance(known, Gram)})
+        aims = {name: problems[name] for name in together}
+        best = Answer({}, {}, 0, float("inf"))
+        for epoch in range(1, self.epochs + 1):
+            answer = self._solve_all(block, aims, plan, epoch)
+            after_weights = signals.objective(answer.weights)
+            answer.error = signals.refit(answer.weights)
+            after_signals = signals.objective(answer.weights)
+            better = answer.error < best.error or not self.keep_best
+            objective = self.alpha * after_weights, self.alpha * after_signals
+            yield EpochResult(block.name, epoch, "published", answer.error, better, *objective)
+            if better:
+                best = answer
+            if epoch < self.epochs:
+                aims = signals.problems(self.ridge)
+
+        if not best.weights:
+            raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
+        for name, weight in best.weights.items():
+            block.write(name, weight)
+            damping, seconds = best.spent[name]
+            yield result(block, name, plan, problems[name], damping, best.epoch, seconds)
+
+    def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> Answer:
+        """One weight step: every coupled layer toward its present aim."""
+        weights: dict[str, Tensor] = {}
+        spent: dict[str, tuple[float | None, float]] = {}
+        for name, aim in aims.items():
+            started = time.perf_counter()
+            full = block.full_name(name)
+            weights[name], damping = solve(self.solver, aim, plan[full], full)
+            spent[name] = damping, time.perf_counter() - started
+        return Answer(weights, spent, epoch, float("inf"))
+
+
+@dataclass
+class Answer:
+    """One epoch's weights by layer, the damping and the seconds that each took, and the true feed-forward error they have."""
+
+    weights: dict[str, Tensor]
+    spent: dict[str, tuple[float | None, float]]
+    epoch: int
+    error: float

@@ -1,0 +1,82 @@
+r"""A layer's targets as a function of its inputs: the sums over tokens from which any target becomes a layer problem."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsellm import distributed
+from sparsellm.moments import Cross, Gram
+from sparsellm.problem import LayerProblem
+
+
+class Regression:
+    r"""What $E\lVert t - W x - b \rVert^2$ is for every weight, from sums over tokens of inputs x and targets t.
+
+    With a bias that may move, the best one for a weight is $E[t] - W E[x]$, and the weight's own problem is that of the
+    centred moments; without, the target is taken as it comes.
+
+    inputs: the Gram of x; layers that read the same inputs share one. outputs: how many the layer has. affine: whether it has a
+    bias that may move.
+    """
+
+    def __init__(self, inputs: Gram, outputs: int, affine: bool) -> None:
+        device = inputs.mean.device
+        self.inputs = inputs
+        self.affine = affine
+        self._cross = Cross(outputs, inputs.features, device)
+        self._targets = torch.zeros(outputs, dtype=torch.float32, device=device)
+        self._power = torch.zeros((), dtype=torch.float32, device=device)
+
+    def update(self, targets: Tensor, inputs: Tensor) -> None:
+        """Take in a batch: targets (tokens, out) and inputs (tokens, in). The shared Gram is not updated here."""
+        self._cross.update(targets, inputs)
+        self._targets += targets.float().sum(0)
+        self._power += targets.float().square().sum()
+
+    def reduce(self) -> None:
+        """Sum over all processes; nothing when alone. The shared Gram is not reduced here."""
+        self._cross.reduce()
+        distributed.sum_(self._targets, self._power)
+
+    def problem(
+        self, prior: Tensor, ridge: float, curvature: Tensor | None = None, start: Tensor | None = None
+    ) -> LayerProblem:
+        """The layer problem toward the targets, pulled toward a prior weight (out, in): see `LayerProblem.toward`."""
+        return LayerProblem.toward(self._centred_cross, self._centred_inputs, prior, ridge, curvature, start)
+
+    def bias(self, weight: Tensor) -> Tensor | None:
+        """(out,): the best bias for a weight; None where there is none to move."""
+        return self._mean - weight @ self.inputs.mean if self.affine else None
+
+    def error(self, weight: Tensor) -> float:
+        """E‖t - W x - b‖² with the best bias."""
+        gram, cross = self._centred_inputs.matrix, self._centred_cross
+        return self.power + _dot(weight @ gram - 2 * cross, weight)
+
+    @property
+    def power(self) -> float:
+        """E‖t‖², about the mean where a bias may move."""
+        power = float(self._power) / max(self.inputs.tokens, 1)
+        return power - float(self._mean.double().square().sum()) if self.affine else power
+
+    @property
+    def _mean(self) -> Tensor:
+        return self._targets / max(self.inputs.tokens, 1)
+
+    @property
+    def _centred_inputs(self) -> Gram:
+        return self.inputs.centred() if self.affine else self.inputs
+
+    @property
+    def _centred_cross(self) -> Tensor:
+        cross = self._cross.matrix
+        if not self.affine:
+            return cross
+        constant = self._centred_inputs.matrix.diagonal() == 0  # what is left of their products is rounding
+        return (cross - self._mean.outer(self.inputs.mean)).masked_fill(constant, 0)
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    """The sum of products of two float32 matrices, added up in float64: errors are differences of large sums."""
+    return float((one.double() * other.double()).sum())

@@ -1,0 +1,155 @@
+"""The whole model's stage: predictions nearer to the dense model's, masks held."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import kl_div
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from sparsellm.allocation import uniform
+from sparsellm.blocks import blocks_of
+from sparsellm.distillation import distil, last_states
+from sparsellm.methods import Plan
+from sparsellm.methods.layerwise import LayerWise
+from sparsellm.patterns import parse_pattern
+from sparsellm.refinement import Descent, Refined
+from sparsellm.sequential import prune_blocks
+from sparsellm.solvers.criteria import Wanda
+
+every_family = pytest.mark.parametrize("family", ["opt", "opt-projected", "llama"])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of three blocks with a tied head, whose weights are large enough to matter, and random biases."""
+    torch.manual_seed(0)
+    shared = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 3, "max_position_embeddings": 32}
+    shared |= {"num_attention_heads": 2, "tie_word_embeddings": True}
+    if family.startswith("opt"):
+        width = 8 if family == "opt-projected" else 16
+        model: PreTrainedModel = OPTForCausalLM(OPTConfig(**shared, ffn_dim=32, word_embed_proj_dim=width, init_std=0.25))
+    else:
+        sizes = {"num_key_value_heads": 1, "initializer_range": 0.25, "intermediate_size": 24}
+        model = LlamaForCausalLM(LlamaConfig(**shared, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype)
+
+
+@cache
+def batches() -> list[Tensor]:
+    """Eight batches of four sequences of twelve random tokens."""
+    return list(torch.randint(0, 48, (32, 12), generator=torch.Generator().manual_seed(1)).split(4))
+
+
+def divergence(dense: PreTrainedModel, model: PreTrainedModel, batch: Tensor) -> float:
+    """KL(dense || model), nats a token, of a batch, both computed in float32."""
+    with torch.no_grad():
+        wanted, found = (
+            copy.deepcopy(each).float().eval()(input_ids=batch).logits.flatten(0, 1).double().log_softmax(-1)
+            for each in (dense, model)
+        )
+    return float(kl_div(found, wanted, log_target=True, reduction="batchmean"))
+
+
+def distilled(
+    family: str, descent: Descent, dtype: torch.dtype = torch.float32, **choice: object
+) -> tuple[PreTrainedModel, PreTrainedModel, Plan, Refined, tuple[str, ...]]:
+    """A fresh model as it was pruned, and after its stage; the plan, what was gained, and what moved."""
+    model = tiny(family, dtype)
+    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)  # type: ignore[arg-type]
+    states = last_states(model, batches(), torch.float32)
+    list(prune_blocks(model, batches(), LayerWise(Wanda()), plan, torch.float32))
+    before = copy.deepcopy(model)
+    found, moved = distil(model, batches(), states, plan, descent)
+    return before, model, plan, found, moved
+
+
+@every_dtype
+@every_family
+def test_the_divergence_falls(family: str, dtype: torch.dtype) -> None:
+    """What is told is the KL divergence of the held-back batch, before and after, and it falls by a fifth at least."""
+    dense = tiny(family, dtype)
+    before, model, _, found, _ = distilled(family, Descent(60, 3e-3), dtype)
+    assert found.before == pytest.approx(divergence(dense, before, batches()[-1]), rel=1e-3)
+    rounding = 1e-3 if dtype == torch.float32 else 0.05  # the weights are rounded after the last look
+    assert found.after == pytest.approx(divergence(dense, model, batches()[-1]), rel=rounding)
+    assert found.after < 0.8 * found.before
+    assert 0 < found.steps <= 60
+    assert found.note == ""
+
+
+@every_dtype
+@every_family
+def test_what_moves_and_what_stays(family: str, dtype: torch.dtype) -> None:
+    """Masks hold exactly, and planned weights move; other blocks, dense layers, embeddings and head keep every bit.
+
+    Biases and norms of the planned blocks may move, and are told; dtypes, the tie, the mode and gradients are as before.
+    """
+    choice = {"chosen": frozenset({0, 2}), "skip": ["k_proj"]}
+    before, model, plan, _, moved = distilled(family, Descent(30, 3e-3), dtype, **choice)
+    again = distilled(family, Descent(30, 3e-3), dtype, **choice)[1]
+    changed = set[str]()
+    for (name, one), other, same in zip(model.named_parameters(), before.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, same), name
+        assert one.dtype == dtype
+        assert one.requires_grad
+        assert one.grad is None
+        layer, equal = name.rsplit(".", 1)[0], torch.equal(one, other)
+        if layer in plan and one.ndim == 2:
+            assert not equal, name
+            assert torch.equal(one == 0, other == 0), name
+            assert int((one == 0).sum()) == round(0.6 * one.numel())
+        elif one.ndim == 2 or "k_proj" in name or not any(f"layers.{index}." in name for index in (0, 2)):
+            assert equal, name
+        elif not equal:
+            changed.add(name)
+    assert set(moved) == changed
+    assert any("norm" in name for name in changed)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.training
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+
+
+@every_dtype
+@pytest.mark.parametrize("descent", [Descent(0, 1e-3), Descent(3, 30.0)], ids=["no steps", "steps much too long"])
+def test_where_nothing_is_gained_nothing_moves(descent: Descent, dtype: torch.dtype) -> None:
+    """Without steps, and where no look is better than the start, every parameter keeps every bit."""
+    before, model, _, found, moved = distilled("opt", descent, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    assert (found.steps, moved, found.note) == (0, (), "")
+    assert found.after == found.before
+
+
+def test_one_batch_is_told() -> None:
+    """With one batch there is none to hold back: nothing moves, and the note says so."""
+    model = tiny("opt")
+    dense = copy.deepcopy(model)
+    states = last_states(model, batches()[:1])
+    plan = uniform(blocks_of(model), parse_pattern("50%"))
+    found, moved = distil(model, batches()[:1], states, plan, Descent(5, 1e-2))
+    assert "only one batch" in found.note
+    assert moved == ()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
+
+
+@every_family
+def test_last_states(family: str) -> None:
+    """The head makes of them the model's own logits, without dropout; the model stays in its mode and dtype."""
+    model = tiny(family, torch.bfloat16)
+    states = last_states(model, batches(), torch.float32)
+    assert len(states) == len(batches())
+    wide = copy.deepcopy(model).float().eval()
+    with torch.no_grad():
+        for state, batch in zip(states, batches(), strict=True):
+            assert torch.equal(wide.get_output_embeddings()(state), wide(input_ids=batch).logits)
+    assert model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,299 @@
+"""One feed-forward part: its error, its curvature and its steps, against autograd and dense algebra in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.functional import jacobian
+from torch.nn.functional import linear, relu, silu
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from sparsellm.blocks import Block, blocks_of
+from sparsellm.feedforward import FeedForward, GatedFeedForward, Hidden, PlainFeedForward
+from sparsellm.linalg import damped
+from sparsellm.methods.part import NEWTON_RIDGE, Part, Weights, weights_of
+
+MODEL, HIDDEN, TOKENS = 6, 9, 50
+
+every_family = pytest.mark.parametrize("family", ["opt", "llama", "llama-bias"])
+with_or_without = pytest.mark.parametrize("weighed", [True, False], ids=["metric", "plain"])
+
+
+@cache
+def block_of(family: str) -> Block:
+    """The only block of a random model, with random biases where there are any."""
+    torch.manual_seed(0)
+    shared = {"vocab_size": 16, "hidden_size": MODEL, "num_hidden_layers": 1, "max_position_embeddings": 16}
+    if family == "opt":
+        sizes = {"ffn_dim": HIDDEN, "num_attention_heads": 2, "word_embed_proj_dim": MODEL, "init_std": 0.5}
+        model: PreTrainedModel = OPTForCausalLM(OPTConfig(**shared, **sizes))
+    else:
+        sizes = {"num_attention_heads": 1, "intermediate_size": HIDDEN, "initializer_range": 0.5}
+        model = LlamaForCausalLM(LlamaConfig(**shared, **sizes, mlp_bias=family.endswith("bias")))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+    return blocks_of(model.eval())[0]
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Standard normal draws in float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def forward(block: Block, x: Tensor) -> Tensor:
+    """What the block's own modules compute of the feed-forward part."""
+    mlp = block.module.fc2(relu(block.module.fc1(x))) if hasattr(block.module, "fc1") else block.module.mlp(x)  # type: ignore[operator]
+    return mlp.detach()  # type: ignore[no-any-return]
+
+
+def metric_of(weighed: bool) -> Tensor | None:
+    """A cost of errors, no axis like another."""
+    root = draw(MODEL, MODEL, seed=1) * torch.linspace(0.4, 2, MODEL)
+    return root @ root.T if weighed else None
+
+
+def cost(weighed: bool) -> Tensor:
+    """F as the part damps it, in float64."""
+    metric = metric_of(weighed)
+    return torch.eye(MODEL).double() if metric is None else damped(metric.double(), 1e-3)
+
+
+def part_of(family: str, weighed: bool, split: tuple[int, ...] = (20, 1, 29)) -> Part:
+    """A part with inputs that have a mean, and targets near what it computes."""
+    block = block_of(family)
+    feed_forward = block.architecture.feed_forward
+    assert feed_forward is not None
+    x = draw(TOKENS, MODEL, seed=2) * torch.linspace(0.5, 1.5, MODEL) + draw(MODEL, seed=3)
+    t = forward(block, x) + 0.5 * draw(TOKENS, MODEL, seed=4) + 0.3
+    return Part(feed_forward, metric_of(weighed), list(x.split(split)), list(t.split(split)))
+
+
+def pruned(part: Part, family: str) -> tuple[Weights, dict[str, Tensor]]:
+    """The block's weights, about half of them gone, and the masks."""
+    dense = weights_of(block_of(family), part.names)
+    keep = {name: draw(*dense[name][0].shape, seed=5 + number) > -0.2 for number, name in enumerate(part.names)}
+    return {name: (weight * keep[name], bias) for name, (weight, bias) in dense.items()}, keep
+
+
+def tokens_of(part: Part) -> tuple[Tensor, Tensor]:
+    """All inputs and targets in float64."""
+    return torch.cat(part.inputs).double(), torch.cat(part.targets).double()
+
+
+def phi(part: Part, hidden: list[Tensor]) -> Tensor:
+    """What the writer reads."""
+    return relu(hidden[0]) if len(part.feed_forward.readers) == 1 else silu(hidden[0]) * hidden[1]
+
+
+def hidden_of(part: Part, weights: Weights, x: Tensor) -> list[Tensor]:
+    """The readers' outputs in the dtype of x."""
+    pairs = [weights[name] for name in part.feed_forward.readers]
+    return [linear(x, weight.to(x), None if bias is None else bias.to(x)) for weight, bias in pairs]
+
+
+def output(part: Part, weights: Weights, x: Tensor) -> Tensor:
+    """The part's output in the dtype of x."""
+    weight, bias = weights[part.feed_forward.writer]
+    return linear(phi(part, hidden_of(part, weights, x)), weight.to(x), None if bias is None else bias.to(x))
+
+
+def in_a_row(part: Part, weights: Weights, masks: dict[str, Tensor] | None = None) -> list[Tensor]:
+    """Weights and biases of the readers, in order; or, of masks, these and True for the biases."""
+    found: list[Tensor] = []
+    for name in part.feed_forward.readers:
+        weight, bias = weights[name]
+        found.append(weight if masks is None else masks[name])
+        if bias is not None:
+            found.append(bias if masks is None else torch.ones_like(bias, dtype=torch.bool))
+    return found
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    """All entries in a row; numbers in float64."""
+    return torch.cat([tensor.flatten() if tensor.dtype is torch.bool else tensor.flatten().double() for tensor in tensors])
+
+
+def mean_cost(errors: Tensor, metric: Tensor) -> float:
+    """The mean over tokens of e F e."""
+    return float(((errors @ metric) * errors).sum(1).mean())
+
+
+@pytest.mark.parametrize("gate", [-3.0, -0.4, 0.6, 5.0])
+@pytest.mark.parametrize("form", [PlainFeedForward("a", "b"), GatedFeedForward("a", "b", "c")], ids=["plain", "gated"])
+def test_slopes_against_autograd(form: FeedForward, gate: float) -> None:
+    """The derivative of `activate` by each reader's output, entry by entry."""
+    hidden = tuple((draw(7, 5, seed=seed).double() + gate).requires_grad_() for seed in range(len(form.readers)))
+    wanted = torch.autograd.grad(form.activate(*hidden).sum(), hidden)
+    for got, other in zip(form.slopes(*hidden), wanted, strict=True):
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, other)
+
+
+@every_family
+@with_or_without
+def test_error_against_the_modules(weighed: bool, family: str) -> None:
+    """The mean over tokens of the misses of the modules' own forward pass, in the metric; in any batches, from bf16 too."""
+    part = part_of(family, weighed)
+    x, t = tokens_of(part)
+    dense, weights = weights_of(block_of(family), part.names), pruned(part, family)[0]
+    wanted = mean_cost(t - forward(block_of(family), x.float()).double(), cost(weighed))
+    assert part.error(dense) == pytest.approx(wanted, rel=1e-5)
+    assert part.error(weights) == pytest.approx(mean_cost(t - output(part, weights, x), cost(weighed)), rel=1e-5)
+    assert part.power() == pytest.approx(mean_cost(t, cost(weighed)), rel=1e-5)
+    other = part_of(family, weighed, (1,) * TOKENS)
+    assert other.error(dense) == pytest.approx(part.error(dense))
+    assert other.power() == pytest.approx(part.power())
+    reached = replace(part, targets=[forward(block_of(family), some) for some in part.inputs])
+    assert reached.error(dense) < 1e-10
+    coarse = replace(part, inputs=[x.bfloat16() for x in part.inputs], targets=[t.bfloat16() for t in part.targets])
+    wide = replace(part, inputs=[x.float() for x in coarse.inputs], targets=[t.float() for t in coarse.targets])
+    assert coarse.error(dense) == wide.error(dense) != part.error(dense)
+
+
+@every_family
+def test_regression_of_the_writer(family: str) -> None:
+    """The writer's sums are those of the activations that these readers give; the metric does not enter."""
+    part = part_of(family, True)
+    weights, (x, t) = pruned(part, family)[0], tokens_of(part)
+    p, weight = phi(part, hidden_of(part, weights, x)), draw(MODEL, HIDDEN, seed=9)
+    found, affine = part.regression(weights), weights[part.feed_forward.writer][1] is not None
+    residual = t - p @ weight.double().T
+    bias = residual.mean(0) if affine else torch.zeros(MODEL).double()
+    assert found.error(weight) == pytest.approx(float((residual - bias).square().sum(1).mean()), rel=1e-4)
+    got = found.bias(weight)
+    assert (got is None) == (not affine)
+    assert got is None or torch.allclose(got.double(), bias, atol=1e-4)
+    torch.testing.assert_close(found.inputs.matrix.double(), p.T @ p / TOKENS, rtol=1e-4, atol=1e-5)
+
+
+@every_family
+@with_or_without
+def test_curvatures_against_jacobians(weighed: bool, family: str) -> None:
+    """S of each reader is the mean over tokens of Jᵀ F J, J the part's Jacobian by that reader's output."""
+    part = part_of(family, weighed)
+    dense = weights_of(block_of(family), part.names)
+    x, _ = tokens_of(part)
+    found = part.curvatures(dense)
+    assert tuple(found) == part.feed_forward.readers
+    for number, name in enumerate(found):
+        wanted = torch.zeros(HIDDEN, HIDDEN).double()
+        for token in x:
+            hidden = hidden_of(part, dense, token)
+
+            def behind(signal: Tensor, hidden: list[Tensor] = hidden, number: int = number) -> Tensor:
+                signals = [*hidden[:number], signal, *hidden[number + 1 :]]
+                return linear(phi(part, signals), dense[part.feed_forward.writer][0].double())
+
+            slope = jacobian(behind, hidden[number])
+            wanted += slope.T @ cost(weighed) @ slope / TOKENS
+        torch.testing.assert_close(found[name].double(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def linearised(part: Part, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all readers' weights and biases in a row: Jᵀ F J, Jᵀ F r, and the curvature that scales the ridge.
+
+    J is autograd's. The curvature takes the slopes as independent of the inputs: |v_i|² E[φ'²] E[x²].
+    """
+    x, t = tokens_of(part)
+    metric, writer = cost(part.metric is not None), weights[part.feed_forward.writer][0].double()
+
+    def run(*given: Tensor) -> Tensor:
+        left = iter(given)
+        moved = {n: (next(left), None if weights[n][1] is None else next(left)) for n in part.feed_forward.readers}
+        return output(part, weights | moved, x)
+
+    parameters = tuple(tensor.double() for tensor in in_a_row(part, weights))
+    wide = torch.cat([some.flatten(2) for some in jacobian(run, parameters)], 2)  # (tokens, model, parameters)
+    matrix = torch.einsum("tap,ab,tbq->pq", wide, metric, wide) / TOKENS
+    pull = torch.einsum("tap,ab,tb->p", wide, metric, t - run(*parameters)) / TOKENS
+    heights, curvature = ((writer.T @ metric) * writer.T).sum(1), list[Tensor]()
+    slopes = part.feed_forward.slopes(*hidden_of(part, weights, x))
+    for name, slope in zip(part.feed_forward.readers, slopes, strict=True):
+        powers = heights * slope.square().mean(0)
+        curvature += [powers.outer(x.square().mean(0)), *([] if weights[name][1] is None else [powers])]
+    return matrix, pull, flat(curvature)
+
+
+@every_family
+@with_or_without
+def test_newton_against_a_dense_solve(weighed: bool, family: str) -> None:
+    """With many steps the linearised problem, ridge included, is solved on the mask: zero off it, biases free."""
+    part = part_of(family, weighed)
+    weights, keep = pruned(part, family)
+    matrix, pull, curvature = linearised(part, weights)
+    free = flat(in_a_row(part, weights, keep))
+    shifted = matrix + NEWTON_RIDGE * curvature.diag()
+    wanted = torch.zeros_like(pull)
+    wanted[free] = torch.linalg.lstsq(shifted[free][:, free], pull[free], driver="gelsd").solution  # dead units stay
+    steps = part.newton(weights, keep, 400)
+    assert tuple(steps) == part.feed_forward.readers
+    assert [some.shape for some in in_a_row(part, steps)] == [some.shape for some in in_a_row(part, weights)]
+    got, few = flat(in_a_row(part, steps)), flat(in_a_row(part, part.newton(weights, keep, 3)))
+    assert not bool((got[~free] + few[~free]).any())
+    assert float((got - wanted).norm() / wanted.norm()) < 2e-3
+    lowest, low = (float(change @ shifted @ change / 2 - pull @ change) for change in (wanted, few))
+    assert lowest < low < 0.5 * lowest
+
+
+@every_family
+@with_or_without
+def test_newton_lowers_the_error(weighed: bool, family: str) -> None:
+    """A short stretch of a step lowers the part's true error as much as its slope says; nothing moves at a solution."""
+    part, length = part_of(family, weighed), 1e-2
+    weights, keep = pruned(part, family)
+    steps, moved = part.newton(weights, keep, 8), dict(weights)
+    for name, (weight, bias) in weights.items():
+        more = steps.get(name, (torch.zeros(()), torch.zeros(())))
+        moved[name] = weight + length * more[0], None if bias is None or more[1] is None else bias + length * more[1]
+    slope = -2 * float(linearised(part, weights)[1] @ flat(in_a_row(part, steps)))
+    assert part.error(moved) - part.error(weights) == pytest.approx(length * slope, rel=0.1)
+    done = replace(part, targets=[output(part, weights, x) for x in part.inputs])
+    assert float(flat(in_a_row(part, done.newton(weights, keep, 8))).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("ratio", [0.05, 1.0, 20.0])
+@every_family
+@with_or_without
+def test_aims_lower_the_objective(weighed: bool, family: str, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """p is the objective's minimiser; p, the signals and their regressions each lower it; the sums are the signals' own."""
+    part, metric = part_of(family, weighed), cost(weighed)
+    weights, (x, t) = pruned(part, family)[0], tokens_of(part)
+    form, seen = type(part.feed_forward), list[tuple[Tensor, tuple[Tensor, ...]]]()
+    fit = form.fit_hidden
+
+    def spy(self: FeedForward, hidden: Hidden, outputs: Hidden, p: Tensor, ratio: float) -> Hidden:
+        seen.append((p, fit(self, hidden, outputs, p, ratio)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(form, "fit_hidden", spy)
+    found = part.aims(weights, ratio)
+    p, signals = torch.cat([some for some, _ in seen]).double(), [some for _, some in seen]
+    hidden = [torch.cat(some).double() for some in zip(*signals, strict=True)]
+    reached, bias = hidden_of(part, weights, x), weights[part.feed_forward.writer][1]
+    writer, target = weights[part.feed_forward.writer][0].double(), t if bias is None else t - bias.double()
+
+    def objective(p: Tensor, hidden: list[Tensor], outputs: list[Tensor]) -> float:
+        apart = sum(mean_cost(one - other, torch.eye(HIDDEN).double()) for one, other in zip(hidden, outputs, strict=True))
+        distance = float((p - phi(part, hidden)).square().sum(1).mean())
+        return mean_cost(target - p @ writer.T, metric) + ratio * distance + apart
+
+    matrix = writer.T @ metric @ writer + ratio * torch.eye(HIDDEN).double()
+    best = torch.linalg.solve(matrix, (target @ metric @ writer + ratio * phi(part, reached)).T).T
+    torch.testing.assert_close(p, best, rtol=1e-3, atol=1e-3)
+    regressed = list[Tensor]()
+    for name, signal in zip(part.feed_forward.readers, hidden, strict=True):
+        fitted = found[name].problem(weights[name][0], 0.0).weight
+        free = found[name].bias(fitted)
+        assert (free is None) == (weights[name][1] is None)
+        regressed.append(linear(x, fitted.double(), None if free is None else free.double()))
+        missed = mean_cost(signal - regressed[-1], torch.eye(HIDDEN).double())
+        assert found[name].error(fitted) == pytest.approx(missed, rel=1e-2, abs=1e-5)
+    start = phi(part, reached), reached, reached
+    trace = [objective(*some) for some in (start, (p, reached, reached), (p, hidden, reached), (p, hidden, regressed))]
+    assert trace[0] == pytest.approx(part.error(weights), rel=1e-5)
+    assert trace[0] > 1.03 * trace[1] > trace[1] > trace[2] > trace[3]

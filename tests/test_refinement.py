@@ -1,0 +1,297 @@
+"""Gradient steps with the masks held: the descent itself, and on one block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from sparsellm.activations import Activations
+from sparsellm.allocation import uniform
+from sparsellm.blocks import blocks_of
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import BlockResult, Plan
+from sparsellm.methods.sparsellm import SparseLLM, Window
+from sparsellm.patterns import parse_pattern
+from sparsellm.refinement import Descent, Refined, refine_block
+from sparsellm.sequential import Step, prune_blocks
+from sparsellm.solvers.criteria import Magnitude
+
+FULL, HALF = torch.float32, torch.bfloat16
+NAN = float("nan")
+NAMES = {"opt": ("fc1", "fc2"), "llama": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+
+every_family = pytest.mark.parametrize("family", ["opt", "llama"])
+
+
+@cache
+def noisy(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of linear regressions, by batch: (batches, tokens, in) and (batches, tokens, out)."""
+    generator = torch.Generator().manual_seed(seed)
+    truth = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(count, 20, 6, generator=generator)
+    return x, x @ truth.T + 0.1 * torch.randn(count, 20, 4, generator=generator)
+
+
+def regression(count: int) -> tuple[nn.Parameter, dict[str, Tensor], Callable[[int], Tensor]]:
+    """A weight to be fitted, half of it masked, its mask, and its loss on a batch."""
+    weight = nn.Parameter(torch.zeros(4, 6))
+    keep = torch.rand(4, 6, generator=torch.Generator().manual_seed(2)) > 0.5
+    x, y = noisy(count)
+    return weight, {"weight": keep}, lambda number: (x[number] @ weight.T - y[number]).square().mean()
+
+
+def held_back(loss: Callable[[int], Tensor], start: int, end: int) -> float:
+    """The mean loss over some batches."""
+    with torch.no_grad():
+        return sum(float(loss(number)) for number in range(start, end)) / (end - start)
+
+
+@pytest.mark.parametrize(
+    ("count", "held", "back"),
+    [(2, 0.125, 1), (8, 0.125, 1), (16, 0.125, 2), (8, 0.5, 4), (3, 0.5, 2), (2, 0.9, 1)],
+)
+def test_a_descent(count: int, held: float, back: int) -> None:
+    """The loss of the last batches falls and is what is told; what is masked stays zero; the same call, the same bits."""
+    weight, keep, loss = regression(count)
+    looked: set[int] = set()
+
+    def spied(number: int) -> Tensor:
+        if torch.is_grad_enabled():
+            looked.add(number)
+        return loss(number)
+
+    before = held_back(loss, count - back, count)
+    found = Descent(200, 0.05, held).run({"weight": weight}, keep, spied, count, seed=3)
+    assert looked == set(range(count - back))
+    assert found.before == pytest.approx(before)
+    assert found.after == held_back(loss, count - back, count) < 0.9 * before
+    assert (0 < found.steps <= 200, found.note) == (True, "")
+    assert not bool(weight[~keep["weight"]].any())
+    assert bool(weight[keep["weight"]].all())
+    again, keep, loss = regression(count)
+    assert Descent(200, 0.05, held).run({"weight": again}, keep, loss, count, seed=3) == found
+    assert torch.equal(again, weight)
+    if count > 3:
+        other, keep, loss = regression(count)
+        Descent(200, 0.05, held).run({"weight": other}, keep, loss, count, seed=4)
+        assert not torch.equal(other, weight)
+
+
+def test_the_rate_falls_to_nothing() -> None:
+    """With one slope all along Adam's steps show the rate: its sum over the steps, from `rate` to nearly 0 in a line."""
+    weight = nn.Parameter(torch.zeros(1))
+    Descent(50, 0.01).run({"weight": weight}, {}, lambda _: weight.sum(), 2, seed=0)
+    assert float(weight.detach()) == pytest.approx(-0.01 * sum(1 - step / 50 for step in range(50)), rel=1e-3)
+
+
+def test_the_best_look_stays() -> None:
+    """Of the looks, one in ten steps, the best state of the held-back batch is returned, whatever comes after."""
+    weight = nn.Parameter(torch.zeros(1))
+
+    def loss(number: int) -> Tensor:
+        return (weight - (-1 if number == 0 else -0.3)).square().sum()  # what is trained on goes past what is held back
+
+    found = Descent(100, 0.02).run({"weight": weight}, {}, loss, 2, seed=0)
+    path = nn.Parameter(torch.zeros(1))
+    optimizer, best = torch.optim.Adam([path], betas=(0.9, 0.95)), (0.09, 0, 0.0)
+    for step in range(1, 101):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - (step - 1) / 100)
+        optimizer.zero_grad()
+        (path + 1).square().sum().backward()
+        optimizer.step()
+        if step % 10 == 0:
+            best = min(best, (float((path + 0.3).detach().square()), step, float(path.detach())))
+    assert 0 < best[1] < 100
+    assert found.steps == best[1]
+    assert found.after == pytest.approx(best[0])
+    assert float(weight.detach()) == pytest.approx(best[2])
+    assert float(path.detach()) < best[2]
+
+
+def test_never_worse_than_before() -> None:
+    """Where every look is worse than the start, the weights are the start's to the bit, and no steps are told."""
+    weight, keep, loss = regression(4)
+    with torch.no_grad():
+        weight.normal_(generator=torch.Generator().manual_seed(5)).mul_(keep["weight"])
+    before = weight.detach().clone()
+    found = Descent(20, 0.05).run({"weight": weight}, keep, lambda n: -loss(n) if n < 3 else loss(n), 4, seed=0)
+    assert torch.equal(weight, before)
+    assert (found.steps, found.after, found.note) == (0, found.before, "")
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf")])
+def test_a_loss_that_is_not_finite(bad: float) -> None:
+    """At the start nothing is done; midway the best state before it stays; on a held-back look it is no improvement. Told."""
+    weight, keep, loss = regression(4)
+    before = weight.detach().clone()
+    found = Descent(20, 0.05).run({"weight": weight}, keep, lambda n: loss(n) * bad if n == 3 else loss(n), 4, seed=0)
+    assert torch.equal(weight, before)
+    assert (found.steps, found.note) == (0, "not refined: the loss is not finite")
+    taken: list[int] = []
+
+    def breaks(number: int) -> Tensor:
+        taken.extend([number] if torch.is_grad_enabled() else [])
+        return loss(number) * (bad if len(taken) == 37 else 1)
+
+    found = Descent(100, 0.02).run({"weight": weight}, keep, breaks, 4, seed=0)
+    assert found.note == "the loss became infinite or undefined at step 37: the best weights before it were kept"
+    assert found.steps == 30
+    assert len(taken) == 37
+    assert found.after == held_back(loss, 3, 4) < found.before
+    assert not bool(weight[~keep["weight"]].any())
+    weight, keep, loss = regression(4)
+
+    def ends(number: int) -> Tensor:
+        return loss(number) * (bad if number == 3 and bool(weight.any()) else 1)
+
+    assert Descent(20, 0.05).run({"weight": weight}, keep, ends, 4, seed=0).steps == 0
+    assert not bool(weight.any())
+
+
+@pytest.mark.parametrize(("steps", "batches", "said"), [(0, 8, ""), (5, 1, "only one batch"), (5, 0, "only one batch")])
+def test_nothing_to_do(steps: int, batches: int, said: str) -> None:
+    """Without steps or parameters nothing is done; with one batch there is none to hold back, and the note says so."""
+    weight, keep, loss = regression(8)
+    found = Descent(steps, 0.1).run({"weight": weight}, keep, loss, batches, seed=0)
+    assert said in found.note
+    assert (found.steps, bool(found.note), bool(weight.any())) == (0, bool(said), False)
+    assert Descent(5, 0.1).run({}, {}, loss, 8, seed=0).steps == 0
+
+
+@pytest.mark.parametrize("bad", [(-1, 0.1), (5, 0.0), (5, NAN), (5, 0.1, 0.0), (5, 0.1, 1.0), (5, 0.1, NAN)])
+def test_bad_settings_are_refused(bad: tuple[float, ...]) -> None:
+    """Settings that cannot be raise at once and name the limits."""
+    with pytest.raises(InvalidSetting, match=r"steps >= 0, rate > 0 and held in \(0, 1\)"):
+        Descent(*bad)  # type: ignore[arg-type]
+
+
+def tiny(family: str, dtype: torch.dtype = FULL) -> PreTrainedModel:
+    """A random model of two blocks, with weights large enough to matter and random biases."""
+    torch.manual_seed(0)
+    shared = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    shared |= {"num_attention_heads": 2, "tie_word_embeddings": True}
+    if family == "opt":
+        model: PreTrainedModel = OPTForCausalLM(OPTConfig(**shared, ffn_dim=32, word_embed_proj_dim=16, init_std=0.2))
+    else:
+        sizes = {"num_key_value_heads": 1, "initializer_range": 0.25, "intermediate_size": 24}
+        model = LlamaForCausalLM(LlamaConfig(**shared, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.2)
+    return model.to(dtype).eval()
+
+
+@cache
+def batches() -> list[Tensor]:
+    """Eight batches of four sequences of twelve random tokens."""
+    return list(torch.randint(0, 64, (32, 12), generator=torch.Generator().manual_seed(1)).split(4))
+
+
+def refined(
+    family: str, steps: int, couple: Window = "block", dtype: torch.dtype = FULL, compute: torch.dtype = FULL, **choice: Any
+) -> tuple[PreTrainedModel, Plan, list[Step]]:
+    """A fresh model pruned with gradient steps on each block, its plan, and everything that was yielded."""
+    model = tiny(family, dtype)
+    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
+    method = SparseLLM(Magnitude(), refine=Descent(steps, 3e-3), couple=couple, newton=0)
+    told = list[Step]()
+    for step in prune_blocks(model, batches(), method, plan, compute):
+        told.append(step)
+        if isinstance(step, BlockResult):  # what travels on is what will be stored
+            block = blocks_of(model)[step.index].module
+            assert all(torch.equal(tensor, tensor.to(dtype).to(tensor)) for tensor in block.parameters())
+    return model, plan, told
+
+
+@pytest.mark.parametrize(("dtype", "compute"), [(FULL, FULL), (HALF, HALF), (HALF, FULL)], ids=str)
+@every_family
+def test_blocks_are_refined(family: str, dtype: torch.dtype, compute: torch.dtype) -> None:
+    """Zeros stay where they were without the steps; what was not planned keeps every bit; the error told falls; dtypes stay."""
+    (before, plan, _), (model, _, steps), (again, _, _) = (
+        refined(family, steps, dtype=dtype, compute=compute, chosen=frozenset({1}), skip=["q_proj"]) for steps in (0, 40, 40)
+    )
+    (told,) = (step for step in steps if isinstance(step, Refined))
+    (block,) = (step for step in steps if isinstance(step, BlockResult))
+    assert 0 < told.steps <= 40
+    assert 0 < told.after < told.before
+    assert block.refined is told
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    moved, dense = set[str](), dict(tiny(family, dtype).named_parameters())
+    for (name, one), other, same in zip(model.named_parameters(), before.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, same)
+        assert (one.dtype, one.requires_grad, one.grad) == (dtype, True, None)
+        layer = name.rsplit(".", 1)[0]
+        if layer in plan and one.ndim == 2:
+            assert torch.equal(one == 0, other == 0), name
+            assert int((one == 0).sum()) == round(0.6 * one.numel())
+            assert not torch.equal(one, other), name
+        elif one.ndim == 2 or "layers.1." not in name or "q_proj" in name:
+            assert torch.equal(one, dense[name]), name
+        elif not torch.equal(one, dense[name]):
+            moved.add(name)
+    assert moved == set(block.moved)
+    assert moved
+
+
+@every_family
+def test_only_the_feed_forward(family: str) -> None:
+    """Coupled by feed-forward parts, steps move these layers only; with nothing coupled there are none."""
+    (before, _, _), (model, _, steps) = (
+        refined(family, steps, couple="feedforward", chosen=frozenset({0}), skip=["self_attn.*"]) for steps in (0, 40)
+    )
+    for (name, one), other in zip(model.named_parameters(), before.parameters(), strict=True):
+        mine = "layers.0" in name and any(layer in name for layer in NAMES[family])
+        assert torch.equal(one, other) != mine, name
+        assert not mine or one.ndim == 1 or torch.equal(one == 0, other == 0), name
+    assert [step.steps > 0 for step in steps if isinstance(step, Refined)] == [True]
+    assert not any(isinstance(step, Refined) for step in refined(family, 40, couple="none")[2])
+
+
+@pytest.mark.parametrize("only", [["*"], ["self_attn.*"]], ids=["all planned", "attention planned"])
+def test_feed_forward_steps_beside_planned_attention(only: list[str]) -> None:
+    """Other planned layers stay as they were solved; where no feed-forward layer is planned nothing is refined."""
+    models = [refined("opt", steps, couple="feedforward", only=only)[0] for steps in (0, 5)]
+    one, other = (blocks_of(model)[0].layer("self_attn.q_proj").weight for model in models)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("weighed", [True, False], ids=["metric", "plain"])
+@every_family
+def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
+    """Before and after are E‖h - block(x)‖² in the metric on the held-back batch, over E‖h‖² on all; h is the dense stream."""
+    model, names = tiny(family), NAMES[family]
+    block, root = blocks_of(model)[0], torch.randn(16, 16, generator=torch.Generator().manual_seed(2))
+    metric, inputs = root @ root.T + torch.eye(16), Activations.entering(model, blocks_of(model), batches(), teacher=True)
+    inputs.arrive(block)
+    inputs.pruned = [hidden.detach() * 1.1 for hidden in inputs.pruned]
+    with torch.no_grad():
+        targets = [block(hidden, call) for hidden, call in zip(inputs.dense or [], inputs.calls(block), strict=True)]
+        for name in names:
+            block.write(name, block.layer(name).weight * parse_pattern("50%").keep(block.layer(name).weight.abs()))
+    keep, parameters = {name: block.layer(name).weight != 0 for name in names}, [f"{name}.weight" for name in names]
+
+    def count(errors: Tensor) -> float:
+        return float(((errors @ metric) * errors if weighed else errors.square()).sum(-1).mean())
+
+    def missed() -> float:
+        with torch.no_grad():
+            power = sum(count(target) for target in targets) / len(targets)
+            return count(block(inputs.pruned[-1], inputs.calls(block)[-1]) - targets[-1]) / power
+
+    before, start = missed(), copy.deepcopy(block.module.state_dict())
+    found = refine_block(block, inputs, keep, parameters, metric if weighed else None, Descent(40, 3e-3))
+    assert found.before == pytest.approx(before, rel=1e-4)
+    assert found.after == pytest.approx(missed(), rel=1e-4)
+    assert found.after < 0.95 * found.before
+    for name, tensor in block.module.state_dict().items():
+        assert torch.equal(tensor, start[name]) == (name not in parameters), name
+    assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
+    with pytest.raises(TypeError, match="teacher=True"):
+        refine_block(block, Activations(inputs.pruned, []), keep, parameters, None, Descent(1, 1e-3))

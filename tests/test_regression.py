@@ -1,0 +1,237 @@
+"""Regressions from sums over tokens, against least squares on the tokens themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsellm.moments import Gram
+from sparsellm.patterns import Unstructured
+from sparsellm.regression import Regression
+from sparsellm.solvers.alps import ALPS
+
+TOKENS, FEATURES, OUTPUTS = 400, 16, 6
+CONSTANT_INPUTS = [3, 11]
+
+SPLITS = [[TOKENS], [1, 399], [0, 100, 0, 300], [1] * TOKENS, [150, 50, 200]]
+
+every_form = pytest.mark.parametrize("affine", [True, False], ids=["affine", "linear"])
+every_split = pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{len(split)}-batches")
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Standard normal draws in float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(constant: bool = False) -> tuple[Tensor, Tensor]:
+    """Inputs (tokens, in), correlated, of different sizes and means; targets (tokens, out), partly explained by them.
+
+    constant: whether two inputs never change, at values whose sums of products are exact in float32.
+    """
+    x = draw(TOKENS, FEATURES, seed=0)
+    x = (x + 0.6 * x.roll(1, 1)) * torch.logspace(-1, 1, FEATURES).double() + draw(FEATURES, seed=1)
+    if constant:
+        x[:, CONSTANT_INPUTS] = torch.tensor([2.5, 0.25]).double()
+    y = torch.tanh(x @ draw(FEATURES, OUTPUTS, seed=2) / 4) + 0.3 * draw(TOKENS, OUTPUTS, seed=3) + draw(OUTPUTS, seed=4)
+    return x.float(), y.float()
+
+
+def summed(x: Tensor, y: Tensor, affine: bool, split: list[int] | None = None) -> Regression:
+    """The regression of y on x, taken in batch by batch."""
+    found = Regression(Gram(x.shape[1]), y.shape[1], affine)
+    for inputs, targets in zip(x.split(split or [len(x)]), y.split(split or [len(y)]), strict=True):
+        found.inputs.update(inputs)
+        found.update(targets, inputs)
+    found.inputs.reduce()
+    found.reduce()
+    return found
+
+
+def missed(x: Tensor, y: Tensor, weight: Tensor, affine: bool) -> tuple[float, Tensor]:
+    """The mean of ‖y - W x - b‖² over the tokens in float64, and the best b there is (0 for none)."""
+    residual = y.double() - x.double() @ weight.double().T
+    bias = residual.mean(0) if affine else torch.zeros(len(weight)).double()
+    return float((residual - bias).square().sum(1).mean()), bias
+
+
+def least_squares(x: Tensor, y: Tensor, prior: Tensor, pull: float, affine: bool) -> Tensor:
+    """The W that minimises the mean of ‖y - W x - b‖² + pull ‖W - W0‖², b free: the rows of the problem, by QR."""
+    x, y, prior = x.double(), y.double(), prior.double()
+    ridge = (pull * len(x)) ** 0.5 * torch.eye(x.shape[1]).double()
+    left, right = torch.cat([x, ridge]), torch.cat([y, ridge @ prior.T])
+    if affine:
+        free = torch.cat([torch.ones(len(x), 1), torch.zeros(len(ridge), 1)]).double()
+        left = torch.cat([left, free], 1)
+    solution: Tensor = torch.linalg.lstsq(left, right, driver="gelsd").solution
+    return solution[: x.shape[1]].T
+
+
+@every_form
+@every_split
+def test_errors_biases_and_power(split: list[int], affine: bool) -> None:
+    """In any batches: E‖t - W x - b‖², the best bias and E‖t‖² are those of the tokens, for good weights and bad ones."""
+    x, y = tokens()
+    found = summed(x, y, affine, split)
+    best = least_squares(x, y, torch.zeros(OUTPUTS, FEATURES), 0.0, affine).float()
+    for weight in (best, best + 0.05 * draw(OUTPUTS, FEATURES, seed=5).float(), draw(OUTPUTS, FEATURES, seed=6).float()):
+        wanted, bias = missed(x, y, weight, affine)
+        assert found.error(weight) == pytest.approx(wanted, rel=2e-4)
+        got = found.bias(weight)
+        if affine:
+            assert got is not None
+            torch.testing.assert_close(got.double(), bias, rtol=1e-4, atol=1e-4)
+        else:
+            assert got is None
+    nothing = torch.zeros(OUTPUTS, FEATURES)
+    assert found.power == pytest.approx(missed(x, y, nothing, affine)[0], rel=1e-5)
+    assert found.error(nothing) == pytest.approx(found.power)
+
+
+@every_form
+@every_split
+@pytest.mark.parametrize("ridge", [1e-6, 1e-3, 0.3])
+def test_targets_by_least_squares(ridge: float, split: list[int], affine: bool) -> None:
+    """The problem's target is the ridge regression on the tokens, pulled toward the prior; with a bias, about the means."""
+    x, y = tokens()
+    prior = draw(OUTPUTS, FEATURES, seed=7).float()
+    problem = summed(x, y, affine, split).problem(prior, ridge)
+    seen = x.double() - x.double().mean(0) if affine else x.double()
+    wanted = least_squares(x, y, prior, ridge * float(seen.square().mean()), affine)
+    moved = float((wanted - prior.double()).norm())
+    assert moved > 0.3 * float(prior.norm())
+    assert float((problem.weight.double() - wanted).norm()) < 2e-3 * moved
+    gram = seen.T @ seen / TOKENS
+    torch.testing.assert_close(problem.gram.double(), gram, rtol=1e-4, atol=1e-4)
+
+
+@every_form
+def test_the_problem_says_what_a_weight_costs_more(affine: bool) -> None:
+    """E‖t - W x - b‖² of any weight is that of the target (no ridge) plus the problem's energy between them."""
+    x, y = tokens()
+    found = summed(x, y, affine)
+    problem = found.problem(torch.zeros(OUTPUTS, FEATURES), 0.0)
+    for seed in (8, 9):
+        weight = problem.weight + 0.2 * draw(OUTPUTS, FEATURES, seed=seed).float()
+        more = missed(x, y, weight, affine)[0] - missed(x, y, problem.weight, affine)[0]
+        assert float(problem.energy(weight - problem.weight)) == pytest.approx(more, rel=1e-3)
+
+
+def test_with_a_bias_shifts_change_nothing() -> None:
+    """Inputs and targets moved by constants leave weight, error and power; the bias follows. Without one all change."""
+    x, y = tokens()
+    by, up = draw(FEATURES, seed=10).float(), draw(OUTPUTS, seed=11).float()
+    prior = draw(OUTPUTS, FEATURES, seed=7).float()
+    here, there = summed(x, y, True), summed(x + by, y + up, True)
+    one, other = here.problem(prior, 1e-3).weight, there.problem(prior, 1e-3).weight
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    assert here.error(one) == pytest.approx(there.error(one), rel=1e-3)
+    assert here.power == pytest.approx(there.power, rel=1e-4)
+    biases = here.bias(one), there.bias(one)
+    assert biases[0] is not None
+    assert biases[1] is not None
+    torch.testing.assert_close(biases[1], biases[0] + up - one @ by, rtol=1e-3, atol=1e-3)
+    assert summed(x, y, False).error(one) > 1.05 * here.error(one)
+
+
+@every_split
+def test_centred(split: list[int]) -> None:
+    """The centred Gram is the covariance, the norms are the standard deviations; the Gram that it came from stays."""
+    x = tokens(constant=True)[0]
+    gram = Gram(FEATURES)
+    for batch in x.split(split):
+        gram.update(batch)
+    before, centred = gram.matrix, gram.centred()
+    exact = x.double() - x.double().mean(0)
+    spread = exact.square().mean(0).sqrt()
+    raw = x.double().square().mean(0).sqrt()
+    allowed = 5e-6 * raw.outer(raw)  # float32 sums of the raw products
+    assert bool(((centred.matrix.double() - exact.T @ exact / TOKENS).abs() <= allowed).all())
+    torch.testing.assert_close(centred.norms.double(), spread, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(gram.mean.double(), x.double().mean(0), rtol=1e-4, atol=1e-5)
+    assert (centred.tokens, centred.features) == (TOKENS, FEATURES)
+    centred.matrix.fill_(7)
+    assert torch.equal(gram.matrix, before)
+    assert float(centred.matrix.abs().max()) != 7
+    with pytest.raises(TypeError, match="takes in nothing more"):
+        centred.update(x)
+
+
+def test_constant_inputs_are_dead() -> None:
+    """An input that never changes has exactly zero moments, however large it is; one that moves a little is alive."""
+    x = tokens(constant=True)[0]
+    x[:, 5] = 1024.0
+    x[:, 6] = 1 + 0.01 * draw(TOKENS, seed=12).float()
+    gram = Gram(FEATURES)
+    gram.update(x)
+    matrix = gram.centred().matrix
+    dead = sorted([*CONSTANT_INPUTS, 5])
+    assert (matrix.diagonal() == 0).nonzero().flatten().tolist() == dead
+    assert not bool(matrix[dead].any())
+    assert not bool(matrix[:, dead].any())
+    assert float(matrix[6, 6]) == pytest.approx(1e-4, rel=0.15)
+
+
+def test_constant_inputs_of_any_value_are_dead() -> None:
+    """Values whose sums of products are rounded are dead too when they never change, over many tokens."""
+    gram, values = Gram(64), 0.01 + 3 * torch.rand(64, generator=torch.Generator().manual_seed(0))
+    for _ in range(16):
+        gram.update(values.expand(4096, 64))
+    assert not bool(gram.centred().matrix.any())
+
+
+def test_the_bias_stands_in_for_constant_inputs() -> None:
+    """With a bias the weights of constant inputs go first and cost nothing: the fitted bias says what they said."""
+    x, y = tokens(constant=True)
+    found = summed(x, y, True)
+    full = found.problem(torch.randn(OUTPUTS, FEATURES, generator=torch.Generator().manual_seed(3)), 1e-3)
+    share = len(CONSTANT_INPUTS) / FEATURES
+    weight = ALPS().solve(full, Unstructured(share))
+    assert not bool(weight[:, CONSTANT_INPUTS].any())
+    assert bool(full.weight[:, CONSTANT_INPUTS].abs().min() > 0)
+    assert found.error(weight) == pytest.approx(found.error(full.weight), rel=1e-4)
+    for some in (weight, full.weight):
+        wanted, bias = missed(x, y, some, True)
+        assert found.error(some) == pytest.approx(wanted, rel=1e-3)
+        got = found.bias(some)
+        assert got is not None
+        torch.testing.assert_close(got.double(), bias, rtol=1e-3, atol=1e-3)
+
+
+@every_form
+def test_curvature_and_start_come_along(affine: bool) -> None:
+    """What is said of the outputs' costs and of an answer at hand stands in the problem; neither moves its target."""
+    x, y = tokens()
+    prior, found = torch.zeros(OUTPUTS, FEATURES), summed(x, y, affine)
+    curvature, start = torch.eye(OUTPUTS), torch.ones(OUTPUTS, FEATURES)
+    problem = found.problem(prior, 1e-3, curvature, start)
+    assert problem.curvature is curvature
+    assert problem.start is start
+    assert torch.equal(problem.weight, found.problem(prior, 1e-3).weight)
+
+
+@every_form
+def test_layers_share_a_gram(affine: bool) -> None:
+    """Two regressions on one Gram, which is updated once a batch, are each what they would be alone."""
+    x, y = tokens()
+    gram = Gram(FEATURES)
+    both = [Regression(gram, 4, affine), Regression(gram, 2, affine)]
+    for inputs, targets in zip(x.split(150), y.split(150), strict=True):
+        gram.update(inputs)
+        for regression, some in zip(both, targets.split([4, 2], 1), strict=True):
+            regression.update(some, inputs)
+    weight = draw(OUTPUTS, FEATURES, seed=13).float()
+    for regression, some, rows in zip(both, y.split([4, 2], 1), weight.split([4, 2]), strict=True):
+        assert regression.error(rows) == pytest.approx(missed(x, some, rows, affine)[0], rel=1e-4)
+
+
+@every_form
+def test_before_any_token(affine: bool) -> None:
+    """Nothing seen is zero, not NaN, and the target is the prior."""
+    found = Regression(Gram(3), 2, affine)
+    weight = torch.ones(2, 3)
+    assert (found.power, found.error(weight)) == (0, 0)
+    assert torch.equal(found.problem(weight, 1e-3).weight, weight)
+    bias = found.bias(weight)
+    assert bias is None or torch.equal(bias, torch.zeros(2))
