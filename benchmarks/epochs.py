@@ -21,13 +21,13 @@ from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import compute_dtype, open_checkpoint
 from sparsellm.evaluation import perplexity
 from sparsellm.methods import EpochResult
-from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.patterns import parse_pattern
 from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
 from sparsellm.texts import read_text
 
-PUBLISHED = SparseLLM.published()
+PUBLISHED = PublishedSparseLLM()
 VARIANTS = {
     "SparseGPT inside": PUBLISHED,
     "SparseGPT, ridge 1e-6": replace(PUBLISHED, ridge=1e-6),

@@ -2,8 +2,7 @@
 
     python benchmarks/results.py measure demo:opt demo:llama        # the bundled models; a killed run continues
     python benchmarks/results.py measure PATH/stories260K-llama --stories PATH/tinystories_2316.json
-    sparsellm demo --json > benchmarks/measured/demo.json
-    python benchmarks/results.py render                             # docs/results.md, and the demo's table in README.md
+    python benchmarks/render.py                                     # the pages, from what was measured
 
 Measured figures are kept in benchmarks/measured/, one file for a model. With --stories, the first 1,800 stories of the list
 calibrate and the rest measure.
@@ -20,11 +19,10 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.blocks import computed_in
 from sparsellm.calibration import test_windows
-from sparsellm.checkpoint import compute_dtype, open_checkpoint
+from sparsellm.checkpoint import open_checkpoint
 from sparsellm.display import plus_minus
-from sparsellm.evaluation import perplexity
+from sparsellm.measuring import measured
 from sparsellm.recipe import read_recipe
 from sparsellm.run import run
 from sparsellm.texts import read_text
@@ -55,7 +53,7 @@ def measure_model(model: str, stories: Path | None) -> None:
             calibration, test = str(Path(folder) / "calibrate.json"), str(Path(folder) / "measure.json")
             Path(calibration).write_text(json.dumps(told[:STORIES]), encoding="utf-8")
             Path(test).write_text(json.dumps(told[STORIES:]), encoding="utf-8")
-        data["machine"] = f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        data["machine"] = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
         source = open_checkpoint(model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)
         data["dense"] = _measured(source.load(), tests)
@@ -76,8 +74,7 @@ def measure_model(model: str, stories: Path | None) -> None:
 
 def _measured(model: torch.nn.Module, tests: torch.Tensor) -> dict:
     """A model's perplexity on the test windows."""
-    with computed_in(model, compute_dtype(model)):
-        found = perplexity(model, tests)
+    found = measured(model, tests)
     return {
         "perplexity": found.value,
         "standard_error": found.standard_error,
@@ -86,7 +83,7 @@ def _measured(model: torch.nn.Module, tests: torch.Tensor) -> dict:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -134,49 +131,13 @@ def epochs_tables() -> list[str]:
     return lines
 
 
-def render() -> None:
-    """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    names = (
-        file for file in sorted(MEASURED.glob("*.json")) if file.name != "demo.json" and not file.name.startswith("epochs-")
-    )
-    files = [json.loads(file.read_text()) for file in names]
-    parts = []
-    for data in files:
-        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
-        windows = f"{data['dense']['windows']} windows of {data['dense']['length']} tokens"
-        parts += [f"### {data['model']}", "", f"Dense: {dense}, over {windows}.", "", *table(data), ""]
-    template = (ROOT / "benchmarks" / "results.md.in").read_text(encoding="utf-8")
-    page = template.replace("{{tables}}\n", "\n".join(parts)).replace("{{seconds}}\n", "\n".join(seconds_table(files)) + "\n")
-    page = page.replace("{{epochs}}\n", "\n".join(epochs_tables())).replace("{{machine}}", files[0]["machine"])
-    (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, rest = readme.split("<!-- demo table -->\n")
-    _, after = rest.split("<!-- end of demo table -->\n")
-    middle = "\n".join(demo_table(json.loads((MEASURED / "demo.json").read_text())))
-    readme = f"{before}<!-- demo table -->\n{middle}\n<!-- end of demo table -->\n{after}"
-    (ROOT / "README.md").write_text(readme, encoding="utf-8")
-
-
-def demo_table(data: dict) -> list[str]:
-    """What `sparsellm demo` found, as a Markdown table."""
-    lines = [f"| {data['model']}, {data['sparsity']} removed | perplexity | zeros | seconds |", "|---|---:|---:|---:|"]
-    for row in data["rows"]:
-        value = plus_minus(row["perplexity"], row["standard_error"])
-        lines.append(f"| {row['method']} | {value} | {100 * row['sparsity']:.1f} % | {row['seconds']:.1f} |")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("models", nargs="+")
     measuring.add_argument("--stories", type=Path)
-    commands.add_parser("render")
     words = parser.parse_args()
-    if words.command == "render":
-        render()
-        return
     for model in words.models:
         measure_model(model, words.stories)
 

@@ -1,0 +1,267 @@
+"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: docs/results.md.
+
+    python benchmarks/excess.py measure demo:opt                              # the main table of one model
+    python benchmarks/excess.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
+    python benchmarks/excess.py measure demo:opt --suite ingredients --patterns 80% --seeds 0
+    python benchmarks/excess.py measure demo:opt --suite windows --patterns 80% --seeds 0 1 2
+    python benchmarks/excess.py measure PATH/wt2-llama --calibrate c4.jsonl --test test.txt --patterns 80%
+    python benchmarks/excess.py tables                                        # what was measured, as Markdown
+
+Excess is the logarithm of the pruned model's perplexity over the dense one's. Every cell is written to
+benchmarks/measured/excess-MODEL.json as soon as it is known; a killed run continues, and two processes may fill one file with
+different `--patterns`. With a .json list of stories for both texts, the first 1,800 stories calibrate and the rest measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from results import MEASURED, STORIES, processor
+
+from sparsellm.calibration import test_windows
+from sparsellm.checkpoint import open_checkpoint
+from sparsellm.measuring import measured
+from sparsellm.recipe import read_recipe
+from sparsellm.run import run
+from sparsellm.texts import read_text
+
+PATTERNS = ("60%", "70%", "80%", "90%", "2:4", "3:4")
+SEEDS = (0, 1, 2)
+SAMPLES, LENGTH, WINDOWS = 128, 256, 200
+
+OURS = {"method": "sparsellm"}
+BARE = OURS | {
+    "solver": "alps",
+    "targets": "own",
+    "residual": False,
+    "curvature": "none",
+    "newton": 0,
+    "refine": 0,
+    "allocation": "uniform",
+}
+"""The default with every ingredient off: ALPS, layer by layer in running order."""
+
+MAIN = {
+    "SparseGPT": {"method": "sparsegpt"},
+    "ALPS": {"method": "alps"},
+    "as published": {"method": "sparsellm", "as_published": True},
+    "sparsellm, uniform": OURS | {"allocation": "uniform"},
+    "sparsellm": OURS,
+    "sparsellm, couple model": OURS | {"couple": "model"},
+}
+WITHOUT = {
+    "without teacher targets": {"targets": "own"},
+    "without residual correction": {"residual": False},
+    "ALPS inside": {"solver": "alps"},
+    "SparseGPT inside": {"solver": "sparsegpt"},
+    "without curvature": {"curvature": "none"},
+    "diagonal curvature": {"curvature": "diagonal"},
+    "feed-forward horizon": {"horizon": "feedforward"},
+    "without Gauss-Newton": {"newton": 0},
+    "uniform allocation": {"allocation": "uniform"},
+}
+MORE = {
+    "3 epochs": {"epochs": 3},
+    "3 Gauss-Newton rounds": {"newton": 3},
+    "couple block": {"couple": "block"},
+    "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
+    "OWL": {"allocation": "owl"},
+    "DLP": {"allocation": "dlp"},
+}
+WITH = {
+    "thorough solver": {"solver": "thorough"},
+    "teacher targets": {"targets": "teacher"},
+    "teacher targets, residual": {"targets": "teacher", "residual": True},
+    "feed-forward curvature": {"curvature": "kronecker", "horizon": "feedforward"},
+    "curvature": {"curvature": "kronecker"},
+    "Gauss-Newton": {"newton": 1},
+    "couple block": {"couple": "block"},
+    "allocation": {"allocation": "error"},
+}
+INGREDIENTS = (
+    {"default": OURS}
+    | {f"default, {name}": OURS | change for name, change in (WITHOUT | MORE).items()}
+    | {"bare": BARE}
+    | {f"bare + {name}": BARE | change for name, change in WITH.items()}
+)
+SUITES: dict[str, dict[str, dict]] = {
+    "main": MAIN,
+    "ingredients": INGREDIENTS,
+    "windows": {"SparseGPT": MAIN["SparseGPT"]} | {"sparsellm": OURS},
+}
+COUNTS = (8, 16, 32, 64, 128)
+
+
+def measure_model(words: argparse.Namespace) -> None:
+    """Fill the model's file of figures, cell by cell."""
+    name = Path(words.model.replace("demo:", "demo-")).name
+    with tempfile.TemporaryDirectory() as folder:
+        calibrate, test = words.calibrate, words.test
+        if calibrate == test and calibrate.endswith(".json"):
+            told = json.loads(Path(calibrate).read_text(encoding="utf-8"))
+            calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
+            Path(calibrate).write_text(json.dumps(told[:STORIES]), encoding="utf-8")
+            Path(test).write_text(json.dumps(told[STORIES:]), encoding="utf-8")
+        source = open_checkpoint(words.model)
+        tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)[:WINDOWS]
+        dense = measured(source.load(), tests)
+        text = Path(words.calibrate).stem
+        _record(name, "dense", {"perplexity": dense.value, "standard_error": dense.standard_error, "windows": len(tests)})
+        counts = COUNTS if words.suite == "windows" else (SAMPLES,)
+        chosen = {
+            label: change for label, change in SUITES[words.suite].items() if label in (words.only or SUITES[words.suite])
+        }
+        for seed in words.seeds:
+            for pattern in words.patterns:
+                for label, change in chosen.items():
+                    for samples in counts:
+                        key = f"{label} | {pattern} | {seed} | {samples} | {text}"
+                        if key in _known(name):
+                            continue
+                        if change.get("allocation") in ("owl", "dlp", "error") and ":" in pattern:
+                            continue
+                        settings = {"model": words.model, "calibration": calibrate, "samples": samples, "length": LENGTH}
+                        result = run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}))
+                        found = measured(result.model, tests)
+                        seconds = sum(v for k, v in result.report.seconds.items() if k not in ("total", "opening", "loading"))
+                        cell = {"excess": math.log(found.value / dense.value), "perplexity": found.value}
+                        _record(name, key, cell | {"seconds": round(seconds, 1)})
+                        print(f"{name:18} {key:70} {cell['excess']:8.4f} {seconds:7.1f} s", file=sys.stderr, flush=True)
+
+
+def _known(name: str) -> dict:
+    """What was measured of a model so far."""
+    file = MEASURED / f"excess-{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _record(name: str, key: str, cell: dict) -> None:
+    """Add a cell to a model's file; processes take turns."""
+    MEASURED.mkdir(exist_ok=True)
+    with open(Path(tempfile.gettempdir()) / "sparsellm-measured.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        data = _known(name) | {key: cell, "machine": f"{processor()}, torch {torch.__version__}"}
+        (MEASURED / f"excess-{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def texts(data: dict) -> list[str]:
+    """The texts that a model was calibrated on, its own first."""
+    return list(dict.fromkeys(key.split(" | ")[4] for key in data if key.count(" | ") == 4))
+
+
+def cells(data: dict, label: str, pattern: str, samples: int = SAMPLES, text: str = "") -> list[dict]:
+    """The cells of one method at one pattern, over seeds; calibrated on the model's own text unless told otherwise."""
+    wanted = (label, pattern, str(samples), text or next(iter(texts(data)), ""))
+    found = {tuple(key.split(" | ")): cell for key, cell in data.items() if key.count(" | ") == 4}
+    return [cell for k, cell in found.items() if (k[0], k[1], k[3], k[4]) == wanted]
+
+
+def summary(found: list[dict]) -> str:
+    """Mean and spread (standard deviation) of the excess over seeds."""
+    if not found:
+        return ""
+    values = [cell["excess"] for cell in found]
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def ratio(data: dict, label: str, base: str, pattern: str) -> str:
+    """The mean excess of one method as a share of another's, over the seeds that both have."""
+    mine, other = cells(data, label, pattern), cells(data, base, pattern)
+    return f"{mean(x['excess'] for x in mine) / mean(x['excess'] for x in other):.3f}" if mine and other else ""
+
+
+def main_table(data: dict) -> list[str]:
+    """A model's excess by method and pattern, and the ratios to SparseGPT and ALPS."""
+    lines = ["| | " + " | ".join(PATTERNS) + " |", "|---|" + "---:|" * len(PATTERNS)]
+    for label in MAIN:
+        row = [summary(cells(data, label, p)) for p in PATTERNS]
+        lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
+    for label in ("sparsellm, uniform", "sparsellm", "sparsellm, couple model"):
+        for base in ("SparseGPT", "ALPS", "as published"):
+            row = [ratio(data, label, base, p) for p in PATTERNS]
+            if any(row):
+                lines.append(f"| *{label} / {base}* | " + " | ".join(row) + " |")
+    return lines
+
+
+def ingredients_table(data: dict) -> list[str]:
+    """Excess and seconds with one ingredient off, one more, and one alone, at every pattern that was measured."""
+    patterns = [p for p in PATTERNS if cells(data, "bare", p)]
+    head = "| | " + " | ".join(f"{p} | seconds" for p in patterns) + " |"
+    lines = [head, "|---|" + "---:|---:|" * len(patterns)] if patterns else []
+    for label in INGREDIENTS if patterns else ():
+        found = [cells(data, label, p) for p in patterns]
+        words = [f"{summary(some)} | {mean(c['seconds'] for c in some):.0f}" if some else " | " for some in found]
+        lines.append(f"| {label} | " + " | ".join(words) + " |")
+    return lines
+
+
+def windows_table(data: dict) -> list[str]:
+    """Excess by the number of calibration windows."""
+    patterns = [p for p in PATTERNS if cells(data, "sparsellm", p, COUNTS[0])]
+    lines = ["| | " + " | ".join(map(str, COUNTS)) + " |", "|---|" + "---:|" * len(COUNTS)] if patterns else []
+    for pattern in patterns:
+        for label in SUITES["windows"]:
+            row = (summary(cells(data, label, pattern, count)) for count in COUNTS)
+            lines.append(f"| {label}, {pattern} | " + " | ".join(row) + " |")
+    return lines
+
+
+def other_texts_table(data: dict) -> list[str]:
+    """Excess when calibrated on one text and measured on another."""
+    lines: list[str] = []
+    for text in texts(data)[1:]:
+        patterns = [p for p in PATTERNS if any(cells(data, label, p, text=text) for label in MAIN)]
+        lines += [f"Calibrated on {text}:", "", "| | " + " | ".join(patterns) + " |", "|---|" + "---:|" * len(patterns)]
+        for label in MAIN:
+            row = [summary(cells(data, label, p, text=text)) for p in patterns]
+            lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
+    return lines
+
+
+def tables() -> list[str]:
+    """All that was measured, as Markdown."""
+    lines: list[str] = []
+    for file in sorted(MEASURED.glob("excess-*.json")):
+        data = json.loads(file.read_text())
+        title = file.stem.removeprefix("excess-")
+        lines += [f"### {title}", "", f"Dense: {data['dense']['perplexity']:.2f}.", "", *main_table(data), ""]
+        rest = {
+            "Ingredients": ingredients_table(data),
+            "Calibration windows": windows_table(data),
+            "Another text": other_texts_table(data),
+        }
+        for name, some in rest.items():
+            lines += [f"#### {name}, {title}", "", *some, ""] if some else []
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("model")
+    measuring.add_argument("--calibrate", default="demo")
+    measuring.add_argument("--test", default="demo")
+    measuring.add_argument("--suite", choices=SUITES, default="main")
+    measuring.add_argument("--only", nargs="+", help="methods of the suite; all by default")
+    measuring.add_argument("--patterns", nargs="+", default=PATTERNS)
+    measuring.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    commands.add_parser("tables")
+    words = parser.parse_args()
+    if words.command == "tables":
+        print("\n".join(tables()))
+    else:
+        measure_model(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Write docs/results.md, and the demo's table in README.md, from the figures in benchmarks/measured/.
+
+sparsellm demo --json > benchmarks/measured/demo.json
+python benchmarks/render.py
+"""
+
+from __future__ import annotations
+
+import json
+
+import excess
+import solvers
+from results import MEASURED, ROOT, epochs_tables, seconds_table, table
+
+from sparsellm.display import plus_minus
+
+
+def render() -> None:
+    """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
+    names = (
+        file
+        for file in sorted(MEASURED.glob("*.json"))
+        if file.name != "demo.json" and not file.name.startswith(("epochs-", "excess-"))
+    )
+    files = [json.loads(file.read_text()) for file in names]
+    parts = []
+    for data in files:
+        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
+        windows = f"{data['dense']['windows']} windows of {data['dense']['length']} tokens"
+        parts += [f"### {data['model']}", "", f"Dense: {dense}, over {windows}.", "", *table(data), ""]
+    template = (ROOT / "benchmarks" / "results.md.in").read_text(encoding="utf-8")
+    page = template.replace("{{tables}}\n", "\n".join(parts)).replace("{{seconds}}\n", "\n".join(seconds_table(files)) + "\n")
+    page = page.replace("{{epochs}}\n", "\n".join(epochs_tables())).replace("{{machine}}", files[0]["machine"])
+    page = page.replace("{{excess}}\n", "\n".join(excess.tables()) + "\n").replace(
+        "{{solvers}}\n", "\n".join(solvers.tables()) + "\n"
+    )
+    (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, rest = readme.split("<!-- demo table -->\n")
+    _, after = rest.split("<!-- end of demo table -->\n")
+    middle = "\n".join(demo_table(json.loads((MEASURED / "demo.json").read_text())))
+    readme = f"{before}<!-- demo table -->\n{middle}\n<!-- end of demo table -->\n{after}"
+    (ROOT / "README.md").write_text(readme, encoding="utf-8")
+
+
+def demo_table(data: dict) -> list[str]:
+    """What `sparsellm demo` found, as a Markdown table."""
+    lines = [f"| {data['model']}, {data['sparsity']} removed | perplexity | zeros | seconds |", "|---|---:|---:|---:|"]
+    for row in data["rows"]:
+        value = plus_minus(row["perplexity"], row["standard_error"])
+        lines.append(f"| {row['method']} | {value} | {100 * row['sparsity']:.1f} % | {row['seconds']:.1f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    render()

@@ -1,0 +1,197 @@
+"""Layer error against seconds for every solver, and how far each is from the best mask: the solvers' tables of docs/results.md.
+
+    python benchmarks/solvers.py measure demo:opt demo:llama          # benchmarks/measured/solvers.json
+    python benchmarks/solvers.py tables
+
+Layers: every group's first, in the first and the last block, on the dense model's inputs (64 windows of 256 tokens of the
+bundled calibration text). Curvature: the readers' own, as far as the feed-forward's output. The oracle tries all masks of small
+corners of these layers: 3 rows, 6 inputs, 9 of 18 weights kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+
+import torch
+from results import MEASURED, processor
+from torch import Tensor
+
+from sparsellm.blocks import Block, blocks_of
+from sparsellm.calibration import calibration_windows
+from sparsellm.checkpoint import open_checkpoint
+from sparsellm.linalg import damped
+from sparsellm.methods.layerwise import gather, problems_of
+from sparsellm.methods.part import Part, weights_of
+from sparsellm.moments import Gram
+from sparsellm.patterns import Unstructured, parse_pattern
+from sparsellm.problem import LayerProblem
+from sparsellm.recipe import SOLVERS
+from sparsellm.sequential import walk
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.alps import ALPS
+from sparsellm.texts import read_text
+
+PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
+FILE = MEASURED / "solvers.json"
+TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
+    "ALPS, half the pace": ALPS(pace=0.5),
+    "ALPS, a quarter of the pace": ALPS(pace=0.25, iterations=600),
+    "ALPS, over-relaxed": ALPS(relaxation=1.6),
+    "ALPS, refit 50": ALPS(refit_steps=50),
+}
+
+
+def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
+    """Layer problems of a model: each group's first layer in the first and last block, readers also with their curvature."""
+    source = open_checkpoint(model_name)
+    model = source.load("float32")
+    windows = calibration_windows(read_text("demo", "calibration"), source.tokenizer(), 64, 256, 0).windows
+    last = len(blocks_of(model)) - 1
+    for block, inputs in walk(model, windows.split(16)):
+        if block.index not in (0, last):
+            continue
+        names = [group[0] for group in block.architecture.groups]
+        problems = problems_of(block, gather(block, inputs, dict.fromkeys(names, Gram)))
+        for name, problem in problems.items():
+            yield f"{model_name} {block.full_name(name)}", problem
+        for name, curvature in _curvatures(block, inputs).items():
+            if name in problems:
+                yield f"{model_name} {block.full_name(name)}, curvature", LayerProblem(*_parts(problems[name]), curvature)
+
+
+def _parts(problem: LayerProblem) -> tuple[Tensor, object]:
+    return problem.weight, problem.inputs
+
+
+def _curvatures(block: Block, inputs: object) -> dict[str, Tensor]:
+    """The readers' curvature as far as the feed-forward's output, on the dense model."""
+    part = block.architecture.feed_forward
+    assert part is not None
+    seen = [look.inputs[part.readers[0]] for look in inputs.passes(block, [part.readers[0]])]  # type: ignore[attr-defined]
+    return Part(part, None, seen, seen).curvatures(weights_of(block, (*part.readers, part.writer)))
+
+
+def measure(models: list[str]) -> None:
+    """Error and seconds of every solver on every layer and pattern; and the oracle."""
+    rows, gaps = [], defaultdict(list)
+    for model in models:
+        for name, problem in layers(model):
+            for pattern in PATTERNS:
+                for label, solver in TRIED.items():
+                    started = time.perf_counter()
+                    weight = solver.solve(problem, parse_pattern(pattern))
+                    seconds = time.perf_counter() - started
+                    rows.append(
+                        {"layer": name, "pattern": pattern, "solver": label, "error": problem.error(weight), "seconds": seconds}
+                    )
+            print(name, file=sys.stderr)
+            if "curvature" not in name:
+                for corner in _corners(problem):
+                    best = _best(corner)
+                    for label, solver in TRIED.items():
+                        found = _refitted(corner, solver.solve(corner, Unstructured(0.5)) != 0)
+                        gaps[label].append((found / max(best, 1e-12), found <= best * 1.001))
+    oracle = {
+        label: {
+            "excess": math.exp(sum(math.log(max(g, 1.0)) for g, _ in some) / len(some)) - 1,
+            "best": sum(b for _, b in some) / len(some),
+        }
+        for label, some in gaps.items()
+    }
+    count = len(next(iter(gaps.values())))
+    data = {"machine": f"{processor()}, {torch.get_num_threads()} threads", "rows": rows, "oracle": oracle, "corners": count}
+    FILE.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _corners(problem: LayerProblem, count: int = 6) -> Iterator[LayerProblem]:
+    """Small problems cut out of a layer's: 3 rows and 6 inputs, drawn with a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = problem.gram
+    for _ in range(count):
+        rows = torch.randperm(len(problem.weight), generator=generator)[:3]
+        columns = torch.randperm(len(matrix), generator=generator)[:6]
+        gram = Gram(6)
+        root = torch.linalg.cholesky(damped(matrix[columns][:, columns], 1e-4))
+        gram.update(root.T * 6**0.5)  # six "tokens" whose mean of x xᵀ is the corner of the Gram
+        yield LayerProblem(problem.weight[rows][:, columns].contiguous(), gram)
+
+
+def _refitted(problem: LayerProblem, keep: Tensor) -> float:
+    """The least error on a mask, by exact least squares, row by row."""
+    gram, total = problem.gram.double(), 0.0
+    for target, kept in zip(problem.weight.double(), keep, strict=True):
+        weight = torch.zeros_like(target)
+        if kept.any():
+            weight[kept] = torch.linalg.solve(gram[kept][:, kept], (gram @ target)[kept])
+        total += float((weight - target) @ gram @ (weight - target))
+    return total
+
+
+def _best(problem: LayerProblem) -> float:
+    """The least error over all masks that keep half: each row's best for every count, then all ways to split the count."""
+    rows, columns = problem.weight.shape
+    gram = problem.gram.double()
+    costs = []
+    for target in problem.weight.double():
+        best = {}
+        for count in range(columns + 1):
+            found = []
+            for kept in combinations(range(columns), count):
+                weight, index = torch.zeros_like(target), list(kept)
+                if index:
+                    weight[index] = torch.linalg.solve(gram[index][:, index], (gram @ target)[index])
+                found.append(float((weight - target) @ gram @ (weight - target)))
+            best[count] = min(found)
+        costs.append(best)
+    total = rows * columns // 2
+    splits = ((a, b, total - a - b) for a in range(columns + 1) for b in range(columns + 1) if 0 <= total - a - b <= columns)
+    return min(costs[0][a] + costs[1][b] + costs[2][c] for a, b, c in splits)
+
+
+def tables() -> list[str]:
+    """Error relative to ALPS (geometric mean over layers) and seconds over all of them, by pattern; and the oracle."""
+    data = json.loads(FILE.read_text())
+    found = {(r["layer"], r["pattern"], r["solver"]): r for r in data["rows"]}
+    names = list(dict.fromkeys(r["layer"] for r in data["rows"]))
+    lines = []
+    for title, some in (
+        ("All outputs alike", [n for n in names if "curvature" not in n]),
+        ("Readers, with their curvature", [n for n in names if "curvature" in n]),
+    ):
+        lines += [f"{title} ({len(some)} layers):", "", "| error / ALPS's | " + " | ".join(PATTERNS) + " | seconds |"]
+        lines.append("|---|" + "---:|" * (len(PATTERNS) + 1))
+        for label in TRIED:
+            cells = []
+            for p in PATTERNS:
+                logs = [
+                    math.log(max(found[n, p, label]["error"], 1e-12) / max(found[n, p, "alps"]["error"], 1e-12)) for n in some
+                ]
+                cells.append(f"{math.exp(sum(logs) / len(logs)):.3f}")
+            seconds = sum(found[n, p, label]["seconds"] for n in some for p in PATTERNS)
+            lines.append(f"| {label} | " + " | ".join(cells) + f" | {seconds:.1f} |")
+        lines.append("")
+    lines += [f"Against the best of all masks, on {data['corners']} corners of layers, weights refitted exactly:", ""]
+    lines += ["| | error above the best mask's | best mask found |", "|---|---:|---:|"]
+    for label, gap in data["oracle"].items():
+        lines.append(f"| {label} | {100 * gap['excess']:.1f} % | {100 * gap['best']:.0f} % |")
+    return lines
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["measure"] and sys.argv[2:]:
+        measure(sys.argv[2:])
+    elif sys.argv[1:] == ["tables"]:
+        print("\n".join(tables()))
+    else:
+        print(__doc__)
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()
