@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
@@ -105,6 +105,12 @@ def test_files_refused(content: str | bytes, sparsity: str, parts: tuple[str, ..
     assert all(part in str(caught.value) for part in (*parts, "shares.yaml")), str(caught.value)
 
 
+def test_a_rest_of_which_one_weight_would_stay(tmp_path: Path) -> None:
+    """Where two layers would have to lose all but one weight, one of them would lose all: the file is refused by name."""
+    with pytest.raises(InvalidSetting, match=r"shares\.yaml"):
+        read(tmp_path, '"layers.0.*": 0%\n"layers.1.attn.*": 0%', f"{100 * 191 / TOTAL}%")
+
+
 def test_no_file(tmp_path: Path) -> None:
     """A file that is not there, and a folder in its place."""
     for path in (tmp_path / "none.yaml", tmp_path):
@@ -116,6 +122,7 @@ def test_no_file(tmp_path: Path) -> None:
     layers=st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1)), min_size=1, max_size=8),
     share=st.floats(0, 1),
 )
+@example(layers=[(1, 0.5), (10, 0.5), (10, 0.5)], share=0.5)
 def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
     """The sum is exact, no layer loses more than all but one, and one shift of all shares explains the numbers, to one."""
     sizes = {str(number): size for number, (size, _) in enumerate(layers)}
@@ -131,8 +138,8 @@ def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
     for total in (-1, most + 1):
         with pytest.raises(InvalidSetting, match="cannot be removed"):
             exactly(wanted, sizes, total)
-    if sum(wanted.values()) == sum(map(int, wanted.values())) <= most and all(wanted[n] < sizes[n] for n in sizes):
-        assert exactly(wanted, sizes, round(sum(wanted.values()))) == wanted
+    whole = {name: min(int(wanted[name]), sizes[name] - 1) for name in sizes}
+    assert exactly(whole, sizes, sum(whole.values())) == whole
 
 
 @pytest.mark.parametrize(
@@ -182,3 +189,13 @@ def test_through_the_command_line(
     broken = command("inspect", out, "--expect", "60%", "--json")
     assert broken.exit_code == 1
     assert [layer["name"] for layer in json.loads(broken.stdout)["layers"] if layer["holds"] is False] == [name]
+
+
+def test_what_prune_takes_inspect_takes(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """A file that names every layer: refused where it comes to another sparsity, found where it comes to it."""
+    words = ("--allocation", tmp_path / "shares.yaml", "--method", "magnitude", "--sparsity", "60%")
+    (tmp_path / "shares.yaml").write_text('"*": 59%')
+    assert command("prune", tiny["opt"], tmp_path / "out", *words).exit_code == 1
+    (tmp_path / "shares.yaml").write_text('"*": 60%')
+    assert command("prune", tiny["opt"], tmp_path / "out", *words).exit_code == 0
+    assert command("inspect", tmp_path / "out", "--expect", "60%").exit_code == 0

@@ -59,7 +59,7 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--couple", "none", "--refine", 5), ("refine",)),
         (("--refine", -1), ("refine",)),
         (("--targets", "teachr"), ("'teacher'",)),
-        (("--newton", 2, "--method", "alps"), ("newton", "sparsellm")),
+        (("--newton", 3, "--method", "alps"), ("newton", "sparsellm")),
         (("--allocation", "errors"), ("'error'", ".yaml")),
         (("--allocation", "owl", "--sparsity", "2:4"), ("owl", "2:4", "uniform")),
         (("--only", "q_porj"), ("q_porj", "'q_proj'")),

@@ -14,12 +14,12 @@ from tests.conftest import report_of
 
 @pytest.mark.slow
 def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Llama form (README's commands run the other): five methods, 80 % zeros each; one model written."""
+    """The Llama form (README's commands run the other): six methods, 80 % zeros each; one model written."""
     monkeypatch.setattr("sparsellm.demonstration.SAMPLES", 4)
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
-    assert [row["method"] for row in rows] == ["dense", "magnitude", "wanda", "sparsegpt", "alps", "sparsellm"]
+    assert [row["method"] for row in rows] == ["dense", "magnitude", "wanda", "sparsegpt", "alps", "thorough", "sparsellm"]
     assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5) for row in rows[1:])
     assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])
     assert f"{rows[-1]['perplexity']:.3f}" in (tmp_path / "out" / "README.md").read_text()

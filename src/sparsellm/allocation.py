@@ -14,9 +14,6 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import Plan
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 
-TOLERANCE = 5e-4
-"""How far a file that names every layer may be from the sparsity asked for, as a share of all weights."""
-
 
 def select_blocks(text: str, count: int) -> frozenset[int]:
     """The blocks that a text means: "all", "none", "first-half", a range "0:12" (12 not included), or a list "3,5".
@@ -113,12 +110,12 @@ def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]
     removed = sum(found[name].removed(sizes[name]) for name in found)
     rest = [name for name in plan if name not in found]
     room = sum(sizes[name] for name in rest)
-    if not rest and abs(removed - total) > TOLERANCE * sum(sizes.values()):
+    if not rest and abs(removed - total) > len(found):
         share = 100 * removed / sum(sizes.values())
         raise InvalidSetting(
             f"{path} names every layer and comes to {share:.2f} %, but `sparsity` is {pattern}. Make them agree."
         )
-    if rest and not 0 <= total - removed < room:
+    if rest and not 0 <= total - removed <= room - len(rest):
         raise InvalidSetting(
             f"{path} removes {removed:,} weights of the layers that it names; {pattern} of all is {total:,}, so that "
             f"{total - removed:,} would have to come from the {room:,} weights of {rest[0]}"

@@ -97,7 +97,12 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
     changes = compare(here, Tensors(open_checkpoint(against).folder)) if against else {}
     checked_layers = [layer for layer in layers if layer.holds is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
-    total = pattern is None or not shared or sum(layer.zeros for layer in checked_layers) >= pattern.removed(weights)
+    # Layers round their shares one by one.
+    total = (
+        pattern is None
+        or not shared
+        or sum(layer.zeros for layer in checked_layers) >= pattern.removed(weights) - len(checked_layers)
+    )
     expected = str(pattern) if pattern else None
     return Inspection(model, tuple(layers), parameters, zeros, expected, against, total_holds=total, **changes)
 

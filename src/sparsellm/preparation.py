@@ -55,9 +55,9 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     return method, plan
 
 
-def coupling_batch(recipe: Recipe, length: int) -> int:
-    """Windows in one gradient step of the whole model's stage: about 2,048 tokens, and no more than travel together."""
-    usual = max(1, COUPLING_TOKENS // length)
+def coupling_batch(recipe: Recipe, samples: int, length: int) -> int:
+    """Windows in one gradient step of the whole model's stage: about 2,048 tokens, and an eighth of all windows at most."""
+    usual = max(1, min(COUPLING_TOKENS // length, samples // 8))
     return min(recipe.batch, usual) if recipe.batch else usual
 
 
@@ -67,18 +67,20 @@ def check_memory(
     """What the gradient stages will take, in words; raises TooLarge where it cannot be had. Empty without such stages."""
     if not isinstance(method, SparseLLM) or not (method.refine.steps or recipe.couple == "model"):
         return ""
-    block = trained_bytes(blocks, together=False)
+    told = []
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    streams = 4 * 4 * windows.numel() * width  # two streams, and what the feed-forward part reads and should write
-    told = f"refining a block takes {human_bytes(block + streams)}"
-    check_fits(block + streams, device, "Refining a block", "Pass --refine 0, or fewer --samples.")
+    if method.refine.steps:
+        # Two streams, and what the feed-forward part reads and should write.
+        needed = trained_bytes(blocks, together=False) + 4 * 4 * windows.numel() * width
+        told.append(f"refining a block takes {human_bytes(needed)}")
+        check_fits(needed, device, "Refining a block", "Pass --refine 0, or fewer --samples.")
     if recipe.couple == "model":
-        tokens = coupling_batch(recipe, windows.shape[1]) * windows.shape[1]
-        whole = trained_bytes(blocks, together=True)
-        whole += predictions_bytes(windows.numel(), width, tokens, vocabulary, len(blocks))
-        told += f", coupling the model {human_bytes(whole)}"
-        check_fits(whole, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
-    return told
+        tokens = coupling_batch(recipe, *windows.shape) * windows.shape[1]
+        needed = trained_bytes(blocks, together=True)
+        needed += predictions_bytes(windows.numel(), width, tokens, vocabulary, len(blocks))
+        told.append(f"coupling the model takes {human_bytes(needed)}")
+        check_fits(needed, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
+    return ", ".join(told)
 
 
 def window_length(recipe: Recipe, longest: int) -> int:

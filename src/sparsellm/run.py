@@ -188,7 +188,7 @@ def _prune_model(
             plan = share_out(recipe.sharing, model, batches, plan, compute, metrics)
     pieces, states = [], []
     if recipe.couple == "model":
-        pieces = list(torch.cat(list(batches)).split(coupling_batch(recipe, batches[0].shape[1])))
+        pieces = list(torch.cat(list(batches)).split(coupling_batch(recipe, sum(map(len, batches)), batches[0].shape[1])))
         with _phase("reading the dense model's predictions", report, say):
             states = last_states(model, pieces, compute)
     blocks = blocks_of(model)
