@@ -17,11 +17,8 @@ from sparsellm.display import plus_minus
 
 def render() -> None:
     """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    names = (
-        file
-        for file in sorted(MEASURED.glob("*.json"))
-        if file.name != "demo.json" and not file.name.startswith(("epochs-", "excess-"))
-    )
+    others = ("demo.json", "solvers", "epochs-", "excess-")
+    names = (file for file in sorted(MEASURED.glob("*.json")) if not file.name.startswith(others))
     files = [json.loads(file.read_text()) for file in names]
     parts = []
     for data in files:
