@@ -226,14 +226,8 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
 def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path]) -> None:
     """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
     tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
-    settings: dict[str, Any] = {
-        "solver": "magnitude",
-        "newton": 0,
-        "targets": "own",
-        "batch": 2,
-        "calibration": tokens,
-        "sparsity": "60%",
-    }
+    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "targets": "own", "batch": 2, "sparsity": "60%"}
+    settings["calibration"] = tokens
     start = prune(loud[family], **settings)
     found = prune(loud[family], **settings, couple="model", couple_steps=20)
     assert found.report.coupled is not None
