@@ -297,3 +297,41 @@ def test_aims_lower_the_objective(weighed: bool, family: str, ratio: float, monk
     trace = [objective(*some) for some in (start, (p, reached, reached), (p, hidden, reached), (p, hidden, regressed))]
     assert trace[0] == pytest.approx(part.error(weights), rel=1e-5)
     assert trace[0] > 1.03 * trace[1] > trace[1] > trace[2] > trace[3]
+
+
+@pytest.mark.parametrize("split", [(50,), (20, 1, 29), (1,) * 50], ids=str)
+def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-back tokens are the last eighth, a curvature's every third here, however tokens are batched."""
+    part = part_of("opt", True, split)
+    x, t = torch.cat(part.inputs), torch.cat(part.targets)
+    fitted, held = part.split()
+    monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 14)
+    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 2)
+    for some, wanted in ((fitted, slice(0, 44)), (held, slice(44, 50)), (fitted.sampled(), slice(0, 44, 3))):
+        assert torch.equal(torch.cat(some.inputs), x[wanted])
+        assert torch.equal(torch.cat(some.targets), t[wanted])
+        assert all(len(batch) for batch in some.inputs)
+    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 4)  # now the width asks for more: 24
+    assert torch.equal(torch.cat(fitted.sampled().inputs), x[:44])
+
+
+def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's gradient is taken from all tokens and its curvature from some: to first order, down the slope of all."""
+    part = part_of("opt", False)
+    weights, keep = pruned(part, "opt")
+    monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 10)
+    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 1)
+    seen: list[tuple[bool, int]] = []
+    plain = Part._gradient
+
+    def counted(self: Part, weights: Weights, direction: Tensor | None) -> tuple[Tensor, Tensor]:
+        seen.append((direction is None, sum(map(len, self.inputs))))
+        return plain(self, weights, direction)
+
+    monkeypatch.setattr(Part, "_gradient", counted)
+    step = part.newton(weights, keep, 3)
+    assert seen == [(True, 50), *[(False, 10)] * 3]
+    (reader,) = part.feed_forward.readers
+    moved = dict(weights)
+    moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]
+    assert part.error(moved) < part.error(weights)

@@ -151,6 +151,19 @@ def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[0], found[1])
 
 
+@every_family
+def test_batches_make_no_difference(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However windows are batched the same errors are followed through the block, also where the limit cuts a batch."""
+    monkeypatch.setattr(sensitivity, "TOKENS", 3 * LENGTH)
+    found = []
+    for size in (1, 3, 4):
+        block, inputs = arrived(family, 0, *windows(4).split(size))
+        found.append(layer_sensitivities(inputs, block, [block.architecture.groups[0][0]], metric()))
+    for other in found[1:]:
+        for name, wanted in found[0].items():
+            torch.testing.assert_close(other[name], wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_batches_of_different_lengths() -> None:
     """Sequences of any lengths count by their tokens: a shorter one after another adds its own share to its sum."""
     first = output_sensitivities(tiny("opt"), [windows(2)[:1]])

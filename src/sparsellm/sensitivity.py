@@ -115,9 +115,12 @@ def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str],
                     break
                 start = hidden.detach().clone().requires_grad_(True)
                 output = teacher(start, call)
-                noise = torch.randn(output.shape, generator=generator, device=metric.device)
+                noise = torch.zeros(output.shape, device=metric.device)
+                for window in noise:  # drawn one by one, up to the limit: the same however windows are batched
+                    if tokens < TOKENS:
+                        window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
+                        tokens += len(window)
                 torch.autograd.grad(output, start, (noise @ root.T).to(output.dtype))
-                tokens += output.shape[0] * output.shape[1]
     finally:
         for one in hooks:
             one.remove()

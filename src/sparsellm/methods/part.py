@@ -24,7 +24,11 @@ Weights = dict[str, tuple[Tensor, Tensor | None]]
 """By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
 
 HELD = 0.125
-"""The share of the batches that judges a Gauss-Newton round and takes no part in it."""
+"""The share of the tokens, the last, that judges a Gauss-Newton round and takes no part in it."""
+
+NEWTON_TOKENS, NEWTON_WIDTHS = 8192, 4
+"""How many tokens a Gauss-Newton step's curvature is taken from, at least, and at least how many times the model's width. Its
+gradient is taken from all: it says where to go, the curvature only how far in each direction."""
 
 METRIC_LIFT = 1e-3
 """Added to a metric's diagonal, as a share of its mean: a sample cannot tell what costs nothing from what costs little."""
@@ -66,14 +70,31 @@ class Part:
         return (*self.feed_forward.readers, self.feed_forward.writer)
 
     def split(self) -> tuple[Part, Part]:
-        """What to fit on, and an eighth of the batches held back to judge by; the same for both where there are too few."""
-        back = round(HELD * len(self.inputs))
+        """What to fit on, and an eighth of the tokens, the last, held back to judge by; the same for both where there are too
+        few. Where one batch ends and the next begins makes no difference."""
+        tokens = sum(map(len, self.inputs))
+        back = round(HELD * tokens)
         if back == 0:
             return self, self
-        return (
-            replace(self, inputs=self.inputs[:-back], targets=self.targets[:-back]),
-            replace(self, inputs=self.inputs[-back:], targets=self.targets[-back:]),
-        )
+        return self._rows(slice(0, tokens - back)), self._rows(slice(tokens - back, tokens))
+
+    def sampled(self) -> Part:
+        """Every so-manieth token: as many as a curvature needs."""
+        tokens, wanted = sum(map(len, self.inputs)), max(NEWTON_TOKENS, NEWTON_WIDTHS * self.inputs[0].shape[1])
+        return self._rows(slice(0, tokens, max(1, tokens // wanted)))
+
+    def _rows(self, wanted: slice) -> Part:
+        """The part with some of its tokens, counted over all batches; batches without any are left out."""
+        inputs, targets, before = [], [], 0
+        for x, t in zip(self.inputs, self.targets, strict=True):
+            step = wanted.step or 1
+            first = max(wanted.start - before, (wanted.start - before) % step)
+            mine = slice(first, max(wanted.stop - before, 0), step)
+            if len(x[mine]):
+                inputs.append(x[mine])
+                targets.append(t[mine])
+            before += len(x)
+        return replace(self, inputs=inputs, targets=targets)
 
     def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
         """The readers' outputs, each (tokens, hidden)."""
@@ -148,8 +169,9 @@ class Part:
         r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
 
         Conjugate gradients on $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$, preconditioned by the
-        diagonal; a product with the Jacobian and one with its transpose for each of the `steps`.
+        diagonal; a product with the Jacobian and one with its transpose for each of the `steps`, on a sample of the tokens.
         """
+        sample = self.sampled()
         stack = self._stack(weights)
         held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.readers])
         change = torch.zeros_like(stack)
@@ -162,7 +184,7 @@ class Part:
         for _ in range(steps):
             if not energy > 0:
                 break
-            product = (self._gradient(weights, direction)[0] + ridge * direction) * held
+            product = (sample._gradient(weights, direction)[0] + ridge * direction) * held
             length = energy / max(float((direction * product).sum()), 1e-30)
             change += length * direction
             residual -= length * product
