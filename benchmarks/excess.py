@@ -70,7 +70,8 @@ WITHOUT = {
 }
 MORE = {
     "3 epochs": {"epochs": 3},
-    "3 Gauss-Newton rounds": {"newton": 3},
+    "1 Gauss-Newton round": {"newton": 1},
+    "8 Gauss-Newton rounds": {"newton": 8},
     "couple block": {"couple": "block"},
     "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
     "OWL": {"allocation": "owl"},

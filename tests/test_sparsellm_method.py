@@ -148,7 +148,7 @@ def aim(family: str, block: Block, name: str, dense: Signals, pruned: Signals, m
     "choice",
     [
         {}, {"residual": False}, {"targets": "own", "ridge": 0.1}, {"curvature": "none", "targets": "own", "residual": False},
-        {"couple": "none", "epochs": 3, "newton": 2, "refine": Descent(4, 1e-3)}, {"couple": "none", "targets": "own"},
+        {"couple": "none", "epochs": 3, "newton": 3, "refine": Descent(4, 1e-3)}, {"couple": "none", "targets": "own"},
     ],
     ids=str,
 )  # fmt: skip

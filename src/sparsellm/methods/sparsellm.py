@@ -77,7 +77,7 @@ class SparseLLM:
     beta: float = 0.1
     curvature: Curvature = "kronecker"
     horizon: Horizon = "model"
-    newton: int = 2
+    newton: int = 3
     refine: Descent = NO_REFINEMENT
     couple: Window = "feedforward"
     ridge: float = 1e-3
