@@ -152,6 +152,10 @@ def test_totals(family: str, rule: str, sparsity: str) -> None:
     total = sum(sizes[name] for name in plan)
     assert sum(shared[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
     assert max(pattern.sparsity for pattern in shared.values()) - min(pattern.sparsity for pattern in shared.values()) > 0.02
+    share = parse_pattern(sparsity).sparsity
+    narrow = share_out(rule, model, batches(), plan, bounds=(share - 0.005, share + 0.004))
+    assert sum(narrow[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
+    assert all(abs(narrow[name].removed(sizes[name]) / sizes[name] - share) < 0.0051 for name in plan)
     last = list(plan)[-1]
     with pytest.raises(InvalidSetting, match=rf"got 2:4 for {last}\."):
         share_out(rule, model, batches(), {**plan, last: NM(2, 4)})

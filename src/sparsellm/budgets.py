@@ -51,10 +51,12 @@ def share_out(
     plan: Plan,
     compute: torch.dtype | None = None,
     metrics: Sequence[Tensor] = (),
+    bounds: tuple[float, float] = (0.0, 1.0),
 ) -> Plan:
     """The plan with its total shared out anew: "owl", "dlp" or "error".
 
-    plan: the same unstructured sparsity for every layer. batches, compute, metrics: as for `prune_blocks`.
+    plan: the same unstructured sparsity for every layer. batches, compute, metrics: as for `prune_blocks`. bounds: the least
+    and the largest sparsity that a layer may get; the plan's own must lie between them.
     Cost: one pass of the calibration windows; for "error" also the sensitivities (two passes and a backward one) and six quick
     solves for each layer.
     """
@@ -66,7 +68,7 @@ def share_out(
     sizes = {name: model.get_submodule(name).weight.numel() for name in plan}
     asked = next(iter(plan.values()))
     total = asked.removed(sum(sizes.values()))
-    removed = exactly({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total)
+    removed = exactly({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
     return {name: Unstructured(removed[name] / sizes[name]) for name in plan}
 
 
@@ -80,21 +82,28 @@ def check_shared(plan: Plan) -> None:
         )
 
 
-def exactly(wanted: Mapping[str, float], sizes: Mapping[str, int], total: int) -> dict[str, int]:
-    """Whole numbers near `wanted` that add up to `total`, each from 0 to its size - 1; all are shifted alike to get there."""
-    if not 0 <= total <= sum(sizes.values()) - len(sizes):
-        raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}.")
+def exactly(
+    wanted: Mapping[str, float], sizes: Mapping[str, int], total: int, bounds: tuple[float, float] = (0.0, 1.0)
+) -> dict[str, int]:
+    """Whole numbers near `wanted` that add up to `total`, each at least 0 and less than its size; all are shifted alike to
+    get there. bounds: the least and the largest share of its size that any may have. Raises InvalidSetting where these
+    leave no room for the total."""
+    least = {name: math.ceil(bounds[0] * size - 1e-9) for name, size in sizes.items()}
+    most = {name: min(math.floor(bounds[1] * size + 1e-9), size - 1) for name, size in sizes.items()}
+    if not sum(least.values()) <= total <= sum(most.values()):
+        within = "" if bounds == (0.0, 1.0) else f" with every layer's share in {bounds[0]:.10g}-{bounds[1]:.10g}"
+        raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}{within}.")
     low, high = -1.0, 1.0
 
     def shifted(shift: float) -> dict[str, int]:
-        return {n: min(max(math.floor(w + shift * sizes[n]), 0), sizes[n] - 1) for n, w in wanted.items()}
+        return {n: max(min(math.floor(w + shift * sizes[n]), most[n]), least[n]) for n, w in wanted.items()}
 
     for _ in range(100):  # bisection on the shift, as a share of each layer
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shifted(middle).values()) <= total else (low, middle)
     found = shifted(low)
     for name in found:  # what is left is less than one weight a layer
-        if sum(found.values()) < total and found[name] < sizes[name] - 1:
+        if sum(found.values()) < total and found[name] < most[name]:
             found[name] += 1
     return found
 

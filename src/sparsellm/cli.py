@@ -64,6 +64,7 @@ def prune(
     couple: options.Couple = None,
     couple_steps: options.CoupleSteps = None,
     allocation: options.Allocation = None,
+    allocation_bounds: options.AllocationBounds = None,
     blocks: options.Blocks = None,
     only: options.Only = None,
     skip: options.Skip = None,

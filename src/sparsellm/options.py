@@ -59,7 +59,7 @@ Curvature = Annotated[
 Horizon = Annotated[
     str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
 ]
-Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="2")]
+Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="3")]
 Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
 Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
 Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
@@ -75,6 +75,9 @@ CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole m
 Allocation = Annotated[
     str | None,
     _pruning(help="How the sparsity is shared: uniform, owl, dlp, error, or a YAML file.", default="error for sparsellm"),
+]
+AllocationBounds = Annotated[
+    str | None, _pruning(help="The least and the largest sparsity that a layer may get by owl, dlp or error, as 60%:95%.")
 ]
 Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]

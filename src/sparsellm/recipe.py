@@ -96,6 +96,9 @@ class Recipe(BaseModel):
         None,
         description="how the sparsity is shared: uniform, owl, dlp, error, or a YAML file; default: see docs/allocation.md",
     )
+    allocation_bounds: str | None = Field(
+        None, description="the least and the largest sparsity that owl, dlp or error may give a layer, as 60%:95%"
+    )
     blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
@@ -153,6 +156,11 @@ class Recipe(BaseModel):
                 f"`allocation` {self.sharing} shares out an unstructured sparsity, got {self.sparsity}. "
                 "Use --allocation uniform, or a YAML file that names each layer's pattern."
             )
+        least, most = self.bounds
+        if self.allocation_bounds is not None and self.sharing not in ALLOCATIONS[1:]:
+            raise InvalidSetting("`allocation_bounds` go with `allocation` error, owl or dlp. A file names each layer's own.")
+        if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
+            raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
         if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
             raise InvalidSetting(
                 f"The method {self.method} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
@@ -170,6 +178,17 @@ class Recipe(BaseModel):
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
         return value
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest sparsity of a layer whose share is chosen."""
+        if self.allocation_bounds is None:
+            return 0.0, 1.0
+        words = self.allocation_bounds.split(":")
+        found = [parse_pattern(word) for word in words] if len(words) == 2 else []
+        if len(found) != 2 or not isinstance(found[0], Unstructured) or not isinstance(found[1], Unstructured):
+            raise InvalidSetting(f"`allocation_bounds` must be two sparsities, as 60%:95%, got {self.allocation_bounds!r}.")
+        return found[0].sparsity, found[1].sparsity
 
     @property
     def pattern(self) -> Pattern:

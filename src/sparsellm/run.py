@@ -185,7 +185,7 @@ def _prune_model(
             metrics = output_sensitivities(model, batches, compute)
     if recipe.sharing in ALLOCATIONS[1:]:
         with _phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
-            plan = share_out(recipe.sharing, model, batches, plan, compute, metrics)
+            plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds)
     pieces, states = [], []
     if recipe.couple == "model":
         pieces = list(torch.cat(list(batches)).split(coupling_batch(recipe, sum(map(len, batches)), batches[0].shape[1])))
