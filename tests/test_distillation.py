@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
-from sparsellm.distillation import distil, last_states
+from sparsellm.distillation import batched, distil, last_states, written
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.patterns import parse_pattern
@@ -153,3 +153,77 @@ def test_last_states(family: str) -> None:
             assert torch.equal(wide.get_output_embeddings()(state), wide(input_ids=batch).logits)
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@every_family
+def test_the_dense_model_writes(family: str) -> None:
+    """Windows begin with stretches of the given ones and go on as the model predicts; the same seed, the same text; the
+    caller's own random numbers and the model are as before."""
+    model, given = tiny(family).train(), torch.cat(batches())
+    state = torch.get_rng_state()
+    one, again, other = (written(model, given, 70, seed) for seed in (5, 5, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert one.shape == (70, 12)
+    assert one.dtype == given.dtype
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    long = written(model, given[:2].repeat(1, 2)[:, :24], 40, 1)  # three tokens of each are given
+    stretches = {tuple(row[start : start + 3].tolist()) for row in given[:2].repeat(1, 2) for start in range(22)}
+    assert {tuple(row[:3].tolist()) for row in long} <= stretches
+    assert len({tuple(row[:3].tolist()) for row in long}) > 10
+    assert written(model, given, 0).shape == (0, 12)
+
+
+def test_what_is_written_follows_the_predictions() -> None:
+    """A model that is certain of the next token writes it; of two that are alike it writes both, about as often, also the
+    token that ends a text."""
+    model = tiny("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.lm_head.weight = nn.Parameter(torch.zeros(48, 16))
+        model.model.norm.weight.fill_(1)
+        model.model.embed_tokens.weight = nn.Parameter(torch.ones(48, 16))
+        model.lm_head.weight[[2, 9]] = 2.0  # 2 ends a text in this family
+    text = written(model, torch.full((1, 16), 7), 200, 0)
+    assert (text[:, :2] == 7).all()
+    assert set(text[:, 2:].unique().tolist()) == {2, 9}
+    assert abs(float((text[:, 2:] == 9).double().mean()) - 0.5) < 0.05
+
+
+def test_real_text_is_held_back() -> None:
+    """The last eighth of the real windows stands last; what was written stands first; all of it is there once."""
+    real, more = torch.arange(32).reshape(16, 2), -torch.arange(1, 11).reshape(5, 2)
+    found, back = batched(real, more, 3)
+    assert back == 1
+    assert torch.equal(found[-1], real[-2:])
+    assert torch.equal(torch.cat(found), torch.cat([more, real]))
+    assert [len(batch) for batch in found] == [3, 2, 3, 3, 3, 3, 2, 2]
+    found, back = batched(torch.cat([real] * 8), more[:0], 12)
+    assert ([len(batch) for batch in found], back) == ([12] * 9 + [4, 12, 4], 2)
+    found, back = batched(real[:1], more, 8)
+    assert ([len(batch) for batch in found], back) == ([5, 1], 1)
+
+
+@pytest.mark.parametrize("back", [1, 3])
+def test_how_many_are_held_back(back: int) -> None:
+    """The loss before and after is that of the last batches, as many as asked."""
+    dense, pruned = tiny("llama"), tiny("llama")
+    plan = shrunk(pruned)
+    states = last_states(dense, batches())
+    found, _ = distil(pruned, batches(), states, plan, Descent(0, 1e-3), back)
+    assert found.steps == 0
+    found, _ = distil(pruned, batches(), states, plan, Descent(1, 1e-30), back)
+    wanted = sum(divergence(dense, pruned, batch) for batch in batches()[-back:]) / back
+    assert found.before == pytest.approx(wanted, rel=1e-4)
+
+
+def shrunk(model: PreTrainedModel) -> Plan:
+    """A plan of half of every layer's weights, done by magnitude."""
+    plan = uniform(blocks_of(model), parse_pattern("50%"))
+    with torch.no_grad():
+        for name, pattern in plan.items():
+            weight = model.get_submodule(name).weight
+            weight.mul_(pattern.keep(weight.abs()))
+    return plan

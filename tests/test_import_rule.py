@@ -29,7 +29,7 @@ STOREYS = {
         "solvers/alps",
         "gate",
     ],
-    "Modules": ["feedforward", "architectures", "blocks", "activations", "sensitivity", "memory"],
+    "Modules": ["storage", "feedforward", "architectures", "blocks", "weights", "activations", "sensitivity", "memory"],
     "Methods": [
         "refinement",
         "methods/__init__",

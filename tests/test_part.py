@@ -308,11 +308,11 @@ def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: py
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 14)
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 2)
     for some, wanted in ((fitted, slice(0, 44)), (held, slice(44, 50)), (fitted.sampled(), slice(0, 44, 3))):
-        assert torch.equal(torch.cat(some.inputs), x[wanted])
-        assert torch.equal(torch.cat(some.targets), t[wanted])
+        assert torch.equal(torch.cat(list(some.inputs)), x[wanted])
+        assert torch.equal(torch.cat(list(some.targets)), t[wanted])
         assert all(len(batch) for batch in some.inputs)
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 4)  # now the width asks for more: 24
-    assert torch.equal(torch.cat(fitted.sampled().inputs), x[:44])
+    assert torch.equal(torch.cat(list(fitted.sampled().inputs)), x[:44])
 
 
 def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
     """Before and after are E‖h - block(x)‖² in the metric on the held-back batch, over E‖h‖² on all; h is the dense stream."""
     model, names = tiny(family), NAMES[family]
     block, root = blocks_of(model)[0], torch.randn(16, 16, generator=torch.Generator().manual_seed(2))
-    metric, inputs = root @ root.T + torch.eye(16), Activations.entering(model, blocks_of(model), batches(), teacher=True)
+    metric, inputs = root @ root.T + torch.eye(16), Activations.entering(model, blocks_of(model), batches(), streams=([], []))
     inputs.arrive(block)
     inputs.pruned = [hidden.detach() * 1.1 for hidden in inputs.pruned]
     with torch.no_grad():

@@ -136,8 +136,9 @@ def test_the_model_is_as_before(family: str, training: bool) -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert module.training == training
-    other = output_sensitivities(tiny(family), [windows(4)[:3], windows(4)[3:]])  # another model, other batches
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for tolerance, other in ((0.0, [windows(4)]), (1e-4, [windows(4)[:3], windows(4)[3:]])):  # another model; other batches
+        for a, b in zip(one, output_sensitivities(tiny(family), other), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(a.diagonal().mean()))
 
 
 def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +146,8 @@ def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     some = output_sensitivities(tiny("opt"), [windows(4)[:2]])
     monkeypatch.setattr(sensitivity, "TOKENS", 2 * LENGTH - 1)
     limited = output_sensitivities(tiny("opt"), [windows(4)[:3], windows(4)[3:]])
-    assert all(torch.equal(a, b) for a, b in zip(limited, some, strict=True))
+    for a, b in zip(limited, some, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     one, all_ = (arrived("opt", 0, *windows(4)[:end].split(2)) for end in (2, 4))
     found = [layer_sensitivities(inputs, block, ["fc1"], metric())["fc1"] for block, inputs in (one, all_)]
     assert torch.equal(found[0], found[1])
@@ -191,7 +193,7 @@ def arrived(family: str, index: int, *batches: Tensor) -> tuple[Block, Activatio
     model = tiny(family)
     blocks = blocks_of(model)
     with torch.no_grad():
-        inputs = Activations.entering(model, blocks, batches, teacher=True)
+        inputs = Activations.entering(model, blocks, batches, streams=([], []))
         for block in blocks[:index]:
             inputs.arrive(block)
             inputs.advance(block)

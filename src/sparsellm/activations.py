@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.blocks import Block, Call
+from sparsellm.blocks import Block, Call, computed_in, replaced
 from sparsellm.errors import NonFinite
+from sparsellm.storage import Kept, Storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,14 +38,19 @@ class Activations:
 
     pruned: what the pruned model computes, one (batch, seq, model) tensor for every batch. dense: what the dense model
     computes; None where no method asks. teacher: the present block as it was, where there is a dense stream.
-    metrics: what errors of each block's output cost, where a method asks.
+    metrics: what errors of each block's output cost, where a method asks. storage: where a method may keep more of that kind.
+    tokens: how many a stream has.
     """
 
-    def __init__(self, pruned: list[Tensor], calls: list[list[Call]], dense: list[Tensor] | None = None) -> None:
+    def __init__(
+        self, pruned: Kept, calls: list[list[Call]], dense: Kept | None = None, storage: Storage | None = None
+    ) -> None:
         self.pruned = pruned
         self.dense = dense
         self.teacher: Block | None = None
-        self.metrics: list[Tensor] = []
+        self.metrics: Sequence[Tensor] = []
+        self.storage = storage or Storage()
+        self.tokens = 0
         self._calls = calls  # by block, then by batch
 
     @classmethod
@@ -54,27 +60,36 @@ class Activations:
         blocks: Sequence[Block],
         batches: Sequence[Tensor],
         dtype: torch.dtype | None = None,
-        teacher: bool = False,
+        streams: Sequence[Kept] = (),
+        storage: Storage | None = None,
     ) -> Activations:
         """Run the model as far as its first block, and learn how each block is called.
 
-        batches: token numbers, each (batch, seq), without padding. dtype: what the blocks will be computed in, if not
-        their own. teacher: whether a dense stream travels too.
+        batches: token numbers, each (batch, seq), without padding. dtype: what the model will be computed in, if not
+        its own. streams: empty lists for the pruned stream, and for the dense one where it is to travel too; a list for the
+        pruned one by default.
 
         Every block is called as the model itself calls it: blocks may differ in their keywords (an attention mask with or
         without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
         """
-        entered: list[Tensor] = []
         calls: list[list[Call]] = [[] for _ in blocks]
-        body = model.base_model
-        with _recording(blocks, entered, calls):
+        body, (pruned, *dense) = model.base_model, streams or ([],)
+        with computed_in(model, dtype, without=blocks):
             for batch in batches:
-                body(input_ids=batch.to(model.device), use_cache=False)
+                entered: list[Tensor] = []
+                with _recording(blocks, entered, calls):
+                    body(input_ids=batch.to(home(model)), use_cache=False)
+                for stream in (
+                    pruned,
+                    *dense,
+                ):  # the same tensor: nothing writes into it, `advance` puts a new one in its place
+                    stream.append(_cast(entered[0], dtype))
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         cast = {key: _cast(call, dtype) for key, call in distinct.items()}
-        hidden = [_cast(hidden, dtype) for hidden in entered]
-        # Both streams start from the same tensors: nothing writes into them, `advance` puts new ones in their place.
-        return cls(hidden, [[cast[id(call)] for call in row] for row in calls], list(hidden) if teacher else None)
+        again = [[cast[id(call)] for call in row] for row in calls]
+        found = cls(pruned, again, dense[0] if dense else None, storage)
+        found.tokens = sum(batch.numel() for batch in batches)
+        return found
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
         """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
@@ -141,7 +156,7 @@ class Activations:
         found = self.teacher(hidden, call).flatten(0, -2)
         return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
 
-    def _advance(self, stream: list[Tensor], block: Block) -> None:
+    def _advance(self, stream: Kept, block: Block) -> None:
         """Pass one stream through a block."""
         for number, call in enumerate(self.calls(block)):
             hidden = block(stream[number], call)
@@ -151,6 +166,40 @@ class Activations:
                     "Try --dtype float32, or more calibration tokens."
                 )
             stream[number] = hidden
+
+
+def home(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its token numbers: the device of its embedding."""
+    return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+
+def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
+    """How much memory a stream takes: the hidden states of all batches."""
+    embedding = model.get_input_embeddings().weight
+    width: int = model.config.get_text_config().hidden_size
+    return sum(batch.numel() for batch in batches) * width * (dtype or embedding.dtype).itemsize
+
+
+@contextmanager
+def predicting(
+    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Within the context, a function from token numbers (batch, seq) and the last block's output (batch, seq, model) to logits.
+
+    It runs the model as it is, with blocks that do nothing but the last, which gives the output that it was told; so whatever
+    stands behind the blocks in this family is done. dtype: what that is computed in, if not its own.
+    """
+    given: list[Tensor] = []
+
+    def stands_in(block: Block) -> Callable[..., Tensor]:
+        return lambda hidden, *arguments, **keywords: given[0] if block is blocks[-1] else hidden
+
+    def predict(tokens: Tensor, output: Tensor) -> Tensor:
+        given[:] = [output]
+        return model(input_ids=tokens.to(output.device), use_cache=False).logits  # type: ignore[no-any-return]
+
+    with computed_in(model, dtype, without=blocks), replaced(blocks, stands_in):
+        yield predict
 
 
 class _Enough(Exception):
@@ -204,16 +253,8 @@ def _recording(blocks: Sequence[Block], entered: list[Tensor], calls: list[list[
 
         return forward
 
-    replaced = {block.index: block.module.__dict__.get("forward") for block in blocks}  # set by libraries that wrap modules
-    for block in blocks:
-        setattr(block.module, "forward", recorder(block))  # noqa: B010  (mypy forbids the plain assignment)
-    try:
+    with replaced(blocks, recorder):
         yield
-    finally:
-        for block in blocks:
-            delattr(block.module, "forward")
-            if replaced[block.index] is not None:
-                setattr(block.module, "forward", replaced[block.index])  # noqa: B010
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

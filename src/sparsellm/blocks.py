@@ -110,13 +110,15 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
 
 
 @contextmanager
-def computed_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def computed_in(module: nn.Module, dtype: torch.dtype | None, without: Sequence[Block] = ()) -> Iterator[None]:
     """Within the context the module computes in `dtype`; then every tensor goes back to the dtype it came in.
 
     A processor without 16-bit arithmetic is several times faster in float32, and the detour is exact: every bfloat16 and
-    float16 number is a float32 number. dtype: None changes nothing.
+    float16 number is a float32 number. dtype: None changes nothing. without: blocks that stay as they are.
     """
-    tensors = [t for t in chain(module.parameters(), module.buffers()) if t.is_floating_point()]
+    left = {id(t) for block in without for t in chain(block.module.parameters(), block.module.buffers())}
+    every = chain(module.parameters(), module.buffers())
+    tensors = [t for t in every if t.is_floating_point() and id(t) not in left]
     before = [tensor.dtype for tensor in tensors]
     try:
         for tensor in tensors if dtype else ():
@@ -146,16 +148,23 @@ def checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
     def thrifty(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments, **keywords: checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
-    replaced = {block.index: block.module.__dict__.get("forward") for block in blocks}
+    with replaced(blocks, lambda block: thrifty(block.module.forward)):
+        yield
+
+
+@contextmanager
+def replaced(blocks: Sequence[Block], forward: Callable[[Block], Callable[..., Any]]) -> Iterator[None]:
+    """Within the context each block runs another function in place of its own forward."""
+    before = {block.index: block.module.__dict__.get("forward") for block in blocks}  # set by libraries that wrap modules
     for block in blocks:
-        setattr(block.module, "forward", thrifty(block.module.forward))  # noqa: B010  (mypy forbids the plain assignment)
+        setattr(block.module, "forward", forward(block))  # noqa: B010  (mypy forbids the plain assignment)
     try:
         yield
     finally:
         for block in blocks:
             delattr(block.module, "forward")
-            if replaced[block.index] is not None:
-                setattr(block.module, "forward", replaced[block.index])  # noqa: B010
+            if before[block.index] is not None:
+                setattr(block.module, "forward", before[block.index])  # noqa: B010
 
 
 @contextmanager

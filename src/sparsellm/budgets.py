@@ -23,6 +23,8 @@ from sparsellm.problem import LayerProblem
 from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
 from sparsellm.sequential import walk
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.storage import Storage
+from sparsellm.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,19 +54,21 @@ def share_out(
     compute: torch.dtype | None = None,
     metrics: Sequence[Tensor] = (),
     bounds: tuple[float, float] = (0.0, 1.0),
+    weights: Weights | None = None,
+    storage: Storage | None = None,
 ) -> Plan:
     """The plan with its total shared out anew: "owl", "dlp" or "error".
 
-    plan: the same unstructured sparsity for every layer. batches, compute, metrics: as for `prune_blocks`. bounds: the least
-    and the largest sparsity that a layer may get; the plan's own must lie between them.
+    plan: the same unstructured sparsity for every layer. batches, compute, metrics, weights, storage: as for `prune_blocks`.
+    bounds: the least and the largest sparsity that a layer may get; the plan's own must lie between them.
     Cost: one pass of the calibration windows; for "error" also the sensitivities (two passes and a backward one) and six quick
     solves for each layer.
     """
     check_shared(plan)
     if rule == "error":
-        densities = by_error(model, batches, plan, compute, metrics)
+        densities = by_error(model, batches, plan, compute, metrics, weights, storage)
     else:
-        densities = {"owl": owl, "dlp": dlp}[rule](model, batches, plan, compute)
+        densities = {"owl": owl, "dlp": dlp}[rule](model, batches, plan, compute, weights, storage)
     sizes = {name: model.get_submodule(name).weight.numel() for name in plan}
     asked = next(iter(plan.values()))
     total = asked.removed(sum(sizes.values()))
@@ -108,26 +112,40 @@ def exactly(
     return found
 
 
-def owl(model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None) -> dict[str, float]:
+def owl(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    compute: torch.dtype | None,
+    weights: Weights | None = None,
+    storage: Storage | None = None,
+) -> dict[str, float]:
     """Densities by the share of outliers among a block's scores, within 0.08 of the one asked for.
 
     Follows Yin et al., Outlier weighed layerwise sparsity (OWL), ICML 2024, with its scores |W| times input norm.
     """
     found: dict[int, tuple[list[str], float]] = {}
-    for block, names, scores in _scores(model, batches, plan, compute):
+    for block, names, scores in _scores(model, batches, plan, compute, weights, storage):
         every = torch.cat([score.flatten() for score in scores])
         found[block.index] = names, float((every > OUTLIER * every.mean()).double().mean())
     return _spread(found, plan, OWL_SPREAD)
 
 
-def dlp(model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None) -> dict[str, float]:
+def dlp(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    compute: torch.dtype | None,
+    weights: Weights | None = None,
+    storage: Storage | None = None,
+) -> dict[str, float]:
     """Densities by the median of a block's scores, within 0.15 of the one asked for.
 
     Follows Chen et al., DLP: dynamic layerwise pruning (ICML 2025). Departs from it: the median is relative to the block's mean
     score, since hidden states grow with depth.
     """
     found: dict[int, tuple[list[str], float]] = {}
-    for block, names, scores in _scores(model, batches, plan, compute):
+    for block, names, scores in _scores(model, batches, plan, compute, weights, storage):
         every = torch.cat([score.flatten() for score in scores])
         found[block.index] = names, float(every.median() / every.mean())
     return _spread(found, plan, DLP_SPREAD)
@@ -139,6 +157,8 @@ def by_error(
     plan: Plan,
     compute: torch.dtype | None = None,
     metrics: Sequence[Tensor] = (),
+    weights: Weights | None = None,
+    storage: Storage | None = None,
 ) -> dict[str, float]:
     r"""Densities at which one more weight costs the same in every layer, by measured curves of the error.
 
@@ -149,8 +169,9 @@ def by_error(
     asked = 1 - next(iter(plan.values())).sparsity
     levels = sorted({min(asked * level, LARGEST_DENSITY) for level in LEVELS} | {asked})
     curves: dict[str, tuple[int, list[float]]] = {}
-    metrics = metrics or output_sensitivities(model, batches, compute)
-    for block, inputs in walk(model, batches, compute=compute, teacher=True, metrics=metrics):
+    metrics = metrics or output_sensitivities(model, batches, compute, weights, storage)
+    seen = walk(model, batches, compute=compute, teacher=True, metrics=metrics, weights=weights, storage=storage)
+    for block, inputs in seen:
         names = [name for name in block.layers if block.full_name(name) in plan]
         if not names:
             continue
@@ -194,7 +215,12 @@ def _interpolated(levels: list[float], errors: list[float], grid: Tensor) -> Ten
 
 
 def _scores(
-    model: PreTrainedModel, batches: Sequence[Tensor], plan: Plan, compute: torch.dtype | None
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    compute: torch.dtype | None,
+    weights: Weights | None,
+    storage: Storage | None,
 ) -> list[tuple[Block, list[str], list[Tensor]]]:
     """Wanda's scores of each block's planned layers, in the dense model."""
     found = []
@@ -206,7 +232,7 @@ def _scores(
             scores = [problem.weight.abs() * problem.norms for problem in problems.values()]
             found.append((block, [block.full_name(name) for name in names], scores))
 
-    for block, inputs in walk(model, batches, compute=compute):
+    for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
         look(block, inputs)
     return found
 

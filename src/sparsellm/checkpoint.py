@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import struct
@@ -17,6 +18,7 @@ from torch import nn
 from sparsellm import demo
 from sparsellm.architectures import ARCHITECTURES, architecture_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, UnsupportedModel
+from sparsellm.weights import OnDisk, locate, stored_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +49,38 @@ class Checkpoint:
 
         with quiet_transformers(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(self.config)
+
+    def files(self) -> list[Path]:
+        """The files that hold the weights, each there and, for safetensors, as long as its header says."""
+        return _check_files(self.name, self.folder)
+
+    def size(self) -> int:
+        """Bytes that the weights take in their files."""
+        return sum(file.stat().st_size for file in self.files())
+
+    def stream(self, dtype: str = "auto", device: torch.device | str = "cpu") -> tuple[PreTrainedModel, OnDisk]:
+        """The model without its weights, in evaluation mode, and what reads them block by block.
+
+        Raises NotStreamable, saying why, where they must be loaded as a whole.
+        """
+        from accelerate import init_empty_weights
+        from transformers import AutoModelForCausalLM
+
+        def empty(kind: torch.dtype) -> PreTrainedModel:
+            with quiet_transformers(), init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=kind)
+            model.tie_weights()
+            return model
+
+        places = locate(self.files(), empty(torch.float32))
+        told = getattr(self.config, "dtype", None)
+        stored = told if isinstance(told, torch.dtype) else stored_dtype(places)
+        kind = stored if dtype == "auto" else getattr(torch, dtype)
+        model = empty(kind)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+        return model.eval(), OnDisk(model, places, kind, device)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. Raises BadCheckpoint when a weight is missing, misshapen, or not finite."""
@@ -239,8 +273,8 @@ def _read_config(name: str, folder: Path) -> PretrainedConfig:
     return config
 
 
-def _check_files(name: str, folder: Path) -> None:
-    """Raise BadCheckpoint unless every weight file is there and, for safetensors, as long as its header says."""
+def _check_files(name: str, folder: Path) -> list[Path]:
+    """The weight files; raises BadCheckpoint unless each is there and, for safetensors, as long as its header says."""
     present = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
     if present is None:
         raise BadCheckpoint(
@@ -259,6 +293,7 @@ def _check_files(name: str, folder: Path) -> None:
     for file in files:
         if file.suffix == ".safetensors":
             _check_safetensors(name, file)
+    return files
 
 
 def _check_safetensors(name: str, file: Path) -> None:

@@ -63,6 +63,7 @@ def prune(
     beta: options.Beta = None,
     couple: options.Couple = None,
     couple_steps: options.CoupleSteps = None,
+    couple_written: options.CoupleWritten = None,
     allocation: options.Allocation = None,
     allocation_bounds: options.AllocationBounds = None,
     blocks: options.Blocks = None,

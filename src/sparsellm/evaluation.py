@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsellm.blocks import evaluating
+from sparsellm.activations import predicting
+from sparsellm.blocks import blocks_of, evaluating
 from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.sequential import walk
+from sparsellm.storage import Storage
+from sparsellm.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +63,7 @@ def perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    batch = batch or max(1, min(LOGITS_BYTES // (length * _vocabulary(model) * 4), TOKENS // length))
+    batch = batch or _usual_batch(model, length)
     started = time.perf_counter()
     losses: list[float] = []
     with evaluating(model):
@@ -72,10 +76,50 @@ def perplexity(
 
 
 @torch.no_grad()
+def streamed_perplexity(
+    model: PreTrainedModel,
+    windows: Tensor,
+    weights: Weights,
+    storage: Storage | None = None,
+    compute: torch.dtype | None = None,
+    source: str = "",
+    batch: int | None = None,
+) -> Perplexity:
+    """As `perplexity`, all windows through one block before the next is read: for a model that is larger than memory.
+
+    weights: where its tensors are. storage, compute: as for `walk`. Memory: one block, the hidden states of all windows (which
+    `storage` may keep in files), and the logits of one batch.
+    """
+    _check(model, windows)
+    total, length = windows.shape
+    batches = torch.split(windows, batch or _usual_batch(model, length))
+    started, blocks = time.perf_counter(), blocks_of(model)
+    losses: list[float] = []
+    for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
+        if block.index < len(blocks) - 1:
+            continue
+        inputs.advance(block)
+        with weights.ends(), predicting(model, blocks, compute) as predict:
+            for some, hidden in zip(batches, inputs.pruned, strict=True):
+                losses += _window_losses(predict(some, hidden), some, first=len(losses))
+    value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
+    return Perplexity(value, error, total, length, source, time.perf_counter() - started)
+
+
+def _usual_batch(model: PreTrainedModel, length: int) -> int:
+    """Windows at a time: as many as keep the logits under 64 MiB and the tokens under 4,096."""
+    return max(1, min(LOGITS_BYTES // (length * _vocabulary(model) * 4), TOKENS // length))
+
+
+@torch.no_grad()
 def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
     """The mean loss of each window, in float32; `first` is the number of the first one, for the message."""
     windows = windows.to(model.get_input_embeddings().weight.device)
-    logits = model(input_ids=windows, use_cache=False).logits  # (batch, seq, vocabulary)
+    return _window_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
+
+
+def _window_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
+    """The mean loss of each window from logits of (batch, seq, vocabulary), in float32; `first` is the number of the first."""
     targets = windows[:, 1:].to(logits.device)
     # One window at a time, so that the float32 copy is of one window only.
     pairs = zip(logits[:, :-1], targets, strict=True)

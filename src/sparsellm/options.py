@@ -71,7 +71,11 @@ Couple = Annotated[
         default="feedforward",
     ),
 ]
-CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole model's stage (--couple model).", default="200")]
+CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole model's stage (--couple model).", default="300")]
+CoupleWritten = Annotated[
+    int | None,
+    _pruning(help="Windows that the dense model writes for that stage.", default="as many as let it read each about twice"),
+]
 Allocation = Annotated[
     str | None,
     _pruning(help="How the sparsity is shared: uniform, owl, dlp, error, or a YAML file.", default="error for sparsellm"),

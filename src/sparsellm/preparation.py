@@ -61,6 +61,12 @@ def coupling_batch(recipe: Recipe, samples: int, length: int) -> int:
     return min(recipe.batch, usual) if recipe.batch else usual
 
 
+def coupling_written(recipe: Recipe, samples: int, length: int) -> int:
+    """Windows that the dense model writes for the whole model's stage: as asked, or so that it reads each about twice."""
+    read = recipe.couple_steps * coupling_batch(recipe, samples, length)
+    return max(0, read // 2 - samples) if recipe.couple_written is None else recipe.couple_written
+
+
 def check_memory(
     recipe: Recipe, method: BlockMethod, blocks: list[Block], windows: Tensor, vocabulary: int, device: torch.device
 ) -> str:
@@ -77,7 +83,8 @@ def check_memory(
     if recipe.couple == "model":
         tokens = coupling_batch(recipe, *windows.shape) * windows.shape[1]
         needed = trained_bytes(blocks, together=True)
-        needed += predictions_bytes(windows.numel(), width, tokens, vocabulary, len(blocks))
+        every = windows.numel() + coupling_written(recipe, *windows.shape) * windows.shape[1]
+        needed += predictions_bytes(every, width, tokens, vocabulary, len(blocks))
         told.append(f"coupling the model takes {human_bytes(needed)}")
         check_fits(needed, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
     return ", ".join(told)

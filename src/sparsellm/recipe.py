@@ -42,7 +42,7 @@ METHODS = {
 }
 """Every method by its name on the command line, in words."""
 
-_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps")
+_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
 _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
 
 
@@ -91,7 +91,12 @@ class Recipe(BaseModel):
     alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
     beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
     couple: str | None = Field(None, description="SparseLLM's Omega: none, feedforward, block or model; default: feedforward")
-    couple_steps: int = Field(200, gt=0, description="gradient steps of the whole model's stage, with couple: model")
+    couple_steps: int = Field(300, gt=0, description="gradient steps of the whole model's stage, with couple: model")
+    couple_written: int | None = Field(
+        None,
+        ge=0,
+        description="windows that the dense model writes for that stage; default: as many as let it read each about twice",
+    )
     allocation: str | None = Field(
         None,
         description="how the sparsity is shared: uniform, owl, dlp, error, or a YAML file; default: see docs/allocation.md",

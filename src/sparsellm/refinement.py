@@ -55,14 +55,16 @@ class Descent:
         loss: Callable[[int], Tensor],
         batches: int,
         seed: int,
+        back: int | None = None,
     ) -> Refined:
         """Lower `loss(batch number)` over the parameters, in place; what is held back decides which state stays.
 
-        keep: masks by parameter name; what is False stays zero. batches: how many; with fewer than two nothing is done.
+        keep: masks by parameter name; what is False stays zero. batches: how many; with fewer than two nothing is done. back:
+        how many of them, the last, are held back; by default the usual share.
         The same for the same arguments: batches come in an order drawn from `seed`. A loss that is not finite ends the descent,
         with the best state so far.
         """
-        back = min(max(1, round(self.held * batches)), batches - 1)
+        back = min(back or max(1, round(self.held * batches)), batches - 1)
         if self.steps == 0 or batches < 2 or not parameters:
             return Refined(
                 0.0,

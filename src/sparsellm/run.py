@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.budgets import share_out
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype, device_of, open_checkpoint
-from sparsellm.distillation import COUPLING, distil, last_states
+from sparsellm.distillation import batched, coupling, distil, held_back, last_states, written
 from sparsellm.errors import NonFinite
 from sparsellm.export import save
 from sparsellm.measuring import measured
@@ -28,6 +28,7 @@ from sparsellm.preparation import (
     check_memory,
     check_tokens,
     coupling_batch,
+    coupling_written,
     draw_windows,
     make_plan,
     read_test,
@@ -186,10 +187,16 @@ def _prune_model(
     if recipe.sharing in ALLOCATIONS[1:]:
         with _phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
             plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds)
-    pieces, states = [], []
+    pieces: list[Tensor] = []
+    states: list[Tensor] = []
+    back = 0
     if recipe.couple == "model":
-        pieces = list(torch.cat(list(batches)).split(coupling_batch(recipe, sum(map(len, batches)), batches[0].shape[1])))
+        windows = torch.cat(list(batches))
+        with _phase("letting the dense model write", report, say):
+            ours = windows[: -held_back(windows)] if len(windows) > 1 else windows
+            more = written(model, ours, coupling_written(recipe, *windows.shape), recipe.seed, compute)
         with _phase("reading the dense model's predictions", report, say):
+            pieces, back = batched(windows, more, coupling_batch(recipe, *windows.shape))
             states = last_states(model, pieces, compute)
     blocks = blocks_of(model)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
@@ -200,8 +207,7 @@ def _prune_model(
                 report.blocks.append(step)
     if recipe.couple == "model":
         with _phase("coupling the model", report, say):
-            descent = replace(COUPLING, steps=recipe.couple_steps)
-            report.coupled, moved = distil(model, pieces, states, plan, descent)
+            report.coupled, moved = distil(model, pieces, states, plan, coupling(model, recipe.couple_steps), back)
             report.blocks = [_with_moved(block, model, moved) for block in report.blocks]
         say(report.coupled)
         if report.coupled.note:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsellm import distributed
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block, blocks_of, checkpointed, computed_in, evaluating, only_trained
-from sparsellm.errors import NonFinite
+from sparsellm.activations import Activations, predicting, stream_bytes
+from sparsellm.blocks import Block, Call, blocks_of, computed_in, evaluating, only_trained
+from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.storage import Kept, Storage
+from sparsellm.weights import InMemory, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,55 +30,108 @@ TOKENS = 16384
 """How many tokens are looked at, at most: some times the width of a stream, for matrices of full rank."""
 
 
-def output_sensitivities(model: PreTrainedModel, batches: Sequence[Tensor], compute: torch.dtype | None = None) -> list[Tensor]:
-    """F for the output of each block, (model, model) float32, from one backward pass of the dense model, block by block.
+def output_sensitivities(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    compute: torch.dtype | None = None,
+    weights: Weights | None = None,
+    storage: Storage | None = None,
+) -> list[Tensor]:
+    """F for the output of each block, (model, model) float32, from one pass of the dense model and back, block by block.
 
-    batches: token numbers, each (batch, seq); the first 16,384 tokens are used. compute: as for `walk`.
-    Cost: three forward passes and a backward one; memory for the gradients within one block and for the logits of one window.
-    The same for the same model and batches: labels are drawn with a fixed seed.
+    batches: token numbers, each (batch, seq); the windows of the first 16,384 tokens are used. compute, weights, storage: as
+    for `walk`. Cost: two forward passes and a backward one; memory for the inputs of all blocks, which `storage` may keep in
+    files, for the gradients within one block, and for the logits of one window. The same for the same model and windows, to
+    rounding: labels are drawn with a fixed seed, window by window.
     """
-    blocks = blocks_of(model)
-    width = 0
-    found: list[Tensor | None] = [None] * len(blocks)
-    generator = torch.Generator(device=model.device).manual_seed(0)
+    blocks, weights, storage = blocks_of(model), weights or InMemory(), storage or Storage()
+    batches = _first(batches, TOKENS)
+    size = stream_bytes(model, batches, compute)
+    with (
+        evaluating(model),
+        only_trained(model),
+        torch.no_grad(),
+        storage.lists(len(blocks) + 1, size) as (gradients, *entering),
+    ):
+        with weights.ends():
+            inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
+        for block, read, written in zip(blocks[:-1], entering, entering[1:], strict=False):
+            with weights.block(block), computed_in(block.module, compute):
+                for hidden, call in zip(read, inputs.calls(block), strict=True):
+                    written.append(block(hidden, call))
+        found = [_last_gradients(model, blocks, batches, inputs, entering[-1], gradients, compute, weights)]
+        for block, read in zip(reversed(blocks), reversed(entering), strict=True):
+            if block.index == 0:
+                break
+            with weights.block(block), computed_in(block.module, compute):
+                for number, call in enumerate(inputs.calls(block)):
+                    gradients[number] = _through(block, read[number], call, gradients[number])
+            found.append(_second_moment(gradients))
+        tokens = torch.tensor(float(sum(batch.numel() for batch in batches)), device=found[0].device)
+        distributed.sum_(tokens, *found)
+    return [some / tokens for some in reversed(found)]
 
-    def keeps(number: int) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor | tuple[Tensor, ...]) -> None:
-            def take(gradient: Tensor) -> None:
-                rows = gradient.flatten(0, -2).float()
-                product = rows.T @ rows
-                before = found[number]
-                found[number] = product if before is None else before.add_(product)
 
-            (output[0] if isinstance(output, tuple) else output).register_hook(take)
+def _last_gradients(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    batches: Sequence[Tensor],
+    inputs: Activations,
+    entering: Kept,
+    gradients: Kept,
+    compute: torch.dtype | None,
+    weights: Weights,
+) -> Tensor:
+    """Fill `gradients` with those of the loss by the last block's output, labels drawn from the model; their second moment."""
+    generator, last = torch.Generator(device=entering[0].device).manual_seed(0), blocks[-1]
+    with weights.block(last), computed_in(last.module, compute):
+        for hidden, call in zip(entering, inputs.calls(last), strict=True):
+            gradients.append(last(hidden, call))
+    with weights.ends(), predicting(model, blocks, compute) as predict:
+        for number, batch in enumerate(batches):
+            pieces, output = [], gradients[number]
+            for window, hidden in zip(batch.split(1), output.split(1), strict=True):
+                with torch.enable_grad():
+                    start = hidden.detach().requires_grad_(True)
+                    logits = predict(window, start).flatten(0, 1).float()
+                    if not bool(logits.isfinite().all()):
+                        raise NonFinite(
+                            "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
+                        )
+                    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
+                    pieces += torch.autograd.grad(cross_entropy(logits, labels, reduction="sum"), start)
+            gradients[number] = torch.cat(pieces)
+    return _second_moment(gradients)
 
-        return hook
 
-    def opens(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        (arguments[0] if arguments else keywords["hidden_states"]).requires_grad_(True)
+def _through(block: Block, hidden: Tensor, call: Call, gradient: Tensor) -> Tensor:
+    """The gradient by a block's input, from that by its output."""
+    with torch.enable_grad():
+        start = hidden.detach().requires_grad_(True)
+        (found,) = torch.autograd.grad(block(start, call), start, gradient)
+    return found
 
-    hooks = [block.module.register_forward_hook(keeps(block.index)) for block in blocks]
-    hooks.append(blocks[0].module.register_forward_pre_hook(opens, with_kwargs=True))
-    try:
-        with evaluating(model), computed_in(model, compute), only_trained(model), checkpointed(blocks), torch.enable_grad():
-            for window in (window for batch in batches for window in batch.split(1)):
-                if width >= TOKENS:
-                    break
-                width += window.numel()
-                logits = model(input_ids=window.to(model.device), use_cache=False).logits.flatten(0, 1).float()
-                if not bool(logits.isfinite().all()):
-                    raise NonFinite(
-                        "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
-                    )
-                labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator).squeeze(1)
-                cross_entropy(logits, labels, reduction="sum").backward()
-    finally:
-        for one in hooks:
-            one.remove()
-    sums = [some for some in found if some is not None]
-    tokens = torch.tensor(float(width), device=sums[0].device)
-    distributed.sum_(tokens, *sums)
-    return [some / tokens for some in sums]
+
+def _second_moment(gradients: Kept) -> Tensor:
+    """The sum over tokens of g gᵀ, (model, model) float32."""
+    total: Tensor | None = None
+    for some in gradients:
+        rows = some.flatten(0, -2).float()
+        product = rows.T @ rows
+        total = product if total is None else total.add_(product)
+    if total is None:
+        raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
+    return total
+
+
+def _first(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """The windows that the first so many tokens are in."""
+    found: list[Tensor] = []
+    for batch in batches:
+        missing = tokens - sum(some.numel() for some in found)
+        if missing > 0:
+            found.append(batch[: -(-missing // batch.shape[1])])
+    return found
 
 
 def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str], metric: Tensor) -> dict[str, Tensor]:

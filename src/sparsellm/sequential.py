@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations import Activations
+from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
 from sparsellm.refinement import Refined
 from sparsellm.sensitivity import output_sensitivities
+from sparsellm.storage import Storage
+from sparsellm.weights import InMemory, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,23 +35,28 @@ def walk(
     compute: torch.dtype | None = None,
     teacher: bool = False,
     metrics: Sequence[Tensor] = (),
+    weights: Weights | None = None,
+    storage: Storage | None = None,
 ) -> Generator[tuple[Block, Activations], None, None]:
     """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
 
     batches: token numbers, each (batch, seq), without padding. stop: the first block not to visit; None visits all.
     compute: the dtype in which the blocks run while visited, if not their own; what is stored keeps its dtype.
     teacher: whether the dense stream travels too, through a copy of each block. metrics: what errors of each block's output
-    cost, from `output_sensitivities`, for methods that ask.
+    cost, from `output_sensitivities`, for methods that ask. weights: where the model's tensors are, if not in memory. storage:
+    where the streams are kept, if not in memory.
     """
+    weights, storage = weights or InMemory(), storage or Storage()
     blocks = blocks_of(model)
     visited = blocks[:stop]
     if not batches:
         raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
-    with evaluating(model):
-        inputs = Activations.entering(model, blocks, batches, compute, teacher)
-        inputs.metrics = list(metrics)
+    with evaluating(model), storage.lists(1 + teacher, stream_bytes(model, batches, compute)) as streams:
+        with weights.ends():
+            inputs = Activations.entering(model, blocks, batches, compute, streams, storage)
+        inputs.metrics = metrics
         for block in visited:
-            with computed_in(block.module, compute):
+            with weights.block(block), computed_in(block.module, compute):
                 inputs.arrive(block)
                 yield block, inputs
                 if block is not visited[-1]:
@@ -64,6 +71,8 @@ def prune_blocks(
     plan: Plan,
     compute: torch.dtype | None = None,
     metrics: Sequence[Tensor] = (),
+    weights: Weights | None = None,
+    storage: Storage | None = None,
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, yielding every layer's, epoch's and block's result as it is known.
 
@@ -78,8 +87,8 @@ def prune_blocks(
     nothing = Activations([], [[] for _ in blocks])
     blind = method.needs is NoInputs
     if method.sensitive and not metrics:
-        metrics = output_sensitivities(model, batches, compute)
-    seen = walk(model, batches, max(mine) + 1, compute, method.teacher, metrics)
+        metrics = output_sensitivities(model, batches, compute, weights, storage)
+    seen = walk(model, batches, max(mine) + 1, compute, method.teacher, metrics, weights, storage)
     visits = ((block, nothing) for block in blocks) if blind else seen
     with closing(visits):  # an error must not leave the walk, and with it the model, half-way
         for block, inputs in visits:

@@ -6,7 +6,7 @@ With the readers' weights $W_k$ and the writer's $V$, the part computes $V \varp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from sparsellm.feedforward import FeedForward, activation_factor, fit_activated
 from sparsellm.linalg import lifted
 from sparsellm.moments import Gram
 from sparsellm.regression import Regression
+from sparsellm.storage import Rows, lengths
 
 Weights = dict[str, tuple[Tensor, Tensor | None]]
 """By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
@@ -57,8 +58,8 @@ class Part:
 
     feed_forward: FeedForward
     metric: Tensor | None
-    inputs: list[Tensor]
-    targets: list[Tensor]
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
 
     def __post_init__(self) -> None:
         # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
@@ -72,7 +73,7 @@ class Part:
     def split(self) -> tuple[Part, Part]:
         """What to fit on, and an eighth of the tokens, the last, held back to judge by; the same for both where there are too
         few. Where one batch ends and the next begins makes no difference."""
-        tokens = sum(map(len, self.inputs))
+        tokens = sum(lengths(self.inputs))
         back = round(HELD * tokens)
         if back == 0:
             return self, self
@@ -80,21 +81,12 @@ class Part:
 
     def sampled(self) -> Part:
         """Every so-manieth token: as many as a curvature needs."""
-        tokens, wanted = sum(map(len, self.inputs)), max(NEWTON_TOKENS, NEWTON_WIDTHS * self.inputs[0].shape[1])
+        tokens, wanted = sum(lengths(self.inputs)), max(NEWTON_TOKENS, NEWTON_WIDTHS * self.inputs[0].shape[1])
         return self._rows(slice(0, tokens, max(1, tokens // wanted)))
 
     def _rows(self, wanted: slice) -> Part:
         """The part with some of its tokens, counted over all batches; batches without any are left out."""
-        inputs, targets, before = [], [], 0
-        for x, t in zip(self.inputs, self.targets, strict=True):
-            step = wanted.step or 1
-            first = max(wanted.start - before, (wanted.start - before) % step)
-            mine = slice(first, max(wanted.stop - before, 0), step)
-            if len(x[mine]):
-                inputs.append(x[mine])
-                targets.append(t[mine])
-            before += len(x)
-        return replace(self, inputs=inputs, targets=targets)
+        return replace(self, inputs=Rows(self.inputs, wanted), targets=Rows(self.targets, wanted))
 
     def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
         """The readers' outputs, each (tokens, hidden)."""

@@ -24,6 +24,7 @@ from sparsellm.regression import Regression
 from sparsellm.sensitivity import layer_sensitivities
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
+from sparsellm.storage import Kept
 
 Targets = Literal["teacher", "own"]
 Curvature = Literal["none", "diagonal", "kronecker"]
@@ -166,10 +167,17 @@ class _Run:
 
     def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
         """Solve the feed-forward part: its layers, then the epochs, then the Gauss-Newton rounds."""
+        reads, writes = (self._block.layer(name) for name in (feed_forward.readers[0], feed_forward.writer))
+        size = 4 * self._inputs.tokens * max(reads.in_features, writes.out_features)
+        with self._inputs.storage.lists(2, size) as (inputs, targets):
+            yield from self._solve_part(feed_forward, inputs, targets)
+
+    def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
+        """As `solve_part`, with empty lists for what the part reads and should write."""
         settings, block = self._settings, self._block
         names = (*feed_forward.readers, feed_forward.writer)
-        part = Part(feed_forward, self._metric, [], [])
-        _, regressions = self._regress(feed_forward.readers, part)
+        _, regressions = self._regress(feed_forward.readers, (inputs, targets))
+        part = Part(feed_forward, self._metric, inputs, targets)
         dense = weights_of(block, names)
         curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
         power = max(part.power(), 1e-30)
@@ -230,10 +238,10 @@ class _Run:
             zeros = int((self._block.layer(name).weight == 0).sum())
             yield replace(self._results[name], zeros=zeros)
 
-    def _regress(self, names: Sequence[str], part: Part | None) -> tuple[Gram, dict[str, Regression]]:
+    def _regress(self, names: Sequence[str], part: tuple[Kept, Kept] | None) -> tuple[Gram, dict[str, Regression]]:
         """The regressions of layers that share an input, from one pass of both streams.
 
-        part: where to keep the feed-forward part's inputs and targets, if these layers are its readers.
+        part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
         """
         block, inputs = self._block, self._inputs
         layers = {name: block.layer(name) for name in names}
@@ -254,8 +262,8 @@ class _Run:
             if part is not None:
                 source = dense if self._settings.targets == "teacher" else pruned
                 target = source.outputs[self._writer].float()
-                part.inputs.append(x)
-                part.targets.append(target + lost if self._repairs else target)
+                part[0].append(x)
+                part[1].append(target + lost if self._repairs else target)
         gram.reduce()
         for regression in found.values():
             regression.reduce()

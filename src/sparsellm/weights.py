@@ -1,0 +1,229 @@
+"""Where a model's tensors are: in memory, or in the checkpoint's files, read when a block's turn comes and given back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from sparsellm.blocks import Block, blocks_of
+from sparsellm.errors import BadCheckpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Weights(Protocol):
+    """What lets a walk through a model have each part's tensors while it needs them."""
+
+    def block(self, block: Block) -> AbstractContextManager[None]:
+        """Within the context a block's tensors are there."""
+        ...
+
+    def ends(self) -> AbstractContextManager[None]:
+        """Within the context all is there that belongs to no block: embeddings, last norm, head."""
+        ...
+
+
+class InMemory:
+    """All tensors are there all the time."""
+
+    def block(self, block: Block) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def ends(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is stored. file: .safetensors or .bin. key: its name there."""
+
+    file: Path
+    key: str
+
+
+class OnDisk:
+    """Tensors on the meta device, filled from files while they are needed.
+
+    model: a skeleton, its parameters on the meta device and its buffers real. places: where each parameter (and each buffer
+    that checkpoints hold) is stored, by the name that the model gives it; tied ones once or more. dtype: what floating tensors
+    are converted to. device: where they go.
+
+    A block that was changed must be written, and its places set anew (`moved`), before its context ends: what was in memory
+    is gone after it. Reads raise BadCheckpoint for tensors that hold NaN or infinity, are misshapen, or cannot be read.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.dtype, self.device = dtype, torch.device(device)
+        self._model, self._places = model, dict(places)
+        blocks = tuple(f"{block.name}." for block in blocks_of(model))
+        self._ends = [name for name in self._places if not name.startswith(blocks)]
+        self._owners = _owners(model)
+
+    @contextmanager
+    def block(self, block: Block) -> Iterator[None]:
+        with self._filled([name for name in self._places if name.startswith(f"{block.name}.")]):
+            yield
+
+    @contextmanager
+    def ends(self) -> Iterator[None]:
+        with self._filled(self._ends):
+            yield
+
+    def end_names(self) -> list[str]:
+        """The names of the tensors that belong to no block, tied ones once."""
+        first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
+        for name in self._ends:
+            first.setdefault(self._owners[name], name)
+        return list(first.values())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in its stored shape and in the model's dtype, on the processor."""
+        place = self._places[name]
+        tensor = _read(place)
+        if tensor.is_floating_point():
+            if not bool(tensor.isfinite().all()):
+                raise BadCheckpoint(
+                    f"{place.file.name} holds NaN or infinity in {place.key}. Get a sound copy of the checkpoint."
+                )
+            tensor = tensor.to(self.dtype)
+        return tensor
+
+    def moved(self, names: Iterable[str], file: Path) -> None:
+        """From now on these tensors are read from another safetensors file, under the names that the model gives them."""
+        self._places.update({name: Place(file, name) for name in names})
+
+    @contextmanager
+    def _filled(self, names: Iterable[str]) -> Iterator[None]:
+        """Within the context these tensors are in the model."""
+        emptied: list[tuple[nn.Module, str, Tensor]] = []
+        try:
+            for name in names:
+                owners = self._owners[name]
+                if _held(*owners[0]).device.type != "meta":
+                    continue  # tied to one that was filled already
+                value = self.read(name).to(self.device)
+                if value.shape != _held(*owners[0]).shape:
+                    place = self._places[name]
+                    raise BadCheckpoint(
+                        f"{place.file.name}: {place.key} is {tuple(value.shape)}, "
+                        f"but the configuration calls for {tuple(_held(*owners[0]).shape)}."
+                    )
+                parameter = isinstance(_held(*owners[0]), nn.Parameter)
+                filled = nn.Parameter(value, requires_grad=False) if parameter else value
+                for module, leaf in owners:
+                    emptied.append((module, leaf, _held(module, leaf)))
+                    _put(module, leaf, filled)
+            yield
+        finally:
+            for module, leaf, empty in emptied:
+                _put(module, leaf, empty)
+
+
+def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Place]:
+    """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
+
+    Raises NotStreamable, saying why, where a tensor must be converted (fused or split on the way in) or has no place.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    known = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    places: dict[str, Place] = {}
+    for file in files:
+        for key in _keys(file):
+            name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+            if converted is not None and name in known:
+                raise NotStreamable(f"{key} is converted when it is loaded")
+            if name in known:
+                places[name] = Place(file, key)
+    owners = _owners(model)
+    there = {owners[name] for name in places}
+    missing = [name for name in known if owners[name] not in there]
+    if missing:
+        raise NotStreamable(f"{missing[0]} is not in the checkpoint under a name of its own")
+    if any(getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")):
+        raise NotStreamable("some of its tensors stay in float32 whatever the dtype")
+    return places
+
+
+class NotStreamable(Exception):
+    """A checkpoint that cannot be read block by block, and why; it is loaded whole instead."""
+
+
+def stored_dtype(places: Mapping[str, Place]) -> torch.dtype:
+    """The dtype of the first floating tensor."""
+    for place in places.values():
+        tensor = _read(place)
+        if tensor.is_floating_point():
+            return tensor.dtype
+    return torch.float32
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
+    """By name, the modules that hold a parameter or buffer and what they call it; all of them where it is tied."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    names: dict[str, int] = {}
+    for path, module in model.named_modules():
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                held.setdefault(id(tensor), []).append((module, leaf))
+                names[f"{path}.{leaf}" if path else leaf] = id(tensor)
+    return {name: tuple(held[number]) for name, number in names.items()}
+
+
+def _held(module: nn.Module, leaf: str) -> Tensor:
+    """A module's own parameter or buffer."""
+    tensor = module._parameters.get(leaf)
+    found = module._buffers[leaf] if tensor is None else tensor
+    assert found is not None
+    return found
+
+
+def _put(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    """Give a module a parameter or buffer in place of the one it has."""
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[leaf] = tensor
+    else:
+        module._buffers[leaf] = tensor
+
+
+def _keys(file: Path) -> list[str]:
+    """The names of the tensors in a file."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    return list(_unpickled(file))
+
+
+def _read(place: Place) -> Tensor:
+    """A tensor with memory of its own: nothing of the file stays mapped."""
+    try:
+        if place.file.suffix == ".safetensors":
+            with safe_open(place.file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(place.key).clone()
+                return tensor
+        return _unpickled(place.file)[place.key].clone()
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a .bin file, mapped and not yet read; no code that it may hold is run."""
+    try:
+        found: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError as error:  # the format before torch 1.6
+        raise NotStreamable(f"{file.name} is of a format that cannot be read in parts") from error
+    return found
