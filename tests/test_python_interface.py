@@ -139,3 +139,18 @@ def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: 
     report = sparsellm.prune(model, method="sparsegpt", calibration=tokens).report
     assert {layer.damping for layer in report.layers} == {1.0}
     assert any("damping was raised from 0.01 on 21 layers" in note for note in report.notes)
+
+
+def test_the_dense_model_may_write_more(tiny: dict[str, Path], text_file: Path) -> None:
+    """Windows that the dense model wrote stand before the given ones, and the report says so; the same seed, the same model."""
+    settings = {"calibration": text_file, "samples": 4, "length": 32, "sparsity": "60%", "method": "sparsegpt"}
+    plain, one, two = (sparsellm.prune(tiny["llama"], **settings, written=written) for written in (0, 6, 6))
+    layers = [[layer.tokens for layer in found.report.layers] for found in (plain, one)]
+    assert set(layers[0]) == {4 * 32}
+    assert set(layers[1]) == {10 * 32}
+    assert "6 windows that the dense model wrote" in one.report.calibration
+    assert "wrote" not in plain.report.calibration
+    assert one.report.resolved["samples"] == 10
+    states = [found.model.state_dict() for found in (plain, one, two)]
+    assert all(torch.equal(states[1][name], states[2][name]) for name in states[1])
+    assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])

@@ -72,6 +72,7 @@ def prune(
     calibration: options.Calibration = None,
     text_field: options.TextField = None,
     samples: options.Samples = None,
+    written: options.Written = None,
     length: options.Length = None,
     seed: options.Seed = None,
     evaluate: options.Evaluate = None,

@@ -91,6 +91,7 @@ Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .p
 Text = Annotated[list[str], _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
 TextField = Annotated[str | None, _texts(help="Field that holds the text.", default="text")]
 Samples = Annotated[int | None, _texts(help="Calibration windows.", default="128")]
+Written = Annotated[int | None, _texts(help="Calibration windows more, that the dense model writes itself.", default="0")]
 Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]

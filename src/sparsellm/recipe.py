@@ -72,6 +72,7 @@ class Recipe(BaseModel):
     calibration: str | None = Field(None, description="file of text, or c4, wikitext2, ptb, demo")
     text_field: str | None = Field(None, description="field of the text in .json, .jsonl and .parquet; default: text")
     samples: int = Field(128, gt=0, description="calibration windows")
+    written: int = Field(0, ge=0, description="calibration windows more, that the dense model writes itself")
     length: int | None = Field(None, gt=1, description="tokens a window; default: 2048, or the model's length if less")
     targets: Literal["teacher", "own"] = Field(
         "teacher", description="what layers aim at: the dense model's outputs, or their own"

@@ -141,9 +141,10 @@ def run(
         if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
             _note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
         _note_few_tokens(method, plan, blocks, windows, report, say)
-        batch = recipe.batch or _usual_batch(windows, length)
+        every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
+        batch = recipe.batch or _usual_batch(every, length)
         vocabulary = skeleton.get_input_embeddings().num_embeddings
-        if told := check_memory(recipe, method, blocks, windows, vocabulary, device):
+        if told := check_memory(recipe, method, blocks, every, vocabulary, device):
             say(Stage(told))
     with _phase("loading", report, say):
         model = source.load(recipe.dtype, device)
@@ -155,6 +156,11 @@ def run(
                 report.perplexity.setdefault(text, {})[when] = asdict(measured(model, test, text))
 
     measure_all("dense")
+    if recipe.written and len(windows):
+        with _phase("letting the dense model write", report, say):
+            # Before the given windows: the last of all are those that judge, and they should be real text.
+            windows = torch.cat([written(model, windows, recipe.written, recipe.seed, compute), windows])
+            report.calibration += f", and {recipe.written} windows that the dense model wrote"
     report.resolved = _resolved(method, windows, batch, model, compute)
     _prune_model(recipe, model, method, plan, windows.split(batch) if windows.numel() else (), report, say)
     _note_blocks(method, report, say)
