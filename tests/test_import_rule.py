@@ -39,6 +39,7 @@ STOREYS = {
         "methods/part",
         "methods/sparsellm",
         "allocation",
+        "journal",
         "sequential",
         "budgets",
         "distillation",

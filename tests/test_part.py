@@ -301,18 +301,18 @@ def test_aims_lower_the_objective(weighed: bool, family: str, ratio: float, monk
 
 @pytest.mark.parametrize("split", [(50,), (20, 1, 29), (1,) * 50], ids=str)
 def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The held-back tokens are the last eighth, a curvature's every third here, however tokens are batched."""
+    """The held-back tokens are the last sixteenth, a curvature's every third here, however tokens are batched."""
     part = part_of("opt", True, split)
     x, t = torch.cat(part.inputs), torch.cat(part.targets)
     fitted, held = part.split()
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 14)
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 2)
-    for some, wanted in ((fitted, slice(0, 44)), (held, slice(44, 50)), (fitted.sampled(), slice(0, 44, 3))):
+    for some, wanted in ((fitted, slice(0, 47)), (held, slice(47, 50)), (fitted.sampled(), slice(0, 47, 3))):
         assert torch.equal(torch.cat(list(some.inputs)), x[wanted])
         assert torch.equal(torch.cat(list(some.targets)), t[wanted])
         assert all(len(batch) for batch in some.inputs)
     monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 4)  # now the width asks for more: 24
-    assert torch.equal(torch.cat(list(fitted.sampled().inputs)), x[:44])
+    assert torch.equal(torch.cat(list(fitted.sampled().inputs)), x[:47])
 
 
 def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:

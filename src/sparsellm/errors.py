@@ -7,6 +7,7 @@ SparseLLMError
 ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
 ├── OutputExists        (FileExistsError)  a folder that would be overwritten
 ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+├── CannotResume        (RuntimeError)     an unfinished output that was begun otherwise, or that another process works on
 ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
 ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
 ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
@@ -48,6 +49,10 @@ class OutputExists(SparseLLMError, FileExistsError):
 
 class Unreachable(SparseLLMError, ConnectionError):
     """A hub name that is neither cached nor reachable."""
+
+
+class CannotResume(SparseLLMError, RuntimeError):
+    """An unfinished run that cannot go on as asked: it was begun otherwise, or another process works on it."""
 
 
 class TooLarge(SparseLLMError, MemoryError):

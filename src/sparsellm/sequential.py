@@ -13,12 +13,13 @@ from torch import Tensor
 from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
 from sparsellm.errors import InvalidSetting
+from sparsellm.journal import Journal
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
 from sparsellm.refinement import Refined
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.storage import Storage
-from sparsellm.weights import InMemory, Weights
+from sparsellm.weights import InMemory, OnDisk, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,13 +74,18 @@ def prune_blocks(
     metrics: Sequence[Tensor] = (),
     weights: Weights | None = None,
     storage: Storage | None = None,
+    journal: Journal | None = None,
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, yielding every layer's, epoch's and block's result as it is known.
 
     A generator: a bar or a log line is the caller's loop, and a caller that stops early leaves a model pruned so far.
     batches, compute: as for `walk`; batches may be empty for a method that needs no inputs. metrics: as for `walk`, where they
-    are known already; a method that asks for them has them found.
+    are known already; a method that asks for them has them found. weights, storage: as for `walk`. journal: where each block is
+    kept when it is finished, before its result is yielded; blocks that it holds already are taken from there. Needed where
+    the weights are not in memory: a block's would be lost when the next one's turn comes.
     """
+    if journal is None and isinstance(weights, OnDisk):
+        raise InvalidSetting("A model that is read block by block needs a journal, to keep the pruned blocks in.")
     blocks = blocks_of(model)
     mine = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not mine:
@@ -92,8 +98,15 @@ def prune_blocks(
     visits = ((block, nothing) for block in blocks) if blind else seen
     with closing(visits):  # an error must not leave the walk, and with it the model, half-way
         for block, inputs in visits:
-            if block.index in mine:
-                yield from _prune_block(block, inputs, method, plan)
+            if block.index not in mine:
+                continue
+            done = journal.finished(block.index) if journal else None
+            for step in [done] if done else _prune_block(block, inputs, method, plan):
+                if journal and isinstance(step, BlockResult):
+                    file = journal.restore(block) if done else journal.keep(block, step)
+                    if isinstance(weights, OnDisk):
+                        weights.moved([block.full_name(name) for name in block.module.state_dict()], file)
+                yield step
 
 
 def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: Plan) -> Iterator[Step]:

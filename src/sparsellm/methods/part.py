@@ -24,7 +24,7 @@ from sparsellm.storage import Rows, lengths
 Weights = dict[str, tuple[Tensor, Tensor | None]]
 """By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
 
-HELD = 0.125
+HELD = 0.0625
 """The share of the tokens, the last, that judges a Gauss-Newton round and takes no part in it."""
 
 NEWTON_TOKENS, NEWTON_WIDTHS = 8192, 4
@@ -71,7 +71,7 @@ class Part:
         return (*self.feed_forward.readers, self.feed_forward.writer)
 
     def split(self) -> tuple[Part, Part]:
-        """What to fit on, and an eighth of the tokens, the last, held back to judge by; the same for both where there are too
+        """What to fit on, and a sixteenth of the tokens, the last, held back to judge by; the same for both where there are too
         few. Where one batch ends and the next begins makes no difference."""
         tokens = sum(lengths(self.inputs))
         back = round(HELD * tokens)
