@@ -234,14 +234,20 @@ def test_unwritable_place(tiny: dict[str, Path], tmp_path: Path, command: Comman
 def test_failure_while_writing_leaves_nothing(
     tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk in the middle of writing: one message, and neither the output nor a half of it."""
+    """A full disk in the middle of writing: one message, no half of an output, and the blocks that are finished stay."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", "model.safetensors")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    refused(command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude"), "disk is full")
-    assert list(tmp_path.iterdir()) == []
+    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
+    refused(command(*words), "disk is full", "3 blocks are finished and kept", "--resume")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [".sparsellm"]
+    monkeypatch.undo()
+    refused(command(*words), "unfinished", "--resume", "--restart")
+    assert command(*words, "--resume").exit_code == 0
+    assert not (tmp_path / "out" / ".sparsellm").exists()
 
 
 def test_interruption_leaves_nothing(

@@ -57,6 +57,8 @@ STOREYS = {
         "export",
         "preparation",
         "measuring",
+        "residence",
+        "work",
         "run",
         "demonstration",
         "display",

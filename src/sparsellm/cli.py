@@ -76,11 +76,14 @@ def prune(
     length: options.Length = None,
     seed: options.Seed = None,
     evaluate: options.Evaluate = None,
+    memory: options.Memory = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     batch: options.Batch = None,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
     overwrite: options.Overwrite = False,
     as_json: options.Json = False,
 ) -> None:
@@ -90,7 +93,7 @@ def prune(
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
     with _told(context):
-        from sparsellm.export import check_output
+        from sparsellm.export import check_output, is_finished
         from sparsellm.recipe import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
@@ -101,13 +104,17 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
+        if resume and is_finished(output):
+            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+            return
         check_output(output, overwrite, recipe.model)
 
         from sparsellm.display import Progress, print_summary
         from sparsellm.run import Stage, run
+        from sparsellm.work import working
 
-        with Progress(stderr) as progress:
-            result = run(recipe, progress)
+        with Progress(stderr) as progress, working(output, resume, restart) as work:
+            result = run(recipe, progress, work=work)
             progress(Stage("writing and verifying"))
             folder = result.save_pretrained(output, overwrite)
         if as_json:
@@ -116,7 +123,7 @@ def prune(
             print_summary(stdout, result.report, str(folder))
 
 
-_NOT_FIELDS = ("context", "output", "config", "print_config", "overwrite", "as_json")
+_NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "as_json")
 
 
 @app.command()
@@ -258,8 +265,8 @@ def _told(context: typer.Context) -> Iterator[None]:
     """Errors as one clean message and exit status 1; with --debug, as they are."""
     try:
         yield
-    except KeyboardInterrupt:
-        stderr.print("interrupted; nothing was written", highlight=False)
+    except KeyboardInterrupt as interrupt:
+        stderr.print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ["nothing was written"])]), highlight=False)
         sys.exit(130)
     except Exception as error:
         memory = type(error).__name__ == "OutOfMemoryError"  # torch's; not imported for its name alone
@@ -275,7 +282,8 @@ def _message(error: Exception) -> str:
     if type(error).__name__ == "OutOfMemoryError":
         return "The device is out of memory. Pass a smaller --batch, fewer --samples, a shorter --length, or --device cpu."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"The disk is full{f' ({error.filename})' if error.filename else ''}. Nothing was kept of the output."
+        kept = "" if getattr(error, "__notes__", ()) else " Nothing was kept of the output."
+        return f"The disk is full{f' ({error.filename})' if error.filename else ''}.{kept}"
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
         return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
     return str(error)

@@ -9,14 +9,21 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors.torch import save_file
+
+from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.inspection import REPORT, Tensors, compare, follows
 from sparsellm.patterns import parse_pattern
 from sparsellm.report import Report, strict_json
+from sparsellm.weights import OnDisk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WORK = ".sparsellm"
+"""The folder within an unfinished output where a run works; a finished one has none."""
 
 SHARD_SIZE = "5GB"
 """The largest weight file; what the hub advises."""
@@ -35,9 +42,10 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     if dense is not None and (path == (source := Path(dense).expanduser().resolve()) or path in source.parents):
         raise OutputExists(f"{output} is the model itself or holds it, and it is not written over. Choose another output.")
     if path.exists():
-        if not overwrite:
+        kept = _files(path) if path.is_dir() else {path.name}
+        if (not overwrite and any(not name.startswith(f"{WORK}/") for name in kept)) or (not overwrite and not kept):
             raise OutputExists(f"{output} exists. Choose another name, or pass --overwrite to replace it.")
-        foreign = sorted(_files(path) - _written(path)) if path.is_dir() else [path.name]
+        foreign = sorted(name for name in kept - _written(path) if not name.startswith(f"{WORK}/"))
         if foreign:
             raise OutputExists(
                 f"{output} holds {foreign[0]}, which sparsellm did not write. Remove it yourself, or choose another."
@@ -46,6 +54,12 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InvalidSetting(f"{output} cannot be written: {parent} is not a folder that you may write to.")
     return path
+
+
+def is_finished(output: str | Path) -> bool:
+    """Whether a run wrote this folder and came to its end."""
+    path = Path(output).expanduser()
+    return (path / REPORT).is_file() and not (path / WORK).exists()
 
 
 def _files(folder: Path) -> set[str]:
@@ -68,10 +82,12 @@ def save(
     output: str | Path,
     dense: Path | None = None,
     overwrite: bool = False,
+    weights: OnDisk | None = None,
 ) -> Path:
     """Write model, tokenizer, model card and report to a folder, verified; the folder.
 
     dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
+    weights: where the model's tensors are, if not in memory; they are copied one file after the other.
     Until all is verified the files stand under another name beside `output`, and a failure removes them.
     """
     path = check_output(output, overwrite, dense)
@@ -79,7 +95,10 @@ def save(
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
         with quiet_transformers():
-            model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+            if weights is None:
+                model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+            else:
+                _assemble(model, weights, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
         (work / "README.md").write_text(report.to_markdown(), encoding="utf-8")
@@ -92,6 +111,25 @@ def save(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return path
+
+
+def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
+    """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings."""
+    blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
+    pieces = [*blocks, *([name] for name in weights.end_names())]
+    placed: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(pieces, 1):
+        file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
+        tensors = {name: weights.read(name).contiguous() for name in names}
+        save_file(tensors, work / file, metadata={"format": "pt"})
+        placed |= dict.fromkeys(names, file)
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    model.config.save_pretrained(work)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(work)
 
 
 def verify(folder: Path, report: Report, dense: Path | None) -> None:

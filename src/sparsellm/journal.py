@@ -24,6 +24,10 @@ FORMAT = 1
 """Of the journal; another number is not read."""
 
 
+JOURNAL = "journal.jsonl"
+"""The file with the lines."""
+
+
 class Journal:
     """A work folder: a line of JSON for everything that is finished, and the tensors that belong to it.
 
@@ -39,12 +43,12 @@ class Journal:
     @property
     def file(self) -> Path:
         """The lines."""
-        return self.folder / "journal.jsonl"
+        return self.folder / JOURNAL
 
     @classmethod
     def begin(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
         """An empty journal in a folder that is made for it."""
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         journal = cls(folder)
         journal._append({"format": FORMAT, "fingerprint": dict(fingerprint)})
         return journal

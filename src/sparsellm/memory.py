@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sparsellm.blocks import Block
-from sparsellm.errors import TooLarge
+from sparsellm.errors import InvalidSetting, TooLarge
 
 COPIES = 5
 """float32 copies of what is trained: the weights, their gradient, Adam's two moments, and the best state so far."""
@@ -64,3 +64,18 @@ def peak_memory() -> int:
     except ImportError:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that a text means: 16GiB, 500MB, 1.5 GiB. Raises InvalidSetting."""
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    units |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+    word = text.strip().upper().replace(" ", "")
+    unit = next((name for name in sorted(units, key=len, reverse=True) if word.endswith(name)), "")
+    try:
+        found = float(word.removesuffix(unit)) * units[unit]
+        if not 0 < found < 2**63:
+            raise ValueError
+        return int(found)
+    except (ValueError, KeyError):
+        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {text!r}.") from None

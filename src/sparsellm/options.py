@@ -96,12 +96,15 @@ Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
 
+Memory = Annotated[str | None, _machine(help="What the run may take, as 16GiB.", default="four fifths of what is free")]
 Device = Annotated[str | None, _machine(help="auto, cpu, cuda, mps.", default="auto")]
 Dtype = Annotated[str | None, _machine(help="auto (as stored), float32, bfloat16, float16.", default="auto")]
 Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 4,096 tokens")]
 
 Config = Annotated[str | None, _output(help="YAML with the same fields; options win over it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and stop.")]
+Resume = Annotated[bool, _output("--resume", help="Go on with an unfinished output, or start where there is none.")]
+Restart = Annotated[bool, _output("--restart", help="Throw an unfinished output away and start.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote it.")]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from sparsellm.allocation import select_blocks
 from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
@@ -110,6 +111,7 @@ class Recipe(BaseModel):
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 4,096 tokens")
+    memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
     evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")
@@ -184,6 +186,18 @@ class Recipe(BaseModel):
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
         return value
+
+    @field_validator("memory")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What `memory` means, in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import nn
 
 from sparsellm import __version__
 from sparsellm.methods import BlockResult, LayerResult
@@ -63,11 +62,6 @@ class Report:
             if moved
             else "All else is as in the dense model."
         )
-
-    def count(self, model: nn.Module) -> None:
-        """Count the parameters of a model and the zeros among them; tied ones once."""
-        self.parameters = sum(tensor.numel() for tensor in model.parameters())
-        self.zeros = sum(int((tensor == 0).sum()) for tensor in model.parameters())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.budgets import share_out
-from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype, device_of, open_checkpoint
+from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.distillation import batched, coupling, distil, held_back, last_states, written
 from sparsellm.errors import NonFinite
 from sparsellm.export import save
-from sparsellm.measuring import measured
+from sparsellm.journal import Journal
 from sparsellm.memory import peak_memory
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
+from sparsellm.patterns import Unstructured, parse_pattern
 from sparsellm.preparation import (
     GivenText,
     check_memory,
@@ -36,8 +36,11 @@ from sparsellm.preparation import (
 )
 from sparsellm.recipe import ALLOCATIONS, Recipe, read_recipe
 from sparsellm.report import Report, environment
+from sparsellm.residence import Residence, settle
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import Step, prune_blocks
+from sparsellm.weights import OnDisk
+from sparsellm.work import Work, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,19 +71,23 @@ Observer = Callable[[Event], None]
 
 @dataclass
 class Result:
-    """A pruned model with its report. dense: the folder it came from, None for a model that was in memory."""
+    """A pruned model with its report. dense: the folder it came from, None for a model that was in memory.
+
+    weights: what fills the model, block by block, where it was too large for memory: then it has none of its own.
+    """
 
     model: PreTrainedModel
     report: Report
     tokenizer: PreTrainedTokenizerBase | None = None
     dense: Path | None = None
+    weights: OnDisk | None = None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write model, tokenizer, model card and report to a folder, and read them back to verify; the folder.
 
         Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
         """
-        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite)
+        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights)
 
 
 def prune(
@@ -117,11 +124,16 @@ def prune(
 
 
 def run(
-    recipe: Recipe, observe: Observer | None = None, given: GivenText = None, source: Checkpoint | Loaded | None = None
+    recipe: Recipe,
+    observe: Observer | None = None,
+    given: GivenText = None,
+    source: Checkpoint | Loaded | None = None,
+    work: Work | None = None,
 ) -> Result:
     """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
 
-    given: in place of the recipe's calibration text. source: in place of the recipe's model.
+    given: in place of the recipe's calibration text. source: in place of the recipe's model. work: where finished blocks are
+    kept, from `sparsellm.work.working`; without it a run that is killed starts over, and the model must fit the memory.
     All that can be refused is refused before the weights are read.
     """
     say: Observer = observe or (lambda _: None)
@@ -146,14 +158,17 @@ def run(
         vocabulary = skeleton.get_input_embeddings().num_embeddings
         if told := check_memory(recipe, method, blocks, every, vocabulary, device):
             say(Stage(told))
+    journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
     with _phase("loading", report, say):
-        model = source.load(recipe.dtype, device)
-    compute = compute_dtype(model)
+        home = settle(recipe, source, device, work.folder if work else None)
+        model, compute = home.model, home.compute
+    if home.note:
+        _note(home.note, report, say)
 
     def measure_all(when: str) -> None:
         for text, test in tests.items():
             with _phase(f"measuring {when}", report, say):
-                report.perplexity.setdefault(text, {})[when] = asdict(measured(model, test, text))
+                report.perplexity.setdefault(text, {})[when] = asdict(home.measured(test, text))
 
     measure_all("dense")
     if recipe.written and len(windows):
@@ -162,37 +177,45 @@ def run(
             windows = torch.cat([written(model, windows, recipe.written, recipe.seed, compute), windows])
             report.calibration += f", and {recipe.written} windows that the dense model wrote"
     report.resolved = _resolved(method, windows, batch, model, compute)
-    _prune_model(recipe, model, method, plan, windows.split(batch) if windows.numel() else (), report, say)
+    _prune_model(recipe, home, method, plan, windows.split(batch) if windows.numel() else (), report, say, journal)
     _note_blocks(method, report, say)
     try:
         measure_all("pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
         _note(f"the pruned model was not measured: {error}", report, say)
-    report.count(model)
+    report.parameters, report.zeros = home.size()
     report.peak_memory = peak_memory()
     report.seconds["total"] = time.perf_counter() - started
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
-    return Result(model, report, tokenizer, source.folder if recipe.dtype == "auto" else None)
+    read = home.weights if isinstance(home.weights, OnDisk) else None
+    return Result(model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read)
 
 
 def _prune_model(
     recipe: Recipe,
-    model: PreTrainedModel,
+    home: Residence,
     method: BlockMethod,
     plan: Plan,
     batches: Sequence[Tensor],
     report: Report,
     say: Observer,
+    journal: Journal | None,
 ) -> None:
     """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each."""
-    compute = compute_dtype(model)
+    model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
     metrics: list[Tensor] = []
     if method.sensitive or recipe.sharing == "error":
         with _phase("finding what errors cost", report, say):
-            metrics = output_sensitivities(model, batches, compute)
+            metrics = _remembered(journal, lambda: output_sensitivities(model, batches, compute, weights, storage))
     if recipe.sharing in ALLOCATIONS[1:]:
         with _phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
-            plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds)
+            shares = journal.fact("shares") if journal else None
+            if shares is None:
+                plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds, weights, storage)
+                if journal:
+                    journal.note("shares", {name: pattern.sparsity for name, pattern in plan.items()})
+            else:
+                plan = {name: Unstructured(share) for name, share in shares.items()}
     pieces: list[Tensor] = []
     states: list[Tensor] = []
     back = 0
@@ -207,7 +230,7 @@ def _prune_model(
     blocks = blocks_of(model)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with _phase("pruning", report, say, visited):
-        for step in prune_blocks(model, batches, method, plan, compute, metrics):
+        for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
             say(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -218,6 +241,17 @@ def _prune_model(
         say(report.coupled)
         if report.coupled.note:
             _note(f"the model's stage: {report.coupled.note}", report, say)
+
+
+def _remembered(journal: Journal | None, find: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The sensitivities, from the journal where a run that is resumed had found them."""
+    kept = journal.tensors("sensitivities") if journal else None
+    if kept is not None:
+        return [kept[str(number)] for number in range(len(kept))]
+    found = find()
+    if journal:
+        journal.keep_tensors("sensitivities", {str(number): some for number, some in enumerate(found)})
+    return found
 
 
 @contextmanager

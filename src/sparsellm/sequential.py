@@ -90,12 +90,11 @@ def prune_blocks(
     mine = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not mine:
         return
-    nothing = Activations([], [[] for _ in blocks])
     blind = method.needs is NoInputs
     if method.sensitive and not metrics:
         metrics = output_sensitivities(model, batches, compute, weights, storage)
     seen = walk(model, batches, max(mine) + 1, compute, method.teacher, metrics, weights, storage)
-    visits = ((block, nothing) for block in blocks) if blind else seen
+    visits = _unseeing(blocks, weights or InMemory()) if blind else seen
     with closing(visits):  # an error must not leave the walk, and with it the model, half-way
         for block, inputs in visits:
             if block.index not in mine:
@@ -107,6 +106,14 @@ def prune_blocks(
                     if isinstance(weights, OnDisk):
                         weights.moved([block.full_name(name) for name in block.module.state_dict()], file)
                 yield step
+
+
+def _unseeing(blocks: Sequence[Block], weights: Weights) -> Generator[tuple[Block, Activations], None, None]:
+    """Each block for a method that needs no inputs: nothing travels."""
+    nothing = Activations([], [[] for _ in blocks])
+    for block in blocks:
+        with weights.block(block):
+            yield block, nothing
 
 
 def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: Plan) -> Iterator[Step]:

@@ -79,6 +79,11 @@ class OnDisk:
         with self._filled(self._ends):
             yield
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._places)
+
     def end_names(self) -> list[str]:
         """The names of the tensors that belong to no block, tied ones once."""
         first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
@@ -97,6 +102,17 @@ class OnDisk:
                 )
             tensor = tensor.to(self.dtype)
         return tensor
+
+    def size(self) -> tuple[int, int]:
+        """How many numbers the tensors hold, tied ones once, and how many of them are zero."""
+        seen: set[tuple[tuple[nn.Module, str], ...]] = set()
+        count = zeros = 0
+        for name in self._places:
+            if self._owners[name] not in seen and isinstance(_held(*self._owners[name][0]), nn.Parameter):
+                seen.add(self._owners[name])
+                tensor = self.read(name)
+                count, zeros = count + tensor.numel(), zeros + int((tensor == 0).sum())
+        return count, zeros
 
     def moved(self, names: Iterable[str], file: Path) -> None:
         """From now on these tensors are read from another safetensors file, under the names that the model gives them."""
