@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
+from sparsellm.events import Note, Stage
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.refinement import Refined
-from sparsellm.run import Note, Stage
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:

@@ -94,7 +94,7 @@ def prune(
     given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
     with _told(context):
         from sparsellm.export import check_output, is_finished
-        from sparsellm.recipe import read_recipe, read_yaml
+        from sparsellm.recipe_file import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
             output = given.pop("model")  # the recipe names the model, so the one name given is the output's
@@ -110,7 +110,8 @@ def prune(
         check_output(output, overwrite, recipe.model)
 
         from sparsellm.display import Progress, print_summary
-        from sparsellm.run import Stage, run
+        from sparsellm.events import Stage
+        from sparsellm.run import run
         from sparsellm.work import working
 
         with Progress(stderr) as progress, working(output, resume, restart) as work:

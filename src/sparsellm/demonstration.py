@@ -7,9 +7,11 @@ from pathlib import Path
 
 from sparsellm.calibration import test_windows
 from sparsellm.checkpoint import DEMO, open_checkpoint
+from sparsellm.events import Observer, Stage
 from sparsellm.measuring import measured
-from sparsellm.recipe import METHODS, read_recipe
-from sparsellm.run import Observer, Stage, run
+from sparsellm.recipe import METHODS
+from sparsellm.recipe_file import read_recipe
+from sparsellm.run import run
 from sparsellm.texts import read_text
 
 SPARSITY = "80%"

@@ -10,11 +10,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sparsellm.events import Event, Note, Stage
 from sparsellm.memory import peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.refinement import Refined
 from sparsellm.report import Report
-from sparsellm.run import Event, Note, Stage
 
 GIB = 1024**3
 

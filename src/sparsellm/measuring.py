@@ -12,7 +12,7 @@ from sparsellm.blocks import computed_in
 from sparsellm.checkpoint import compute_dtype, device_of, open_checkpoint
 from sparsellm.evaluation import Perplexity, perplexity
 from sparsellm.preparation import read_test, window_length
-from sparsellm.recipe import read_recipe
+from sparsellm.recipe_file import read_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

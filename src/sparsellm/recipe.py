@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sparsellm.allocation import select_blocks
 from sparsellm.errors import InvalidSetting, nearest
@@ -274,65 +272,3 @@ class Recipe(BaseModel):
     def to_yaml(self) -> str:
         """The recipe as YAML, every field written out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
-    """A recipe from settings, over those of a YAML file if there is one.
-
-    Raises InvalidSetting that names the field, what it got, and the nearest right name.
-    """
-    merged: dict[str, Any] = {}
-    if config is not None:
-        merged.update(read_yaml(Path(config)))
-    merged.update(settings)
-    if "model" not in merged:
-        raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
-    try:
-        return Recipe(**merged)
-    except ValidationError as error:
-        raise InvalidSetting(_explain(error.errors()[0])) from None
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader without numbers to the base 60: `sparsity: 2:4` is a pattern, not 124."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
-_NUMBER = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a recipe file."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"The recipe {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise InvalidSetting(f"The recipe {path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(content, dict):
-        raise InvalidSetting(f"The recipe {path} must hold `field: value` lines, got {type(content).__name__}.")
-    for key in content:
-        if str(key) not in Recipe.model_fields:
-            raise InvalidSetting(
-                f"The recipe {path} has an unknown field {str(key)!r}. {nearest(str(key), Recipe.model_fields)}"
-            )
-    return content
-
-
-def _explain(error: Any) -> str:
-    """One sentence or two for pydantic's first complaint."""
-    own = (error.get("ctx") or {}).get("error")
-    if isinstance(own, InvalidSetting):
-        return str(own)
-    field = str(error["loc"][0]) if error["loc"] else "recipe"
-    if error["type"] == "extra_forbidden":
-        return f"Unknown field {field!r}. {nearest(field, Recipe.model_fields)}"
-    if error["type"] == "literal_error":
-        known = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), known)}"
-    return f"`{field}`: {error['msg'].lower()}, got {error['input']!r}."

@@ -1,0 +1,97 @@
+"""The stages of a run that change the model: sharing out, pruning block by block, coupling the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparsellm.blocks import blocks_of
+from sparsellm.budgets import share_out
+from sparsellm.distillation import batched, coupling, distil, held_back, last_states, written
+from sparsellm.events import Observer, note, phase
+from sparsellm.journal import Journal
+from sparsellm.methods import BlockMethod, BlockResult, Plan
+from sparsellm.patterns import Unstructured
+from sparsellm.preparation import coupling_batch, coupling_written
+from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.report import Report
+from sparsellm.residence import Residence
+from sparsellm.sensitivity import output_sensitivities
+from sparsellm.sequential import prune_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def prune_model(
+    recipe: Recipe,
+    home: Residence,
+    method: BlockMethod,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    report: Report,
+    say: Observer,
+    journal: Journal | None,
+) -> None:
+    """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each."""
+    model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
+    metrics: list[Tensor] = []
+    if method.sensitive or recipe.sharing == "error":
+        with phase("finding what errors cost", report, say):
+            metrics = _remembered(journal, lambda: output_sensitivities(model, batches, compute, weights, storage))
+    if recipe.sharing in ALLOCATIONS[1:]:
+        with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
+            shares = journal.fact("shares") if journal else None
+            if shares is None:
+                plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds, weights, storage)
+                if journal:
+                    journal.note("shares", {name: pattern.sparsity for name, pattern in plan.items()})
+            else:
+                plan = {name: Unstructured(share) for name, share in shares.items()}
+    pieces: list[Tensor] = []
+    states: list[Tensor] = []
+    back = 0
+    if recipe.couple == "model":
+        windows = torch.cat(list(batches))
+        with phase("letting the dense model write", report, say):
+            ours = windows[: -held_back(windows)] if len(windows) > 1 else windows
+            more = written(model, ours, coupling_written(recipe, *windows.shape), recipe.seed, compute)
+        with phase("reading the dense model's predictions", report, say):
+            pieces, back = batched(windows, more, coupling_batch(recipe, *windows.shape))
+            states = last_states(model, pieces, compute)
+    blocks = blocks_of(model)
+    visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
+    with phase("pruning", report, say, visited):
+        for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
+            say(step)
+            if isinstance(step, BlockResult):
+                report.blocks.append(step)
+    if recipe.couple == "model":
+        with phase("coupling the model", report, say):
+            report.coupled, moved = distil(model, pieces, states, plan, coupling(model, recipe.couple_steps), back)
+            report.blocks = [_with_moved(block, model, moved) for block in report.blocks]
+        say(report.coupled)
+        if report.coupled.note:
+            note(f"the model's stage: {report.coupled.note}", report, say)
+
+
+def _remembered(journal: Journal | None, find: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The sensitivities, from the journal where a run that is resumed had found them."""
+    kept = journal.tensors("sensitivities") if journal else None
+    if kept is not None:
+        return [kept[str(number)] for number in range(len(kept))]
+    found = find()
+    if journal:
+        journal.keep_tensors("sensitivities", {str(number): some for number, some in enumerate(found)})
+    return found
+
+
+def _with_moved(block: BlockResult, model: PreTrainedModel, moved: Sequence[str]) -> BlockResult:
+    """A block's result after the whole model's stage: what else moved, and its zeros as they now are."""
+    mine = {name for name in moved if name.startswith(f"{block.name}.")}
+    layers = [replace(x, zeros=int((model.get_submodule(x.name).weight == 0).sum())) for x in block.layers]
+    return replace(block, moved=tuple(sorted({*block.moved, *mine})), layers=tuple(layers))
