@@ -18,6 +18,7 @@ from sparsellm.budgets import by_error
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.evaluation import perplexity, streamed_perplexity
+from sparsellm.journal import Journal
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
 from sparsellm.sensitivity import output_sensitivities
@@ -118,17 +119,12 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     assert by_error(whole, batches, plan) == by_error(model, batches, plan, None, (), weights, storage)
     method = SparseLLM(newton=1)
     list(prune_blocks(whole, batches, method, plan))
-    count = 0
-    for step in prune_blocks(model, batches, method, plan, weights=weights, storage=storage):
-        if type(step).__name__ == "BlockResult":
-            block = blocks_of(model)[step.index]
+    journal = Journal.begin(tmp_path / "journal", {})
+    list(prune_blocks(model, batches, method, plan, weights=weights, storage=storage, journal=journal))
+    for block in blocks_of(model):
+        with weights.block(block):
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, whole.state_dict()[f"{block.name}.{name}"]), (block.name, name)
-                count += 1
-            kept = {f"{block.name}.{name}": tensor.clone() for name, tensor in block.module.state_dict().items()}
-            save_file(kept, tmp_path / f"{block.index}.safetensors")
-            weights.moved(kept, tmp_path / f"{block.index}.safetensors")
-    assert count == sum(".layers." in name for name in whole.state_dict())
     assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 

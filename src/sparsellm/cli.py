@@ -134,6 +134,7 @@ def evaluate(
     text: options.Text,
     text_field: options.TextField = None,
     length: options.Length = None,
+    memory: options.Memory = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     as_json: options.Json = False,
@@ -147,7 +148,7 @@ def evaluate(
         from sparsellm.measuring import measure
 
         with stderr.status(f"measuring {model}"):
-            found = measure(model, text, text_field, length, device or "auto", dtype or "auto")
+            found = measure(model, text, text_field, length, device or "auto", dtype or "auto", memory)
         if as_json:
             _print_json({"model": model, "perplexity": found})
             return

@@ -8,9 +8,9 @@ from pathlib import Path
 from sparsellm.calibration import test_windows
 from sparsellm.checkpoint import DEMO, open_checkpoint
 from sparsellm.events import Observer, Stage
-from sparsellm.measuring import measured
 from sparsellm.recipe import METHODS
 from sparsellm.recipe_file import read_recipe
+from sparsellm.residence import measured
 from sparsellm.run import run
 from sparsellm.texts import read_text
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparsellm.blocks import computed_in
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
-from sparsellm.evaluation import Perplexity, streamed_perplexity
-from sparsellm.measuring import measured
+from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity
 from sparsellm.memory import available, human_bytes
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
@@ -59,6 +59,12 @@ class Residence:
             return self.weights.size()
         tensors = list(self.model.parameters())
         return sum(tensor.numel() for tensor in tensors), sum(int((tensor == 0).sum()) for tensor in tensors)
+
+
+def measured(model: PreTrainedModel, windows: Tensor, source: str = "") -> Perplexity:
+    """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
+    with computed_in(model, compute_dtype(model)):
+        return perplexity(model, windows, source)
 
 
 def settle(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None) -> Residence:
