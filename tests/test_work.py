@@ -217,3 +217,40 @@ def test_without_an_output_the_model_must_fit(words: tuple[object, ...]) -> None
 
     with pytest.raises(TooLarge, match="Name the folder to write"):
         prune(words[0], "wanda", "60%", words[2], memory="100KB", samples=4, length=32)  # type: ignore[arg-type]
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+from sparsellm.cli import app
+app(sys.argv[2:])
+"""
+"""The command line in a process that may not write files larger than so many bytes: for it the disk is full."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "kept"),
+    [
+        (2_000, STREAMED, 0),  # an activation file
+        (20_000, (), 0),  # the first block
+        (70_000, (), 3),  # the finished checkpoint
+    ],
+)
+def test_a_full_disk(
+    limit: int, more: tuple[str, ...], kept: int, words: tuple[object, ...], tmp_path: Path, command: Command
+) -> None:
+    """One message in the system's words wherever it happens, nothing half-written, and the run goes on once there is room."""
+    model, *rest = words
+    base = [str(word) for word in ("prune", model, tmp_path / "out", *rest, "--method", "wanda", *more)]
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(limit), *base], capture_output=True, text=True, check=False)
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1, told
+    assert told.count("error:") == 1, told
+    assert "File too large" in told
+    assert "Traceback" not in told
+    assert (f"{kept} blocks are finished and kept" in told) == (kept > 0), told
+    assert [file.name for file in tmp_path.iterdir()] == (["out"] if kept else [])
+    assert not list(tmp_path.rglob("*.partial"))
+    assert command(*base, "--resume").exit_code == 0
+    assert command("prune", model, tmp_path / "whole", *rest, "--method", "wanda", *more).exit_code == 0
+    assert same(tmp_path / "out", tmp_path / "whole")

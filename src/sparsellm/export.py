@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sparsellm.blocks import blocks_of
@@ -107,10 +109,19 @@ def save(
         verify(work, report, dense)
         _share(work)
         _put(work, path)
+    except SafetensorError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise _of_system(error, path) from error
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     return path
+
+
+def _of_system(error: SafetensorError, path: Path) -> Exception:
+    """The system's own error, where there is one behind safetensors' (a full disk, for one)."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
 
 
 def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
@@ -122,14 +133,25 @@ def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
     for number, names in enumerate(pieces, 1):
         file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
         tensors = {name: weights.read(name).contiguous() for name in names}
-        save_file(tensors, work / file, metadata={"format": "pt"})
-        placed |= dict.fromkeys(names, file)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        placed |= dict.fromkeys(names, file)
+        written = weights.file_of(names)
+        if written is None or written.parent.name != WORK or not _linked(written, work / file):
+            save_file(tensors, work / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
     (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model.config.save_pretrained(work)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(work)
+
+
+def _linked(file: Path, other: Path) -> bool:
+    """Give a file a second name, so that it takes no second place on the disk; False where that cannot be done."""
+    try:
+        os.link(file, other)
+    except OSError:
+        return False
+    return True
 
 
 def verify(folder: Path, report: Report, dense: Path | None) -> None:

@@ -84,6 +84,16 @@ class OnDisk:
         """The names of all tensors."""
         return list(self._places)
 
+    def file_of(self, names: Iterable[str]) -> Path | None:
+        """The one safetensors file that holds these tensors under their own names, and nothing else; None if there is none."""
+        wanted = set(names)
+        places = {self._places[name] for name in wanted}
+        files = {place.file for place in places}
+        if len(files) != 1 or {place.key for place in places} != wanted or next(iter(files)).suffix != ".safetensors":
+            return None
+        file = next(iter(files))
+        return file if set(_keys(file)) == wanted else None
+
     def end_names(self) -> list[str]:
         """The names of the tensors that belong to no block, tied ones once."""
         first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
