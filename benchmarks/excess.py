@@ -175,8 +175,18 @@ def summary(found: list[dict]) -> str:
 
 def ratio(data: dict, label: str, base: str, pattern: str) -> str:
     """The mean excess of one method as a share of another's, over the seeds that both have."""
-    mine, other = cells(data, label, pattern), cells(data, base, pattern)
-    return f"{mean(x['excess'] for x in mine) / mean(x['excess'] for x in other):.3f}" if mine and other else ""
+    mine, other = (
+        {key.split(" | ")[2]: cell["excess"] for key, cell in data.items() if key in _keys_of(data, name, pattern)}
+        for name in (label, base)
+    )
+    both = mine.keys() & other.keys()
+    return f"{sum(mine[seed] for seed in both) / sum(other[seed] for seed in both):.3f}" if both else ""
+
+
+def _keys_of(data: dict, label: str, pattern: str) -> set[str]:
+    """The names of one method's cells at one pattern, with all windows and the model's own text."""
+    text = next(iter(texts(data)), "")
+    return {key for key in data if key.split(" | ")[:2] == [label, pattern] and key.endswith(f" | {SAMPLES} | {text}")}
 
 
 def main_table(data: dict) -> list[str]:
