@@ -225,12 +225,12 @@ def test_magnitude_needs_no_text() -> None:
     assert list(prune_blocks(model, [], LayerWise(SparseGPT()), {})) == []
 
 
-def test_non_finite_activations_name_the_block() -> None:
-    """Infinity in a block's output stops the walk and names the block."""
+def test_non_finite_activations_name_their_layer() -> None:
+    """Infinity in a layer's output stops the walk and names the layer."""
     model = tiny("llama")
     with torch.no_grad():
         blocks_of(model)[1].layer("mlp.down_proj").weight.fill_(float("inf"))
-    with pytest.raises(NonFinite, match=r"model\.layers\.1 .*float32"):
+    with pytest.raises(NonFinite, match=r"model\.layers\.1\.mlp\.down_proj .*float32"):
         list(walk(model, batches()))
 
 
@@ -294,3 +294,16 @@ def test_models_refused() -> None:
     model.model.layers[1].mlp.up_proj = torch.nn.Conv1d(32, 64, 1)
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj is a Conv1d, not a torch\.nn\.Linear"):
         uniform(blocks_of(model), Unstructured(0.5))
+
+
+@pytest.mark.parametrize("layer", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", None])
+def test_the_first_layer_that_overflows_is_named(layer: str | None) -> None:
+    """Where the fault is a layer's the message names that layer; else, as for a norm, the block."""
+    model = tiny("llama")
+    block = blocks_of(model)[1]
+    with torch.no_grad():
+        (block.layer(layer) if layer else block.module.post_attention_layernorm).weight.fill_(3e38)  # type: ignore[union-attr, operator]
+    told = f"model.layers.1.{layer}" if layer else "model.layers.1.mlp.gate_proj"  # what reads the norm overflows first
+    with pytest.raises(NonFinite, match=rf"output of {told} is not finite"):
+        for _ in walk(model, batches()):
+            pass

@@ -161,8 +161,9 @@ class Activations:
         for number, call in enumerate(self.calls(block)):
             hidden = block(stream[number], call)
             if not bool(hidden.isfinite().all()):
+                first = _first_not_finite(block, stream[number], call)
                 raise NonFinite(
-                    f"The output of {block.name} is not finite ({hidden.dtype}, batch {number}). "
+                    f"The output of {first} is not finite ({hidden.dtype}, batch {number}). "
                     "Try --dtype float32, or more calibration tokens."
                 )
             stream[number] = hidden
@@ -227,6 +228,26 @@ def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> See
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
+    """The first layer of a block whose output is not finite, by its full name; the block's where it is none of its layers."""
+    found: list[str] = []
+
+    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if not bool(output.isfinite().all()):
+                found.append(block.full_name(name))
+
+        return hook
+
+    hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in block.layers.items()]
+    try:
+        block(hidden, call)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else block.name
 
 
 def _shows(look: Look) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
