@@ -104,6 +104,8 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
+        if resume and restart:
+            raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
         if resume and is_finished(output):
             stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
             return
