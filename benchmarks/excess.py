@@ -74,6 +74,7 @@ MORE = {
     "8 Gauss-Newton rounds": {"newton": 8},
     "couple block": {"couple": "block"},
     "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
+    "128 windows written": {"written": 128},
     "OWL": {"allocation": "owl"},
     "DLP": {"allocation": "dlp"},
 }

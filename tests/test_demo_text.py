@@ -162,7 +162,8 @@ def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_steps(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps leave a folder that loads, and a record of how it was made; a second run leaves it alone."""
     output = tmp_path / "made"
-    train.main([family, str(output), "--steps", "2", "--threads", str(torch.get_num_threads())])
+    words = [family, str(output), "--threads", str(torch.get_num_threads())]  # by default it takes one, for good
+    train.main([*words, "--steps", "2"])
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert record == json.loads((output / "training.json").read_text())
@@ -176,7 +177,7 @@ def test_two_steps(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(OutputExists, match="nothing is overwritten"):
         train.train(train.Training(family), output)
     with pytest.raises(SystemExit, match="exists"):
-        train.main([family, str(output)])
+        train.main(words)
 
 
 def test_prune_by_magnitude() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
@@ -25,6 +28,7 @@ from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import prune_blocks
 from sparsellm.storage import Storage
 from sparsellm.weights import NotStreamable, OnDisk
+from tests.test_bad_input import refused
 
 SHARED = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 every_family = pytest.mark.parametrize("family", ["opt", "opt-post-norm", "llama", "llama-untied"])
@@ -164,3 +168,24 @@ def test_a_file_that_goes_away(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="cannot be read from"), weights.ends():
         pass
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+class Code:
+    """What a hostile file would hold."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("this must never be printed",)
+
+
+@pytest.mark.parametrize("memory", [(), ("--memory", "1KB")], ids=["in memory", "streamed"])
+def test_code_in_a_bin_file_is_refused(
+    memory: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    """One message, nothing run, nothing written; and no advice to run it."""
+    folder = Path(shutil.copytree(tiny["llama"], tmp_path / "model"))
+    (folder / "model.safetensors").unlink()
+    torch.save({"x": Code()}, folder / "pytorch_model.bin")
+    ran = command("prune", folder, tmp_path / "out", "--method", "magnitude", *memory)
+    refused(ran, "holds more than tensors")
+    assert "never be printed" not in ran.output
+    assert not (tmp_path / "out").exists()

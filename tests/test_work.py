@@ -201,7 +201,8 @@ def test_killed_at_once(memory: tuple[str, ...], words: tuple[object, ...], tmp_
             break
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert command("prune", model, out, *base, "--resume").exit_code == 0
+    ran = command("prune", model, out, *base, "--resume")
+    assert ran.exit_code == 0, ran.stderr
     assert same(out, tmp_path / "whole")
     assert not (out / WORK).exists()
 
@@ -252,6 +253,7 @@ def test_a_full_disk(
     assert (f"{kept} blocks are finished and kept" in told) == (kept > 0), told
     assert [file.name for file in tmp_path.iterdir()] == (["out"] if kept else [])
     assert not list(tmp_path.rglob("*.partial"))
-    assert command(*base, "--resume").exit_code == 0
+    ran = command(*base, "--resume")
+    assert ran.exit_code == 0, ran.stderr
     assert command("prune", model, tmp_path / "whole", *rest, "--method", "wanda", *more).exit_code == 0
     assert same(tmp_path / "out", tmp_path / "whole")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,10 @@ class Checkpoint:
                 model, loaded = AutoModelForCausalLM.from_pretrained(
                     self.folder, config=self.config, dtype=wanted, output_loading_info=True, local_files_only=True
                 )
+        except UnpicklingError as error:
+            raise BadCheckpoint(
+                f"{self.name}: a .bin file holds more than tensors, and code in a weight file is not run."
+            ) from error
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {_first_line(error)}.") from error
         missing = sorted(loaded["missing_keys"])

@@ -249,7 +249,7 @@ def demo(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}
             )
             return
-        title = f"demo:{family}, {SPARSITY} of every layer removed, perplexity on text that it was not trained on"
+        title = f"demo:{family}, {SPARSITY} removed, perplexity on text that it was not trained on"
         cells = [
             [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
             for x in rows

@@ -26,7 +26,6 @@ class Storage:
 
     def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
         self._left, self._folder = budget, folder
-        self.spilled = 0  # bytes that went to files at most, for the report
 
     @contextmanager
     def lists(self, count: int, size: int) -> Iterator[list[Kept]]:
@@ -47,11 +46,9 @@ class Storage:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="activations-", dir=self._folder))
-        self.spilled += size
         try:
             yield folder
         finally:
-            self.spilled -= size
             shutil.rmtree(folder, ignore_errors=True)
 
 

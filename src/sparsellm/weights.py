@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -250,6 +251,8 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     """The tensors of a .bin file, mapped and not yet read; no code that it may hold is run."""
     try:
         found: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except UnpicklingError as error:
+        raise BadCheckpoint(f"{file.name} holds more than tensors, and code in a weight file is not run.") from error
     except RuntimeError as error:  # the format before torch 1.6
         raise NotStreamable(f"{file.name} is of a format that cannot be read in parts") from error
     return found
