@@ -16,7 +16,7 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.methods.layerwise import gather, problems_of, solve
+from sparsellm.methods.layerwise import gather, problem_of, solve
 from sparsellm.moments import Gram, InputNorms
 from sparsellm.patterns import Unstructured
 from sparsellm.problem import LayerProblem
@@ -176,7 +176,8 @@ def by_error(
         if not names:
             continue
         weighs = layer_sensitivities(inputs, block, names, inputs.metric(block))
-        for name, problem in problems_of(block, gather(block, inputs, dict.fromkeys(names, Gram))).items():
+        for name, known in gather(block, inputs, dict.fromkeys(names, Gram)).items():
+            problem = problem_of(block, name, known)
             full = block.full_name(name)
             weighed = LayerProblem(problem.weight, problem.inputs, weighs[name])
             power = float(weighed.energy(weighed.weight))
@@ -228,7 +229,8 @@ def _scores(
     def look(block: Block, inputs: Activations) -> None:
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
-            problems = problems_of(block, gather(block, inputs, dict.fromkeys(names, InputNorms)))
+            moments = gather(block, inputs, dict.fromkeys(names, InputNorms))
+            problems = {name: problem_of(block, name, known) for name, known in moments.items()}
             scores = [problem.weight.abs() * problem.norms for problem in problems.values()]
             found.append((block, [block.full_name(name) for name in names], scores))
 

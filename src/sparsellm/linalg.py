@@ -55,9 +55,14 @@ def inverse_factor(matrix: Tensor, damping: float) -> Tensor:
     With $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$ upper triangular with $M = RR^\top$, so $U = R^{-1}$: a third of the
     operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never formed.
     """
-    reversed_lower = cholesky(matrix.flip(0, 1), damping)
-    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    inverse: Tensor = torch.linalg.solve_triangular(reversed_lower.flip(0, 1), eye, upper=True)
+    turned = matrix.flip(0, 1)
+    del matrix  # each of these is as large as a layer's largest: what is no longer read is given back, if the caller lets it
+    lower = cholesky(turned, damping)
+    del turned
+    upper = lower.flip(0, 1)
+    del lower
+    eye = torch.eye(len(upper), dtype=upper.dtype, device=upper.device)
+    inverse: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
     return inverse
 
 

@@ -50,8 +50,8 @@ class LayerWise:
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
-        for name, problem in problems_of(block, moments).items():
-            yield prune_layer(block, name, self.solver, problem, plan)
+        for name in names:
+            yield prune_layer(block, name, self.solver, problem_of(block, name, moments[name]), plan)
 
 
 def planned(block: Block, plan: Plan) -> list[str]:
@@ -87,12 +87,9 @@ def gather(
     return moments
 
 
-def problems_of(block: Block, moments: Mapping[str, NoInputs]) -> dict[str, LayerProblem]:
-    """Each named layer's local problem, with a float32 copy of its dense weight."""
-    return {
-        name: LayerProblem(block.layer(name).weight.detach().to(torch.float32, copy=True), known)
-        for name, known in moments.items()
-    }
+def problem_of(block: Block, name: str, moments: NoInputs) -> LayerProblem:
+    """A layer's local problem, with a float32 copy of its weight as it now is."""
+    return LayerProblem(block.layer(name).weight.detach().to(torch.float32, copy=True), moments)
 
 
 def prune_layer(block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan) -> LayerResult:

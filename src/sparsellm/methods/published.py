@@ -13,7 +13,7 @@ from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.feedforward import FeedForward
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import LayerWise, gather, planned, problems_of, prune_layer, result, solve
+from sparsellm.methods.layerwise import LayerWise, gather, planned, problem_of, prune_layer, result, solve
 from sparsellm.methods.signals import Signals
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.problem import LayerProblem
@@ -105,7 +105,7 @@ class PublishedSparseLLM:
         needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
         signals = Signals(block, feed_forward, self.beta / self.alpha)
         moments = gather(block, inputs, needs, also=signals.looks())
-        problems = problems_of(block, moments)
+        problems = {name: problem_of(block, name, known) for name, known in moments.items()}
         for name, problem in problems.items():
             if name not in together:
                 yield prune_layer(block, name, self.solver, problem, plan)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped, dead_inputs, inverse_factor, lifted
+from sparsellm.linalg import damped, inverse_factor, lifted
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import NM, Pattern, keep_largest
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
@@ -44,11 +44,10 @@ class SparseGPT:
             raise InvalidSetting(f"SparseGPT needs damping >= 0 and block >= 1, got {self.damping} and {self.block}.")
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        gram = problem.gram
-        dead = dead_inputs(gram)
+        dead = problem.norms == 0
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
-        factor = inverse_factor(damped(gram, self.damping), self.damping)
+        factor = inverse_factor(damped(problem.gram, self.damping), self.damping)
         height = self._height(problem)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
