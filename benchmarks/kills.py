@@ -1,7 +1,7 @@
 """Kill runs at random moments, resume them, and compare what they write with an unbroken run's: docs/large-models.md.
 
     python benchmarks/kills.py --kills 25
-    python benchmarks/kills.py --kills 25 --methods sparsellm --memory 2MB
+    python benchmarks/kills.py --kills 25 --methods sparsellm --stream
 
 Each method prunes a bundled model again and again, every time with `--resume`; SIGKILL comes at a moment drawn evenly over the
 time of an unbroken run. A run that gets to its end is compared, thrown away, and begun anew, until there were as many kills.
@@ -69,9 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--memory")
+    parser.add_argument("--stream", action="store_true")
     words = parser.parse_args()
-    more = ["--memory", words.memory] if words.memory else []
+    more = ["--stream"] if words.stream else []
     good = True
     with tempfile.TemporaryDirectory() as folder:
         for method in words.methods:

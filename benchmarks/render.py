@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 import excess
+import planning
 import solvers
 import streaming
 from results import MEASURED, ROOT, epochs_tables, seconds_table, table
@@ -18,7 +19,7 @@ from sparsellm.display import plus_minus
 
 def render() -> None:
     """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    others = ("demo.json", "streaming.json", "solvers", "epochs-", "excess-")
+    others = ("demo.json", "streaming", "planning.json", "solvers", "epochs-", "excess-")
     names = (file for file in sorted(MEASURED.glob("*.json")) if not file.name.startswith(others))
     files = [json.loads(file.read_text()) for file in names]
     parts = []
@@ -32,7 +33,8 @@ def render() -> None:
     page = page.replace("{{excess}}\n", "\n".join(excess.tables()) + "\n").replace(
         "{{solvers}}\n", "\n".join(solvers.tables()) + "\n"
     )
-    page = page.replace("{{streaming}}\n", "\n".join(streaming.tables()) + "\n")
+    page = page.replace("{{streaming}}\n", "\n".join([*streaming.tables(), "", *streaming.cost()]) + "\n")
+    page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
     (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split("<!-- demo table -->\n")

@@ -1,11 +1,12 @@
 """The memory that a run takes on models of random weights that are read block by block: docs/results.md.
 
     python benchmarks/streaming.py measure --blocks 12 24 --windows 8 64     # width 1,024: small enough for an afternoon
-    python benchmarks/streaming.py measure --width 2560 --blocks 40 --windows 16    # more than 6 GB in bfloat16
+    python benchmarks/streaming.py measure --width 2048 --blocks 60 --windows 16    # more than 6 GB in bfloat16, an hour
+    python benchmarks/streaming.py compare                  # a model that fits, in memory and streamed, in turn, three times
     python benchmarks/streaming.py tables
 
-A model of each size is made in a temporary folder, pruned by SparseGPT with `--memory`, and evaluated, each in a process of
-its own whose peak of resident memory the system tells.
+A model of each size is made in a temporary folder, pruned by SparseGPT with `--memory`, and evaluated on the beginning of the
+demo's text, each in a process of its own whose peak of resident memory the system tells.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from results import MEASURED, processor
@@ -24,10 +26,13 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig
 
 from sparsellm.checkpoint import open_checkpoint
+from sparsellm.texts import read_text
 
-FILE = MEASURED / "streaming.json"
+FILE, COST = MEASURED / "streaming.json", MEASURED / "streaming-cost.json"
 VOCABULARY_OF = "demo:llama"
 LENGTH = 512
+CHARACTERS = 30_000
+"""Of the text to evaluate on: some dozen windows."""
 
 
 def make(folder: Path, blocks: int, width: int) -> int:
@@ -102,14 +107,60 @@ def measure(blocks: int, windows: int, width: int, memory: str) -> None:
         pruned, seconds = peak(
             [*command, "prune", f"{folder}/model", f"{folder}/out", "--method", "sparsegpt", "--sparsity", "70%", *words]
         )
+        text = Path(folder) / "text.txt"
+        text.write_text(read_text("demo", "test").stream[:CHARACTERS], encoding="utf-8")
         evaluated, more = peak(
-            [*command, "evaluate", f"{folder}/out", "--text", "demo", "--length", str(LENGTH), "--memory", memory]
+            [*command, "evaluate", f"{folder}/out", "--text", str(text), "--length", str(LENGTH), "--memory", memory]
         )
     cell = {"bytes": size, "prune": pruned, "prune_seconds": round(seconds, 1)}
     known[key] = cell | {"evaluate": evaluated, "evaluate_seconds": round(more, 1)}
     known["machine"] = f"{processor()}, torch {torch.__version__}"
     FILE.write_text(json.dumps(known, indent=1) + "\n")
     print(key, known[key], file=sys.stderr)
+
+
+def compare(blocks: int, width: int, windows: int, times: int) -> None:
+    """Seconds of pruning one model in memory and streamed, in turn, as the reports tell them."""
+    found: dict[str, list[float]] = {"--no-stream": [], "--stream": []}
+    with tempfile.TemporaryDirectory() as folder:
+        size = make(Path(folder) / "model", blocks, width)
+        for number in range(times):
+            for words, spent in found.items():
+                out = Path(folder) / f"out{words}{number}"
+                command = [
+                    sys.executable,
+                    "-m",
+                    "sparsellm",
+                    "prune",
+                    f"{folder}/model",
+                    str(out),
+                    "--method",
+                    "sparsegpt",
+                    words,
+                ]
+                more = ["--sparsity", "70%", "--calibration", "demo", "--length", str(LENGTH), "--samples", str(windows)]
+                subprocess.run([*command, *more], check=True, capture_output=True)
+                seconds = json.loads((out / "sparsellm.json").read_text())["seconds"]
+                spent.append(round(seconds["pruning"] + seconds["loading"], 2))
+                print(words, spent[-1], file=sys.stderr, flush=True)
+    machine = f"{processor()}, torch {torch.__version__}"
+    told = {"blocks": blocks, "width": width, "windows": windows, "bytes": size, "seconds": found, "machine": machine}
+    COST.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def cost() -> list[str]:
+    """What streaming cost in time, in a sentence."""
+    if not COST.exists():
+        return []
+    told = json.loads(COST.read_text())
+    inside, streamed = told["seconds"]["--no-stream"], told["seconds"]["--stream"]
+    ratios = [two / one for one, two in zip(inside, streamed, strict=True)]
+    form = f"{told['bytes'] / 1e9:.2f} GB ({told['blocks']} blocks of width {told['width']}, {told['windows']} windows)"
+    return [
+        f"A model of {form}, loaded and pruned by SparseGPT in memory and streamed, in turn: {median(inside):.1f} and "
+        f"{median(streamed):.1f} s in the median; the ratios are {', '.join(f'{ratio:.3f}' for ratio in ratios)}. Made by "
+        "`python benchmarks/streaming.py compare`."
+    ]
 
 
 def tables() -> list[str]:
@@ -138,10 +189,18 @@ def main() -> None:
     measuring.add_argument("--windows", nargs="+", type=int, default=[8, 64])
     measuring.add_argument("--width", type=int, default=1024)
     measuring.add_argument("--memory", default="1GB")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("--blocks", type=int, default=8)
+    comparing.add_argument("--width", type=int, default=1024)
+    comparing.add_argument("--windows", type=int, default=8)
+    comparing.add_argument("--times", type=int, default=3)
     commands.add_parser("tables")
     words = parser.parse_args()
+    if words.command == "compare":
+        compare(words.blocks, words.width, words.windows, words.times)
+        return
     if words.command == "tables":
-        print("\n".join(tables()))
+        print("\n".join([*tables(), "", *cost()]))
         return
     for blocks in words.blocks:
         for windows in words.windows:

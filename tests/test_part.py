@@ -305,13 +305,13 @@ def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: py
     part = part_of("opt", True, split)
     x, t = torch.cat(part.inputs), torch.cat(part.targets)
     fitted, held = part.split()
-    monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 14)
-    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 2)
+    fitted.least = 14
+    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 2)
     for some, wanted in ((fitted, slice(0, 47)), (held, slice(47, 50)), (fitted.sampled(), slice(0, 47, 3))):
         assert torch.equal(torch.cat(list(some.inputs)), x[wanted])
         assert torch.equal(torch.cat(list(some.targets)), t[wanted])
         assert all(len(batch) for batch in some.inputs)
-    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 4)  # now the width asks for more: 24
+    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 4)  # now the width asks for more: 24
     assert torch.equal(torch.cat(list(fitted.sampled().inputs)), x[:47])
 
 
@@ -319,8 +319,8 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     """A step's gradient is taken from all tokens and its curvature from some: to first order, down the slope of all."""
     part = part_of("opt", False)
     weights, keep = pruned(part, "opt")
-    monkeypatch.setattr("sparsellm.methods.part.NEWTON_TOKENS", 10)
-    monkeypatch.setattr("sparsellm.methods.part.NEWTON_WIDTHS", 1)
+    part.least = 10
+    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 1)
     seen: list[tuple[bool, int]] = []
     plain = Part._gradient
 

@@ -177,7 +177,7 @@ class Code:
         return print, ("this must never be printed",)
 
 
-@pytest.mark.parametrize("memory", [(), ("--memory", "1KB")], ids=["in memory", "streamed"])
+@pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])
 def test_code_in_a_bin_file_is_refused(
     memory: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]
 ) -> None:

@@ -59,6 +59,11 @@ class Checkpoint:
         """Bytes that the weights take in their files."""
         return sum(file.stat().st_size for file in self.files())
 
+    def dtype(self, wanted: str = "auto") -> torch.dtype:
+        """What the model will be in: as wanted, or by default as the configuration says or, where it does not, as stored."""
+        told = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
+        return told if isinstance(told, torch.dtype) else stored_dtype(self.files()[0])
+
     def stream(self, dtype: str = "auto", device: torch.device | str = "cpu") -> tuple[PreTrainedModel, OnDisk]:
         """The model without its weights, in evaluation mode, and what reads them block by block.
 
@@ -74,9 +79,7 @@ class Checkpoint:
             return model
 
         places = locate(self.files(), empty(torch.float32))
-        told = getattr(self.config, "dtype", None)
-        stored = told if isinstance(told, torch.dtype) else stored_dtype(places)
-        kind = stored if dtype == "auto" else getattr(torch, dtype)
+        kind = self.dtype(dtype)
         model = empty(kind)
         for module in model.modules():
             for name, buffer in module._buffers.items():

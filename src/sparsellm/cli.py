@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import inspect as introspection
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def prune(
     seed: options.Seed = None,
     evaluate: options.Evaluate = None,
     memory: options.Memory = None,
+    stream: options.Stream = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     batch: options.Batch = None,
@@ -124,6 +126,42 @@ def prune(
             _print_json(result.report.to_dict() | {"output": str(folder)})
         else:
             print_summary(stdout, result.report, str(folder))
+
+
+def _like_prune(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the arguments and options of `prune` that decide what a run takes."""
+    whole = introspection.signature(prune, eval_str=True)
+    left_out = ("print_config", "resume", "restart", "overwrite")
+    command.__signature__ = whole.replace(  # type: ignore[attr-defined]
+        parameters=[some for name, some in whole.parameters.items() if name not in left_out]
+    )
+    command.__annotations__ = {name: kind for name, kind in prune.__annotations__.items() if name not in left_out}
+    return command
+
+
+@app.command()
+@_like_prune
+def plan(context: typer.Context, **given: Any) -> None:
+    """Tell what `prune` would take with the same words: memory, disk, operations, time. No weights are read.
+
+    Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
+    """
+    output, config, as_json = given.pop("output"), given.pop("config"), given.pop("as_json")
+    settings = {name: value for name, value in given.items() if value not in (None, [])}
+    with _told(context):
+        from sparsellm.display import print_plan
+        from sparsellm.planning import plan_run
+        from sparsellm.recipe_file import read_recipe
+
+        with stderr.status("planning"):
+            planned = plan_run(read_recipe(settings, config), output)
+        if as_json:
+            _print_json(planned.to_dict())
+        else:
+            print_plan(stdout, planned)
+        if not planned.fits:
+            stderr.print(Text(f"error: {planned.refusal}", style="red"), soft_wrap=True)
+            raise typer.Exit(1)
 
 
 _NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "as_json")
@@ -273,8 +311,7 @@ def _told(context: typer.Context) -> Iterator[None]:
         stderr.print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ["nothing was written"])]), highlight=False)
         sys.exit(130)
     except Exception as error:
-        memory = type(error).__name__ == "OutOfMemoryError"  # torch's; not imported for its name alone
-        if context.obj or not (memory or isinstance(error, (SparseLLMError, OSError))):
+        if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
         where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         stderr.print(Text(f"error: {_message(error)}{where}", style="red"), soft_wrap=True)
@@ -283,7 +320,7 @@ def _told(context: typer.Context) -> Iterator[None]:
 
 def _message(error: Exception) -> str:
     """An error in words."""
-    if type(error).__name__ == "OutOfMemoryError":
+    if _out_of_memory(error):
         return "The device is out of memory. Pass a smaller --batch, fewer --samples, a shorter --length, or --device cpu."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         kept = "" if getattr(error, "__notes__", ()) else " Nothing was kept of the output."
@@ -291,6 +328,13 @@ def _message(error: Exception) -> str:
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
         return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
     return str(error)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether torch says so; not loaded for this alone, since --help must not wait for it."""
+    from sparsellm.memory import out_of_memory
+
+    return isinstance(error, RuntimeError) and out_of_memory(error)
 
 
 def _print_json(data: Any) -> None:

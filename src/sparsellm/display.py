@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsellm.events import Event, Note, Stage
-from sparsellm.memory import peak_memory
+from sparsellm.memory import human_bytes, peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
+from sparsellm.planning import RunPlan
 from sparsellm.refinement import Refined
 from sparsellm.report import Report
 
@@ -112,6 +113,48 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         ]
         console.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
     console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
+
+
+def print_plan(console: Console, plan: RunPlan) -> None:
+    """What a person wants to know of a run before it starts."""
+    found, place = plan.found, plan.found.place
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    say(f"{plan.recipe.model}: {plan.recipe.describe()}")
+    shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
+    say(f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    where = place.note or "in memory as a whole"
+    say(f"The model, {human_bytes(place.model)}, is {where}.")
+    if plan.samples:
+        say(f"{plan.samples} windows of {plan.length:,} tokens, {found.batch} at a time.")
+    rows = [
+        [
+            x.name,
+            human_bytes(x.memory.get(found.device, 0)),
+            human_bytes(x.files),
+            _operations(x.operations),
+            _duration(x.seconds),
+        ]
+        for x in found.stages
+    ]
+    console.print(table(["stage", f"memory ({found.device})", "files", "operations", "time"], rows))
+    say(
+        f"Peak: {human_bytes(found.data)} of memory on {found.device} while {found.peak.name}, of {human_bytes(place.memory)} "
+        f"that may be taken; the process {human_bytes(found.resident)}, Python and its libraries included."
+    )
+    say(f"Disk: {human_bytes(found.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(found.seconds)}.")
+    if plan.most_samples is not None:
+        say(f"Up to --samples {plan.most_samples:,} would fit.")
+
+
+def _operations(count: float) -> str:
+    """Floating-point operations as people say them."""
+    units = ["", "k", "M", "G", "T", "P", "E"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.3g} {units[0]}"
 
 
 def _errors(block: BlockResult) -> str:

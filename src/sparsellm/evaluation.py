@@ -63,7 +63,7 @@ def perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    batch = batch or _usual_batch(model, length)
+    batch = batch or usual_batch(_vocabulary(model), length)
     started = time.perf_counter()
     losses: list[float] = []
     with evaluating(model):
@@ -92,7 +92,7 @@ def streamed_perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    batches = torch.split(windows, batch or _usual_batch(model, length))
+    batches = torch.split(windows, batch or usual_batch(_vocabulary(model), length))
     started, blocks = time.perf_counter(), blocks_of(model)
     losses: list[float] = []
     for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
@@ -106,9 +106,9 @@ def streamed_perplexity(
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
 
-def _usual_batch(model: PreTrainedModel, length: int) -> int:
-    """Windows at a time: as many as keep the logits under 64 MiB and the tokens under 4,096."""
-    return max(1, min(LOGITS_BYTES // (length * _vocabulary(model) * 4), TOKENS // length))
+def usual_batch(vocabulary: int, length: int, share: float = 1.0) -> int:
+    """Windows at a time: as many as keep the logits under 64 MiB and the tokens under 4,096, or a share of both."""
+    return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
 
 
 @torch.no_grad()

@@ -49,12 +49,28 @@ def check_fits(needed: int, device: torch.device, what: str, instead: str) -> No
         raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {had:,} are free. {instead}")
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device has no memory left; a processor's says so only in words."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
+    )
+
+
 def human_bytes(count: float) -> str:
     """Bytes as people say them."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
     return f"{count:.0f} {units[0]}" if units[0] == "B" or count >= 100 else f"{count:.1f} {units[0]}"
+
+
+def held_now() -> int:
+    """The memory that this process holds, in bytes; its peak so far where the system tells no more."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return peak_memory()
 
 
 def peak_memory() -> int:

@@ -97,6 +97,10 @@ Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
 
 Memory = Annotated[str | None, _machine(help="What the run may take, as 16GiB.", default="four fifths of what is free")]
+Stream = Annotated[
+    bool | None,
+    _machine("--stream/--no-stream", help="Read the model block by block.", default="where it takes more than half of that"),
+]
 Device = Annotated[str | None, _machine(help="auto, cpu, cuda, mps.", default="auto")]
 Dtype = Annotated[str | None, _machine(help="auto (as stored), float32, bfloat16, float16.", default="auto")]
 Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 4,096 tokens")]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sparsellm.allocation import from_file, select_blocks, uniform
-from sparsellm.blocks import Block
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.calibration import calibration_windows, test_windows
-from sparsellm.checkpoint import Checkpoint, Loaded
+from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
+from sparsellm.events import Observer, Stage, note, phase
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.moments import NoInputs
+from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Unstructured
 from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
 
 if TYPE_CHECKING:
@@ -31,8 +34,54 @@ USUAL_LENGTH = 2048
 COUPLING_TOKENS = 2048
 """Tokens in a gradient step over the whole model: more steps beat larger ones, and the logits are large."""
 
+TOKENS_A_BATCH = 4096
+"""Windows travel in batches of about this many tokens: enough to keep matrix products busy, few enough to stay small."""
+
 GivenText = Sequence[str] | Tensor | None
 """Texts, or token numbers (samples, length), in place of the recipe's calibration text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A run before its weights are read.
+
+    blocks: of a skeleton without weights. plan: a pattern for every layer to prune. length: tokens a window. windows: to
+    calibrate on, (samples, length). tests: by text, the windows to measure on. batch: windows at a time.
+    """
+
+    source: Checkpoint | Loaded
+    device: torch.device
+    blocks: Sequence[Block]
+    method: BlockMethod
+    plan: Plan
+    length: int
+    windows: Tensor
+    tests: Mapping[str, Tensor]
+    batch: int
+
+
+def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None, report: Report, say: Observer) -> Prepared:
+    """Open the model and read the texts, and refuse what can be refused so far. Arguments as for `sparsellm.run.run`."""
+    device = device_of(recipe.device)
+    with phase("opening", report, say):
+        source = source or open_checkpoint(recipe.model)
+        skeleton = source.skeleton()
+        blocks = blocks_of(skeleton)
+        method, plan = make_plan(recipe, blocks)
+        length = window_length(recipe, source.length)
+    with phase("reading texts", report, say):
+        windows, report.calibration = draw_windows(recipe, method, given, source, length)
+        tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
+        check_tokens(skeleton, windows, *tests.values())
+        if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
+            note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
+        _note_few_tokens(method, plan, blocks, windows, report, say)
+        every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
+        batch = recipe.batch or _usual_batch(every, length)
+        vocabulary = skeleton.get_input_embeddings().num_embeddings
+        if told := check_memory(recipe, method, blocks, every, vocabulary, device):
+            say(Stage(told))
+    return Prepared(source, device, blocks, method, plan, length, windows, tests, batch)
 
 
 def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
@@ -68,26 +117,29 @@ def coupling_written(recipe: Recipe, samples: int, length: int) -> int:
 
 
 def check_memory(
-    recipe: Recipe, method: BlockMethod, blocks: list[Block], windows: Tensor, vocabulary: int, device: torch.device
+    recipe: Recipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, vocabulary: int, device: torch.device
 ) -> str:
     """What the gradient stages will take, in words; raises TooLarge where it cannot be had. Empty without such stages."""
-    if not isinstance(method, SparseLLM) or not (method.refine.steps or recipe.couple == "model"):
-        return ""
     told = []
-    width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    if method.refine.steps:
+    if isinstance(method, SparseLLM) and method.refine.steps:
+        width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         # Two streams, and what the feed-forward part reads and should write.
         needed = trained_bytes(blocks, together=False) + 4 * 4 * windows.numel() * width
         told.append(f"refining a block takes {human_bytes(needed)}")
         check_fits(needed, device, "Refining a block", "Pass --refine 0, or fewer --samples.")
     if recipe.couple == "model":
-        tokens = coupling_batch(recipe, *windows.shape) * windows.shape[1]
-        needed = trained_bytes(blocks, together=True)
-        every = windows.numel() + coupling_written(recipe, *windows.shape) * windows.shape[1]
-        needed += predictions_bytes(every, width, tokens, vocabulary, len(blocks))
+        needed = coupling_bytes(recipe, blocks, windows, vocabulary)
         told.append(f"coupling the model takes {human_bytes(needed)}")
         check_fits(needed, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
     return ", ".join(told)
+
+
+def coupling_bytes(recipe: Recipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
+    """What the whole model's stage takes besides the model."""
+    width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
+    batch = coupling_batch(recipe, *windows.shape) * windows.shape[1]
+    every = windows.numel() + coupling_written(recipe, *windows.shape) * windows.shape[1]
+    return trained_bytes(blocks, together=True) + predictions_bytes(every, width, batch, vocabulary, len(blocks))
 
 
 def window_length(recipe: Recipe, longest: int) -> int:
@@ -137,3 +189,23 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
 def read_test(recipe: Recipe, source: Checkpoint | Loaded, text: str, length: int) -> Tensor:
     """The windows to measure on, (windows, length)."""
     return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length)
+
+
+def _usual_batch(windows: Tensor, length: int) -> int:
+    """Windows that travel together: about 4,096 tokens, and an eighth of all windows at most, to have some to hold back."""
+    most = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
+    return min(most, max(1, len(windows) // 8)) if windows.numel() else most
+
+
+def _note_few_tokens(
+    method: BlockMethod, plan: Plan, blocks: Sequence[Block], windows: Tensor, report: Report, say: Observer
+) -> None:
+    """Warn of Gram matrices that cannot have full rank: fewer tokens than a planned layer has inputs."""
+    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
+    if issubclass(method.needs, Gram) and windows.numel() < widest:
+        note(
+            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
+            f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
+            report,
+            say,
+        )

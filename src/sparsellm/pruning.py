@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
@@ -20,11 +21,15 @@ from sparsellm.preparation import coupling_batch, coupling_written
 from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.report import Report
 from sparsellm.residence import Residence
-from sparsellm.sensitivity import output_sensitivities
+from sparsellm.sensitivity import each_sensitivity, output_sensitivities
 from sparsellm.sequential import prune_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+SENSING = "finding what errors cost"
+"""The stage that finds the sensitivities."""
 
 
 def prune_model(
@@ -39,10 +44,15 @@ def prune_model(
 ) -> None:
     """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each."""
     model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
-    metrics: list[Tensor] = []
+    metrics: Sequence[Tensor] = []
+    blocks = blocks_of(model)
     if method.sensitive or recipe.sharing == "error":
-        with phase("finding what errors cost", report, say):
-            metrics = _remembered(journal, lambda: output_sensitivities(model, batches, compute, weights, storage))
+        with phase(SENSING, report, say):
+            if journal is None:
+                metrics = output_sensitivities(model, batches, compute, weights, storage)
+            else:
+                find = partial(each_sensitivity, model, batches, compute, weights, storage)
+                metrics = _remembered(journal, len(blocks), find)
     if recipe.sharing in ALLOCATIONS[1:]:
         with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
             shares = journal.fact("shares") if journal else None
@@ -63,7 +73,6 @@ def prune_model(
         with phase("reading the dense model's predictions", report, say):
             pieces, back = batched(windows, more, coupling_batch(recipe, *windows.shape))
             states = last_states(model, pieces, compute)
-    blocks = blocks_of(model)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase("pruning", report, say, visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
@@ -79,15 +88,36 @@ def prune_model(
             note(f"the model's stage: {report.coupled.note}", report, say)
 
 
-def _remembered(journal: Journal | None, find: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """The sensitivities, from the journal where a run that is resumed had found them."""
-    kept = journal.tensors("sensitivities") if journal else None
-    if kept is not None:
-        return [kept[str(number)] for number in range(len(kept))]
-    found = find()
-    if journal:
-        journal.keep_tensors("sensitivities", {str(number): some for number, some in enumerate(found)})
-    return found
+class Kept(Sequence[Tensor]):
+    """Tensors in a journal, one for each number, read when they are asked for."""
+
+    def __init__(self, journal: Journal, name: str, count: int) -> None:
+        self._journal, self._name, self._count = journal, name, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            raise TypeError("They are read one by one.")
+        number = range(self._count)[index]
+        found = self._journal.tensors(f"{self._name}-{number}")
+        if found is None:
+            raise KeyError(f"{self._name} {number} is not in the journal.")
+        return found["x"]
+
+
+def _remembered(journal: Journal, count: int, find: Callable[[], Iterator[tuple[int, Tensor]]]) -> Sequence[Tensor]:
+    """The sensitivities, by way of the journal: from there where a run that is resumed had found them all."""
+    name = "sensitivity"
+    if any(journal.fact(f"{name}-{number}") is None for number in range(count)):
+        for number, found in find():
+            journal.keep_tensors(f"{name}-{number}", {"x": found})
+    return Kept(journal, name, count)
 
 
 def _with_moved(block: BlockResult, model: PreTrainedModel, moved: Sequence[str]) -> BlockResult:

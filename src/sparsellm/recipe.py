@@ -110,6 +110,9 @@ class Recipe(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 4,096 tokens")
     memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
+    stream: bool | None = Field(
+        None, description="read the model block by block; default: where it takes more than half of that memory"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
     evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.blocks import computed_in
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
-from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity
+from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
 from sparsellm.memory import available, human_bytes
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
@@ -31,15 +31,20 @@ STREAMS_SHARE = 0.25
 """Of its memory, how much holds hidden states; what is more goes to files."""
 
 
+AMPLE = 2**30
+"""Bytes of memory from which on a perplexity is measured on as many windows at a time as usual."""
+
+
 @dataclass(frozen=True)
 class Residence:
-    """A model ready to be walked. weights: what fills it. storage: for what travels. compute: as for `walk`. note: what a
-    reader should know, or nothing."""
+    """A model ready to be walked. weights: what fills it. storage: for what travels. compute: as for `walk`.
+    memory: bytes that the run may take. note: what a reader should know, or nothing."""
 
     model: PreTrainedModel
     weights: Weights
     storage: Storage
     compute: torch.dtype | None
+    memory: int
     note: str = ""
 
     @property
@@ -47,11 +52,13 @@ class Residence:
         """Whether the weights are read block by block."""
         return isinstance(self.weights, OnDisk)
 
-    def measured(self, windows: Tensor, source: str) -> Perplexity:
-        """The model's perplexity on windows."""
+    def measured(self, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+        """The model's perplexity on windows. batch: windows at a time, by default as many as the memory lets be."""
+        words = self.model.get_input_embeddings().num_embeddings
+        batch = batch or batch_to_measure(words, windows.shape[1], self.memory)
         if not self.streamed:
-            return measured(self.model, windows, source)
-        return streamed_perplexity(self.model, windows, self.weights, self.storage, self.compute, source)
+            return measured(self.model, windows, source, batch)
+        return streamed_perplexity(self.model, windows, self.weights, self.storage, self.compute, source, batch)
 
     def size(self) -> tuple[int, int]:
         """How many parameters the model has, tied ones once, and how many of them are zero."""
@@ -61,49 +68,75 @@ class Residence:
         return sum(tensor.numel() for tensor in tensors), sum(int((tensor == 0).sum()) for tensor in tensors)
 
 
-def measured(model: PreTrainedModel, windows: Tensor, source: str = "") -> Perplexity:
+def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
+    """Windows at a time when a perplexity is measured: fewer than usual where there is less than a GiB of memory."""
+    return usual_batch(vocabulary, length, min(1.0, memory / AMPLE))
+
+
+def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
     """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
     with computed_in(model, compute_dtype(model)):
-        return perplexity(model, windows, source)
+        return perplexity(model, windows, source, batch)
 
 
-def settle(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None) -> Residence:
-    """The recipe's model, where its size and the memory let it be. Raises TooLarge, InvalidSetting or BadCheckpoint.
+@dataclass(frozen=True)
+class Place:
+    """Where a run's model will be, before its weights are read.
 
-    folder: where a run may keep files; without one the model must fit, and what travels too.
+    memory: bytes that the run may take for its data. model: bytes of the whole model. streamed: whether it is read block by
+    block. note: what a reader should know, or nothing.
+    """
+
+    memory: int
+    model: int
+    streamed: bool
+    note: str = ""
+
+
+def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:
+    """Where the recipe's model will be. Raises TooLarge, InvalidSetting or BadCheckpoint.
+
+    files: whether the run may keep files; if not, the model must fit.
     """
     memory = recipe.memory_bytes or int(SHARE * (available(device) or 2**63))
-    storage = Storage(int(STREAMS_SHARE * memory) if folder else None, folder)
-    needed = resident_bytes(recipe, source)
-    if isinstance(source, Loaded) or needed <= RESIDENT_SHARE * memory:
-        return _loaded(recipe, source, device, storage)
-    told = f"the model takes {human_bytes(needed)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    size = resident_bytes(recipe, source)
+    told = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    wanted = size > RESIDENT_SHARE * memory if recipe.stream is None else recipe.stream
+    if isinstance(source, Loaded) or not wanted:
+        return Place(memory, size, False)
     if recipe.couple == "model" or recipe.written:
         what = "`couple` model" if recipe.couple == "model" else "`written`"
-        raise TooLarge(f"With {what} the whole model must be in memory: {told}. Leave it out, or raise --memory.")
-    if folder is None:
+        reason = told if recipe.stream is None else "--stream reads it block by block"
+        raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --memory.")
+    if not files:
         raise TooLarge(f"{told[0].upper()}{told[1:]}. Name the folder to write, so that it can be read block by block.")
     try:
-        model, weights = source.stream(recipe.dtype, device)
+        source.stream(recipe.dtype)
     except NotStreamable as error:
-        resident = _loaded(recipe, source, device, storage)
-        return Residence(resident.model, resident.weights, storage, resident.compute, f"loaded as a whole: {error}")
+        return Place(memory, size, False, f"loaded as a whole: {error}")
+    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.stream is None else ""))
+
+
+def settle(
+    recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None, place: Place | None = None
+) -> Residence:
+    """The recipe's model, where its size and the memory let it be. Raises TooLarge, InvalidSetting or BadCheckpoint.
+
+    folder: where a run may keep files; without one the model must fit, and what travels too. place: from `place_of`.
+    """
+    place = place or place_of(recipe, source, device, folder is not None)
+    storage = Storage(int(STREAMS_SHARE * place.memory) if folder else None, folder)
+    if isinstance(source, Loaded) or not place.streamed:
+        model = source.load(recipe.dtype, device)
+        return Residence(model, InMemory(), storage, compute_dtype(model), place.memory, place.note)
+    model, weights = source.stream(recipe.dtype, device)
     compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
-    return Residence(model, weights, storage, compute, f"read block by block: {told}")
+    return Residence(model, weights, storage, compute, place.memory, place.note)
 
 
 def resident_bytes(recipe: Recipe, source: Checkpoint | Loaded) -> int:
     """Bytes of the whole model in memory, in the dtype that it is loaded in."""
     if isinstance(source, Loaded):
         return sum(tensor.numel() * tensor.element_size() for tensor in source.model.parameters())
-    told = getattr(source.config, "dtype", None) if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-    if not isinstance(told, torch.dtype):
-        return source.size()
     count: int = sum(tensor.numel() for tensor in source.skeleton().parameters())
-    return told.itemsize * count
-
-
-def _loaded(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, storage: Storage) -> Residence:
-    """The model in memory."""
-    model = source.load(recipe.dtype, device)
-    return Residence(model, InMemory(), storage, compute_dtype(model))
+    return source.dtype(recipe.dtype).itemsize * count

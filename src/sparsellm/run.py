@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,38 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
+from sparsellm.checkpoint import Checkpoint, Loaded, device_of
 from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
-from sparsellm.events import Observer, Stage, note, phase
+from sparsellm.events import Note, Observer, note, phase
 from sparsellm.export import save
-from sparsellm.memory import peak_memory
-from sparsellm.methods import BlockMethod, Plan
-from sparsellm.moments import Gram
+from sparsellm.memory import out_of_memory, peak_memory
+from sparsellm.methods import BlockMethod
 from sparsellm.patterns import parse_pattern
-from sparsellm.preparation import (
-    GivenText,
-    check_memory,
-    check_tokens,
-    draw_windows,
-    make_plan,
-    read_test,
-    window_length,
-)
+from sparsellm.planning import fitting_batch
+from sparsellm.preparation import GivenText, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.report import Report, environment
-from sparsellm.residence import settle
+from sparsellm.residence import Residence, place_of, settle
 from sparsellm.weights import OnDisk
 from sparsellm.work import Work, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-TOKENS_A_BATCH = 4096
-"""Windows travel in batches of about this many tokens: enough to keep matrix products busy, few enough to stay small."""
 
 
 @dataclass
@@ -114,35 +103,20 @@ def run(
     """
     say: Observer = observe or (lambda _: None)
     started = time.perf_counter()
-    device = device_of(recipe.device)
-    report = Report(recipe, environment(device))
-    with phase("opening", report, say):
-        source = source or open_checkpoint(recipe.model)
-        skeleton = source.skeleton()
-        blocks = blocks_of(skeleton)
-        method, plan = make_plan(recipe, blocks)
-        length = window_length(recipe, source.length)
-    with phase("reading texts", report, say):
-        windows, report.calibration = draw_windows(recipe, method, given, source, length)
-        tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
-        check_tokens(skeleton, windows, *tests.values())
-        if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
-            note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
-        _note_few_tokens(method, plan, blocks, windows, report, say)
-        every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
-        batch = recipe.batch or _usual_batch(every, length)
-        vocabulary = skeleton.get_input_embeddings().num_embeddings
-        if told := check_memory(recipe, method, blocks, every, vocabulary, device):
-            say(Stage(told))
+    report = Report(recipe, environment(device_of(recipe.device)))
+    ready = prepare(recipe, given, source, report, say)
+    source, windows = ready.source, ready.windows
+    place = place_of(recipe, source, ready.device, files=work is not None)
     journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
+    batch = journal.fact("batch") if journal else None
+    batch = batch or fitting_batch(recipe, ready, place, say, work.output if work else None)
     with phase("loading", report, say):
-        home = settle(recipe, source, device, work.folder if work else None)
-        model, compute = home.model, home.compute
+        home = settle(recipe, source, ready.device, work.folder if work else None, place)
     if home.note:
-        note(home.note, report, say)
+        say(Note(home.note))  # what follows is about this machine and not about the result: none of it goes to the model card
 
     def measure_all(when: str) -> None:
-        for text, test in tests.items():
+        for text, test in ready.tests.items():
             with phase(f"measuring {when}", report, say):
                 report.perplexity.setdefault(text, {})[when] = asdict(home.measured(test, text))
 
@@ -150,11 +124,24 @@ def run(
     if recipe.written and len(windows):
         with phase("letting the dense model write", report, say):
             # Before the given windows: the last of all are those that judge, and they should be real text.
-            windows = torch.cat([written(model, windows, recipe.written, recipe.seed, compute), windows])
+            windows = torch.cat([written(home.model, windows, recipe.written, recipe.seed, home.compute), windows])
             report.calibration += f", and {recipe.written} windows that the dense model wrote"
-    report.resolved = _resolved(method, windows, batch, model, compute)
-    prune_model(recipe, home, method, plan, windows.split(batch) if windows.numel() else (), report, say, journal)
-    _note_blocks(method, report, say)
+    while True:
+        if journal:
+            journal.note("batch", batch)
+        report.resolved = _resolved(ready.method, windows, batch, ready.device, home)
+        batches = windows.split(batch) if windows.numel() else ()
+        try:
+            prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal)
+            break
+        except RuntimeError as error:
+            if not out_of_memory(error) or batch == 1 or isinstance(source, Loaded):
+                raise
+        batch //= 2
+        say(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))
+        report.blocks.clear()
+        home = _again(home, lambda: settle(recipe, source, ready.device, work.folder if work else None, place))
+    _note_blocks(ready.method, report, say)
     try:
         measure_all("pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
@@ -164,42 +151,30 @@ def run(
     report.seconds["total"] = time.perf_counter() - started
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
     read = home.weights if isinstance(home.weights, OnDisk) else None
-    return Result(model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read)
+    return Result(home.model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read)
 
 
-def _usual_batch(windows: Tensor, length: int) -> int:
-    """Windows that travel together: about 4,096 tokens, and an eighth of all windows at most, to have some to hold back."""
-    most = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
-    return min(most, max(1, len(windows) // 8)) if windows.numel() else most
+def _again(home: Residence, settled: Callable[[], Residence]) -> Residence:
+    """The model anew, once the memory of the first is given back: what was pruned of it in part is of no use."""
+    device = home.model.device
+    home.model.to("meta")
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return settled()
 
 
-def _resolved(
-    method: BlockMethod, windows: Tensor, batch: int, model: PreTrainedModel, compute: torch.dtype | None
-) -> dict[str, Any]:
+def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.device, home: Residence) -> dict[str, Any]:
     """What is really run, where the recipe leaves it open: every constant of the method, windows, device, dtypes."""
     return {
         "method": repr(method),
         "samples": len(windows),
         "length": windows.shape[1] if windows.numel() else None,
         "batch": batch,
-        "device": str(model.device),
-        "dtype": str(model.dtype),
-        "computed_in": str(compute or model.dtype),
+        "device": str(device),
+        "dtype": str(home.model.dtype),
+        "computed_in": str(home.compute or home.model.dtype),
     }
-
-
-def _note_few_tokens(
-    method: BlockMethod, plan: Plan, blocks: list[Block], windows: Tensor, report: Report, say: Observer
-) -> None:
-    """Warn of Gram matrices that cannot have full rank: fewer tokens than a planned layer has inputs."""
-    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    if issubclass(method.needs, Gram) and windows.numel() < widest:
-        note(
-            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
-            f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
-            report,
-            say,
-        )
 
 
 def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:

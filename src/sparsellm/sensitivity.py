@@ -9,7 +9,7 @@ $S = E[J^\top F J]$ for each layer. The same matrices serve K-FAC (Martens & Gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,32 +44,44 @@ def output_sensitivities(
     files, for the gradients within one block, and for the logits of one window. The same for the same model and windows, to
     rounding: labels are drawn with a fixed seed, window by window.
     """
+    return [found for _, found in each_sensitivity(model, batches, compute, weights, storage)][::-1]
+
+
+@torch.no_grad()
+def each_sensitivity(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    compute: torch.dtype | None = None,
+    weights: Weights | None = None,
+    storage: Storage | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """As `output_sensitivities`, one by one with the block's number, the last block's first: to be kept elsewhere."""
     blocks, weights, storage = blocks_of(model), weights or InMemory(), storage or Storage()
     batches = _first(batches, TOKENS)
+    tokens = torch.tensor(float(sum(batch.numel() for batch in batches)))
+    distributed.sum_(tokens)
+
+    def mean(total: Tensor) -> Tensor:
+        distributed.sum_(total)
+        return total / float(tokens)
+
     size = stream_bytes(model, batches, compute)
-    with (
-        evaluating(model),
-        only_trained(model),
-        torch.no_grad(),
-        storage.lists(len(blocks) + 1, size) as (gradients, *entering),
-    ):
+    with evaluating(model), only_trained(model), storage.lists(len(blocks) + 1, size) as (gradients, *entering):
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
         for block, read, written in zip(blocks[:-1], entering, entering[1:], strict=False):
             with weights.block(block), computed_in(block.module, compute):
                 for hidden, call in zip(read, inputs.calls(block), strict=True):
                     written.append(block(hidden, call))
-        found = [_last_gradients(model, blocks, batches, inputs, entering[-1], gradients, compute, weights)]
+        last = _last_gradients(model, blocks, batches, inputs, entering[-1], gradients, compute, weights)
+        yield blocks[-1].index, mean(last)
         for block, read in zip(reversed(blocks), reversed(entering), strict=True):
             if block.index == 0:
                 break
             with weights.block(block), computed_in(block.module, compute):
                 for number, call in enumerate(inputs.calls(block)):
                     gradients[number] = _through(block, read[number], call, gradients[number])
-            found.append(_second_moment(gradients))
-        tokens = torch.tensor(float(sum(batch.numel() for batch in batches)), device=found[0].device)
-        distributed.sum_(tokens, *found)
-    return [some / tokens for some in reversed(found)]
+            yield block.index - 1, mean(_second_moment(gradients))
 
 
 def _last_gradients(

@@ -21,11 +21,14 @@ class Storage:
     """Where lists of tensors are kept.
 
     budget: bytes of memory for all lists together; None for any number. folder: where files may be made, in a folder of their
-    own that is removed with the last list; None for the system's own place for temporary files.
+    own that is removed with the last list; None for the system's own place for temporary files. most_written, most_kept: the
+    most bytes that were in files at once, and in memory and files together.
     """
 
     def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
-        self._left, self._folder = budget, folder
+        self.budget, self._folder = budget, folder
+        self._held = self._written = 0  # bytes in memory and in files, as far as they were announced
+        self.most_written = self.most_kept = 0
 
     @contextmanager
     def lists(self, count: int, size: int) -> Iterator[list[Kept]]:
@@ -36,20 +39,28 @@ class Storage:
     @contextmanager
     def _room(self, size: int) -> Iterator[Path | None]:
         """A folder for files, or None where there is memory, which is taken from the budget within the context."""
-        if self._left is None or size <= self._left:
-            self._left = None if self._left is None else self._left - size
-            try:
-                yield None
-            finally:
-                self._left = None if self._left is None else self._left + size
-            return
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="activations-", dir=self._folder))
+        fits = self.budget is None or self._held + size <= self.budget
+        self._count(size, fits)
+        folder = None
         try:
+            if not fits:
+                if self._folder is not None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                folder = Path(tempfile.mkdtemp(prefix="activations-", dir=self._folder))
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._count(-size, fits)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _count(self, size: int, fits: bool) -> None:
+        """Bytes that are taken, or given back if negative."""
+        if fits:
+            self._held += size
+        else:
+            self._written += size
+        self.most_written = max(self.most_written, self._written)
+        self.most_kept = max(self.most_kept, self._held + self._written)
 
 
 class Rows(Sequence[Tensor]):

@@ -190,10 +190,10 @@ class NotStreamable(Exception):
     """A checkpoint that cannot be read block by block, and why; it is loaded whole instead."""
 
 
-def stored_dtype(places: Mapping[str, Place]) -> torch.dtype:
-    """The dtype of the first floating tensor."""
-    for place in places.values():
-        tensor = _read(place)
+def stored_dtype(file: Path) -> torch.dtype:
+    """The dtype of the first floating tensor in a file; float32 where there is none."""
+    for key in _keys(file):
+        tensor = _read(Place(file, key))
         if tensor.is_floating_point():
             return tensor.dtype
     return torch.float32

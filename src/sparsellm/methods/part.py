@@ -27,9 +27,9 @@ Weights = dict[str, tuple[Tensor, Tensor | None]]
 HELD = 0.0625
 """The share of the tokens, the last, that judges a Gauss-Newton round and takes no part in it."""
 
-NEWTON_TOKENS, NEWTON_WIDTHS = 8192, 4
-"""How many tokens a Gauss-Newton step's curvature is taken from, at least, and at least how many times the model's width. Its
-gradient is taken from all: it says where to go, the curvature only how far in each direction."""
+SAMPLED, SAMPLED_WIDTHS = 8192, 4
+"""How many tokens a Gauss-Newton step's curvature is taken from, usually at least, and at least how many widths. The gradient
+is taken from all: it says where to go, the curvature only how far in each direction."""
 
 METRIC_LIFT = 1e-3
 """Added to a metric's diagonal, as a share of its mean: a sample cannot tell what costs nothing from what costs little."""
@@ -53,13 +53,15 @@ class Part:
     """One block's feed-forward part with its batches.
 
     feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost; None for all alike.
-    inputs: x, (tokens, model) for each batch. targets: t, (tokens, model) for each batch.
+    inputs: x, (tokens, model) for each batch. targets: t, (tokens, model) for each batch. least: tokens for a
+    curvature, if there are as many.
     """
 
     feed_forward: FeedForward
     metric: Tensor | None
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
+    least: int = SAMPLED
 
     def __post_init__(self) -> None:
         # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
@@ -81,7 +83,7 @@ class Part:
 
     def sampled(self) -> Part:
         """Every so-manieth token: as many as a curvature needs."""
-        tokens, wanted = sum(lengths(self.inputs)), max(NEWTON_TOKENS, NEWTON_WIDTHS * self.inputs[0].shape[1])
+        tokens, wanted = sum(lengths(self.inputs)), max(self.least, SAMPLED_WIDTHS * self.inputs[0].shape[1])
         return self._rows(slice(0, tokens, max(1, tokens // wanted)))
 
     def _rows(self, wanted: slice) -> Part:

@@ -17,7 +17,7 @@ from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped, lifted, refit
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import planned, solve
-from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
+from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.refinement import Descent, Refined, refine_block
 from sparsellm.regression import Regression
@@ -65,8 +65,9 @@ class SparseLLM:
     solver: any layer solver. targets: "teacher", the dense stream's; "own", the dense layer's on the pruned stream.
     residual: whether the writers also repair the stream. epochs: K - 1 rounds of the alternation after the first solve.
     curvature: how much of S is used. horizon: "feedforward" follows the readers' errors as far as the part's output, "model"
-    follows every layer's to the loss. newton: Gauss-Newton rounds. refine: gradient steps. couple: whose layers form one
-    problem: "none" (no steps 2-4, no S), "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
+    follows every layer's to the loss. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least
+    if there are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2-4, no S),
+    "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
     ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
     """
 
@@ -79,6 +80,7 @@ class SparseLLM:
     curvature: Curvature = "kronecker"
     horizon: Horizon = "model"
     newton: int = 3
+    sampled: int = SAMPLED
     refine: Descent = NO_REFINEMENT
     couple: Window = "feedforward"
     ridge: float = 1e-3
@@ -177,7 +179,7 @@ class _Run:
         settings, block = self._settings, self._block
         names = (*feed_forward.readers, feed_forward.writer)
         _, regressions = self._regress(feed_forward.readers, (inputs, targets))
-        part = Part(feed_forward, self._metric, inputs, targets)
+        part = Part(feed_forward, self._metric, inputs, targets, settings.sampled)
         dense = weights_of(block, names)
         curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
         power = max(part.power(), 1e-30)
