@@ -273,6 +273,25 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path], text_file: Path,
     refused(command("prune", folders["llama"], tmp_path / "other", *words, "--memory", "1MB"), "Use a machine with more memory")
 
 
+def test_what_fits_only_block_by_block_is_read_so(
+    folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """A model that fits the memory while its run does not: read block by block without being asked, and the reason told."""
+    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "60%", "--samples", 64, "--length", 256)
+    words = (*words, "--batch", 8)
+    needs = {
+        flag: json.loads(command("plan", folders["llama"], *words, "--memory", "20MB", flag, "--json").stdout)["peak"][
+            "data_bytes"
+        ]
+        for flag in ("--stream", "--no-stream")
+    }
+    between = f"{sum(needs.values()) // 2}B"
+    ran = command("prune", folders["llama"], tmp_path / "out", *words, "--memory", between)
+    assert ran.exit_code == 0, ran.stderr
+    assert "note: read block by block: pruning would need" in " ".join(ran.stderr.split())
+    refused(command("prune", folders["llama"], tmp_path / "two", *words, "--memory", between, "--no-stream"), "Pass --stream.")
+
+
 def test_a_disk_that_is_too_small_is_refused(
     folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

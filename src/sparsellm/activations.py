@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.blocks import Block, Call, computed_in, replaced
+from sparsellm.blocks import Block, computed_in, replaced
+from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
 from sparsellm.storage import Kept, Storage
 
@@ -79,21 +80,18 @@ class Activations:
                 entered: list[Tensor] = []
                 with _recording(blocks, entered, calls):
                     body(input_ids=batch.to(home(model)), use_cache=False)
-                for stream in (
-                    pruned,
-                    *dense,
-                ):  # the same tensor: nothing writes into it, `advance` puts a new one in its place
-                    stream.append(_cast(entered[0], dtype))
+                for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
+                    stream.append(cast(entered[0], dtype))
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
-        cast = {key: _cast(call, dtype) for key, call in distinct.items()}
-        again = [[cast[id(call)] for call in row] for row in calls]
-        found = cls(pruned, again, dense[0] if dense else None, storage)
+        again = {key: cast(call, dtype) for key, call in distinct.items()}
+        recast = [[again[id(call)] for call in row] for row in calls]
+        found = cls(pruned, recast, dense[0] if dense else None, storage)
         found.tokens = sum(batch.numel() for batch in batches)
         return found
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
         """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
-        distinct = {id(call): _cast(call, dtype) for call in self._calls[block.index]}
+        distinct = {id(call): cast(call, dtype) for call in self._calls[block.index]}
         return [distinct[id(call)] for call in self._calls[block.index]]
 
     def metric(self, block: Block) -> Tensor:
@@ -269,39 +267,10 @@ def _recording(blocks: Sequence[Block], entered: list[Tensor], calls: list[list[
                 entered.append(hidden)
             call = Call(arguments, keywords)
             seen = [*calls[block.index][-1:], *(calls[block.index - 1][-1:] if block.index else [])]
-            calls[block.index].append(next((other for other in seen if _same(other, call)), call))
+            calls[block.index].append(next((other for other in seen if same(other, call)), call))
             return hidden
 
         return forward
 
     with replaced(blocks, recorder):
         yield
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same value with its floating tensors in `dtype`."""
-    if dtype is None:
-        return value
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Call):
-        return Call(_cast(value.arguments, dtype), _cast(value.keywords, dtype))
-    if isinstance(value, (tuple, list)):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two calls hold equal values, so that one can stand for both: masks are large and mostly alike."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
-    if isinstance(one, Call) and isinstance(other, Call):
-        return _same(one.arguments, other.arguments) and _same(one.keywords, other.keywords)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return one is other or (isinstance(one, (int, float, str, bool)) and one == other)

@@ -14,18 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparsellm.architectures import Architecture, architecture_of
+from sparsellm.calls import Call
 from sparsellm.errors import NonFinite, UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a block is called with besides the hidden states; passed on untouched."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
 
 
 @dataclass(frozen=True)

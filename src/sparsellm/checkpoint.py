@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparsellm import demo
 from sparsellm.architectures import ARCHITECTURES, architecture_of
-from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.files import check_files, find_checkpoint, first_line
 from sparsellm.weights import OnDisk, locate, stored_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-DEMO = "demo:"
-"""What a bundled model's name begins with."""
-
-SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where transformers looks for weights, in its order."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Checkpoint:
 
     def files(self) -> list[Path]:
         """The files that hold the weights, each there and, for safetensors, as long as its header says."""
-        return _check_files(self.name, self.folder)
+        return check_files(self.name, self.folder)
 
     def size(self) -> int:
         """Bytes that the weights take in their files."""
@@ -101,7 +94,7 @@ class Checkpoint:
                 f"{self.name}: a .bin file holds more than tensors, and code in a weight file is not run."
             ) from error
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {_first_line(error)}.") from error
+            raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {first_line(error)}.") from error
         missing = sorted(loaded["missing_keys"])
         if missing:
             raise BadCheckpoint(
@@ -120,7 +113,7 @@ class Checkpoint:
                 return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # transformers raises many kinds, ImportError among them
             raise BadCheckpoint(
-                f"{self.name} has no tokenizer that loads ({_first_line(error)}). "
+                f"{self.name} has no tokenizer that loads ({first_line(error)}). "
                 "Copy the model's tokenizer files into the folder."
             ) from error
 
@@ -163,9 +156,9 @@ def open_checkpoint(name: str) -> Checkpoint:
     Reads the configuration and the weight files' headers, not the weights. Raises BadCheckpoint for a folder that is missing
     or half-written, Unreachable for a hub name without network, UnsupportedModel for what cannot be pruned.
     """
-    folder = _find(name)
+    folder = find_checkpoint(name)
     config = _read_config(name, folder)
-    _check_files(name, folder)
+    check_files(name, folder)
     return Checkpoint(name, folder, config)
 
 
@@ -180,7 +173,7 @@ def device_of(text: str) -> torch.device:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidSetting(f"`device` got {text!r}: {_first_line(error)}. Write auto, cpu, cuda, cuda:1 or mps.") from None
+        raise InvalidSetting(f"`device` got {text!r}: {first_line(error)}. Write auto, cpu, cuda, cuda:1 or mps.") from None
     return device
 
 
@@ -218,39 +211,6 @@ def _length(config: PretrainedConfig) -> int:
     return int(getattr(config, "max_position_embeddings", None) or 2048)
 
 
-def _find(name: str) -> Path:
-    """The folder that holds a checkpoint; downloaded when it is a hub name."""
-    if name.startswith(DEMO):
-        return demo.model_path(name.removeprefix(DEMO))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise BadCheckpoint(f"{name} is a file. Name the folder that holds config.json and the weights.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
-        raise BadCheckpoint(
-            f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
-        )
-    return _download(name)
-
-
-def _download(name: str) -> Path:
-    """The local copy of a hub checkpoint."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-
-    advice = "Pass the path of a local folder, or download it where there is a network."
-    try:
-        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*.msgpack", "*.h5", "original/*"]))
-    except (RepositoryNotFoundError, HFValidationError):
-        raise BadCheckpoint(f"There is no folder {name}, and no such model on the hub (or it is private). {advice}") from None
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise Unreachable(
-            f"There is no folder {name}, and the hub cannot be reached ({_first_line(error)}). {advice}"
-        ) from None
-
-
 def _read_config(name: str, folder: Path) -> PretrainedConfig:
     """The configuration, of a kind that can be pruned."""
     from transformers import AutoConfig
@@ -275,52 +235,7 @@ def _read_config(name: str, folder: Path) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         if family in ARCHITECTURES:
-            raise BadCheckpoint(f"{name}: config.json cannot be read: {_first_line(error)}.") from error
+            raise BadCheckpoint(f"{name}: config.json cannot be read: {first_line(error)}.") from error
         raise UnsupportedModel(f"Models of type {family!r} are not supported. Supported: {', '.join(ARCHITECTURES)}.") from None
     architecture_of(config)
     return config
-
-
-def _check_files(name: str, folder: Path) -> list[Path]:
-    """The weight files; raises BadCheckpoint unless each is there and, for safetensors, as long as its header says."""
-    present = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
-    if present is None:
-        raise BadCheckpoint(
-            f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
-        )
-    files = [present]
-    if present.suffix == ".json":
-        try:
-            named = sorted(set(json.loads(present.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
-            raise BadCheckpoint(f"{name}: {present.name} is damaged. Download it again.") from None
-        files = [folder / file for file in named]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise BadCheckpoint(f"{name} lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
-    for file in files:
-        if file.suffix == ".safetensors":
-            _check_safetensors(name, file)
-    return files
-
-
-def _check_safetensors(name: str, file: Path) -> None:
-    """Raise BadCheckpoint unless the file is as long as its header says."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(min(header_size, size)))
-        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError):
-        raise BadCheckpoint(f"{name}: {file.name} is not a safetensors file, or is cut off. Download it again.") from None
-    if 8 + header_size + end != size:
-        raise BadCheckpoint(
-            f"{name}: {file.name} has {size:,} bytes where its header calls for {8 + header_size + end:,}. Download it again."
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's text, without its last full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")

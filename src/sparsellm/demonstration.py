@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sparsellm.calibration import test_windows
-from sparsellm.checkpoint import DEMO, open_checkpoint
+from sparsellm.checkpoint import open_checkpoint
 from sparsellm.events import Observer, Stage
+from sparsellm.files import DEMO
 from sparsellm.recipe import METHODS
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import measured

@@ -91,12 +91,12 @@ def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     place = place_of(recipe, ready.source, ready.device, files=True)
     batch, refused = ready.batch, ""
     try:
-        batch = fitting_batch(recipe, ready, place, lambda _: None)
+        place, batch = fitted(recipe, ready, place, lambda _: None, Path(output or "."))
     except TooLarge as error:
         refused = str(error)
     found = forecast(recipe, ready, place, batch)
     disk_free = free_disk(Path(output or "."))
-    refused = refused or _disk_refusal(found.disk, disk_free)
+    refused = refused or _disk_refusal(found.disk, disk_free)  # of small runs too
     shapes = Counter(
         (str(ready.plan[block.full_name(name)]), (layer.out_features, layer.in_features))
         for block in ready.blocks
@@ -121,18 +121,22 @@ def _disk_refusal(needed: int, free: int) -> str:
     return f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free. Write to another disk."
 
 
-def fitting_batch(recipe: Recipe, ready: Prepared, place: Place, say: Observer, output: Path | None = None) -> int:
-    """The windows at a time with which the run keeps within its memory: as prepared, or fewer, which is told.
+def fitted(recipe: Recipe, ready: Prepared, place: Place, say: Observer, output: Path | None = None) -> tuple[Place, int]:
+    """Where the model will be and the windows at a time with which the run keeps within its memory.
 
-    output: the folder to write. Raises TooLarge, with what would do, where none does. Where the run cannot be planned it is not
-    refused, which is told.
+    As they are, or else read block by block, or else with fewer windows, as far as the recipe leaves either open; the second is
+    told here, the first by the place's note. output: the folder to write. Raises TooLarge, with what would do, where nothing
+    fits. Where the run cannot be planned it is not refused, which is told.
     """
     if isinstance(ready.source, Loaded) or _small(ready, place):
-        return ready.batch
+        return place, ready.batch
     say(Stage("planning"))
     batch = ready.batch
     try:
         found = forecast(recipe, ready, place, timed=False)
+        if not found.fits and recipe.stream is None and not place.streamed:
+            place = _streamed(recipe, ready, found, output is not None)
+            found = forecast(recipe, ready, place, timed=False)
         while not found.fits and batch > 1 and recipe.batch is None:
             batch //= 2
             found = forecast(recipe, ready, place, batch, timed=False)
@@ -142,10 +146,20 @@ def fitting_batch(recipe: Recipe, ready: Prepared, place: Place, say: Observer, 
             raise TooLarge(refused)
     except (UnsupportedModel, OSError, SafetensorError) as error:  # a run must not fail for what only looks ahead
         say(Note(f"whether the run fits the memory is not known: {error}"))
-        return ready.batch
+        return place, ready.batch
     if batch < ready.batch:
         say(Note(f"{batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
-    return batch
+    return place, batch
+
+
+def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Place:
+    """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
+    try:
+        place = place_of(recipe.model_copy(update={"stream": True}), ready.source, ready.device, files)
+    except TooLarge:
+        return found.place
+    told = f"{found.peak.name} would need {human_bytes(found.data)}, and {human_bytes(place.memory)} may be taken"
+    return replace(place, note=f"{place.note}: {told}") if place.streamed else found.place
 
 
 def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
@@ -155,16 +169,16 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
         f"{human_bytes(found.place.memory)} may be taken."
     )
     trials: list[tuple[str, dict[str, Any]]] = []
+    if not found.place.streamed and recipe.stream is False and recipe.couple != "model" and not recipe.written:
+        trials.append(("--stream", {"stream": True}))
     if recipe.batch is not None and recipe.batch > 1:
         trials.append(("--batch 1", {"batch": 1}))
-    if not found.place.streamed and recipe.couple != "model" and not recipe.written:
-        trials.append(("--stream", {"stream": True}))
     trials += [(f"--length {length}", {"length": length}) for length in (ready.length // 2, ready.length // 4) if length >= 128]
     for words, change in trials:
         other = recipe.model_copy(update=change)
         place = replace(found.place, streamed=bool(change.get("stream", found.place.streamed)))
         less = replace(ready, length=change.get("length", ready.length), windows=ready.windows[:, : change.get("length")])
-        if forecast(other, less, place, 1, timed=False).fits:
+        if forecast(other, less, place, other.batch or 1, timed=False).fits:
             return f"{told} Pass {words}."
     return f"{told} Use a machine with more memory, or --method wanda or magnitude, which need least."
 

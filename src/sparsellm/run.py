@@ -20,7 +20,7 @@ from sparsellm.export import save
 from sparsellm.memory import out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.patterns import parse_pattern
-from sparsellm.planning import fitting_batch
+from sparsellm.planning import fitted
 from sparsellm.preparation import GivenText, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
@@ -108,8 +108,8 @@ def run(
     source, windows = ready.source, ready.windows
     place = place_of(recipe, source, ready.device, files=work is not None)
     journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
-    batch = journal.fact("batch") if journal else None
-    batch = batch or fitting_batch(recipe, ready, place, say, work.output if work else None)
+    place, batch = fitted(recipe, ready, place, say, work.output if work else None)
+    batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
     with phase("loading", report, say):
         home = settle(recipe, source, ready.device, work.folder if work else None, place)
     if home.note:

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from sparsellm import distributed
 from sparsellm.activations import Activations, predicting, stream_bytes
-from sparsellm.blocks import Block, Call, blocks_of, computed_in, evaluating, only_trained
+from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
+from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights

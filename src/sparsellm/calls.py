@@ -1,0 +1,46 @@
+"""What a block is called with besides the hidden states: recorded once, cast once, shared where calls are alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block is called with besides the hidden states; passed on untouched."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """The same value with its floating tensors in `dtype`."""
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Call):
+        return Call(cast(value.arguments, dtype), cast(value.keywords, dtype))
+    if isinstance(value, (tuple, list)):
+        items = [cast(item, dtype) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two calls hold equal values, so that one can stand for both: masks are large and mostly alike."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, Call) and isinstance(other, Call):
+        return same(one.arguments, other.arguments) and same(one.keywords, other.keywords)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one is other or (isinstance(one, (int, float, str, bool)) and one == other)
