@@ -26,7 +26,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.calibration import calibration_windows
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.linalg import damped
-from sparsellm.methods.layerwise import gather, problems_of
+from sparsellm.methods.layerwise import gather, problem_of
 from sparsellm.methods.part import Part, weights_of
 from sparsellm.moments import Gram
 from sparsellm.patterns import Unstructured, parse_pattern
@@ -57,7 +57,8 @@ def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
         if block.index not in (0, last):
             continue
         names = [group[0] for group in block.architecture.groups]
-        problems = problems_of(block, gather(block, inputs, dict.fromkeys(names, Gram)))
+        moments = gather(block, inputs, dict.fromkeys(names, Gram))
+        problems = {name: problem_of(block, name, known) for name, known in moments.items()}
         for name, problem in problems.items():
             yield f"{model_name} {block.full_name(name)}", problem
         for name, curvature in _curvatures(block, inputs).items():

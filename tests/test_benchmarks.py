@@ -1,0 +1,28 @@
+"""The scripts that measure can still be run: each imports what the package has, and what they measured can be shown."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.py")))
+def test_a_script_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says how it is run."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module(name)
+    assert f"python benchmarks/{name}.py" in str(module.__doc__)
+
+
+@pytest.mark.parametrize("name", ["excess", "solvers", "streaming", "planning"])
+def test_tables_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the figures in the repository; each is found on the page of results."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    lines = importlib.import_module(name).tables()
+    page = (FOLDER.parent / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
+    assert lines
+    assert [line for line in lines if line not in page] == []
