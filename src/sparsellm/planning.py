@@ -19,7 +19,7 @@ from sparsellm.memory import available, human_bytes
 from sparsellm.preparation import Prepared, prepare
 from sparsellm.recipe import Recipe
 from sparsellm.report import Report
-from sparsellm.residence import Place, place_of
+from sparsellm.residence import SHARE, Place, place_of
 
 MATRICES, HIDDEN = 40, 16
 """Square matrices of the widest layer, and hidden states of a batch at that width, that no method here takes more of: what fits
@@ -164,8 +164,9 @@ def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> 
 
 def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
     """Why a run is refused, and what would do."""
+    fewer = ", with one window at a time" if found.batch < ready.batch else ""
     told = (
-        f"{found.peak.name.capitalize()} needs {human_bytes(found.data)} of memory on {ready.device}, and "
+        f"{found.peak.name.capitalize()} needs {human_bytes(found.data)} of memory on {ready.device}{fewer}, and "
         f"{human_bytes(found.place.memory)} may be taken."
     )
     trials: list[tuple[str, dict[str, Any]]] = []
@@ -180,6 +181,8 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
         less = replace(ready, length=change.get("length", ready.length), windows=ready.windows[:, : change.get("length")])
         if forecast(other, less, place, other.batch or 1, timed=False).fits:
             return f"{told} Pass {words}."
+    if recipe.memory is not None and found.data <= SHARE * (available(ready.device) or 0):
+        return f"{told} Pass --memory {-(-found.data // 10**6)}MB."
     return f"{told} Use a machine with more memory, or --method wanda or magnitude, which need least."
 
 
