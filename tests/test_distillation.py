@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
-from sparsellm.distillation import batched, distil, last_states, written
+from sparsellm.distillation import Group, distil, grouped, last_states, written
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.patterns import parse_pattern
@@ -48,6 +49,11 @@ def batches() -> list[Tensor]:
     return list(torch.randint(0, 48, (32, 12), generator=torch.Generator().manual_seed(1)).split(4))
 
 
+def alone(some: Sequence[Tensor]) -> list[Group]:
+    """Groups of one batch each."""
+    return [(batch,) for batch in some]
+
+
 def divergence(dense: PreTrainedModel, model: PreTrainedModel, batch: Tensor) -> float:
     """KL(dense || model), nats a token, of a batch, both computed in float32."""
     with torch.no_grad():
@@ -64,10 +70,10 @@ def distilled(
     """A fresh model as it was pruned, and after its stage; the plan, what was gained, and what moved."""
     model = tiny(family, dtype)
     plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)  # type: ignore[arg-type]
-    states = last_states(model, batches(), torch.float32)
+    states = last_states(model, alone(batches()), torch.float32)
     list(prune_blocks(model, batches(), LayerWise(Wanda()), plan, torch.float32))
     before = copy.deepcopy(model)
-    found, moved = distil(model, batches(), states, plan, descent)
+    found, moved = distil(model, alone(batches()), states, plan, descent)
     return before, model, plan, found, moved
 
 
@@ -129,14 +135,14 @@ def test_where_nothing_is_gained_nothing_moves(descent: Descent, dtype: torch.dt
     assert found.after == found.before
 
 
-def test_one_batch_is_told() -> None:
-    """With one batch there is none to hold back: nothing moves, and the note says so."""
+def test_one_group_is_told() -> None:
+    """With one group there is none to hold back: nothing moves, and the note says so."""
     model = tiny("opt")
     dense = copy.deepcopy(model)
-    states = last_states(model, batches()[:1])
+    states = last_states(model, alone(batches()[:1]))
     plan = uniform(blocks_of(model), parse_pattern("50%"))
-    found, moved = distil(model, batches()[:1], states, plan, Descent(5, 1e-2))
-    assert "only one batch" in found.note
+    found, moved = distil(model, alone(batches()[:1]), states, plan, Descent(5, 1e-2))
+    assert "only one group" in found.note
     assert moved == ()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
 
@@ -145,11 +151,11 @@ def test_one_batch_is_told() -> None:
 def test_last_states(family: str) -> None:
     """The head makes of them the model's own logits, without dropout; the model stays in its mode and dtype."""
     model = tiny(family, torch.bfloat16)
-    states = last_states(model, batches(), torch.float32)
+    states = last_states(model, alone(batches()), torch.float32)
     assert len(states) == len(batches())
     wide = copy.deepcopy(model).float().eval()
     with torch.no_grad():
-        for state, batch in zip(states, batches(), strict=True):
+        for (state,), batch in zip(states, batches(), strict=True):
             assert torch.equal(wide.get_output_embeddings()(state), wide(input_ids=batch).logits)
     assert model.training
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -195,15 +201,33 @@ def test_what_is_written_follows_the_predictions() -> None:
 def test_real_text_is_held_back() -> None:
     """The last eighth of the real windows stands last; what was written stands first; all of it is there once."""
     real, more = torch.arange(32).reshape(16, 2), -torch.arange(1, 11).reshape(5, 2)
-    found, back = batched(real, more, 3)
+    found, back = grouped(real, more, 3, 3)
     assert back == 1
-    assert torch.equal(found[-1], real[-2:])
-    assert torch.equal(torch.cat(found), torch.cat([more, real]))
-    assert [len(batch) for batch in found] == [3, 2, 3, 3, 3, 3, 2, 2]
-    found, back = batched(torch.cat([real] * 8), more[:0], 12)
-    assert ([len(batch) for batch in found], back) == ([12] * 9 + [4, 12, 4], 2)
-    found, back = batched(real[:1], more, 8)
-    assert ([len(batch) for batch in found], back) == ([5, 1], 1)
+    assert torch.equal(found[-1][0], real[-2:])
+    assert torch.equal(torch.cat([batch for group in found for batch in group]), torch.cat([more, real]))
+    assert [[len(batch) for batch in group] for group in found] == [[3], [2], [3], [3], [3], [3], [2], [2]]
+    found, back = grouped(real, more, 3, 2)
+    assert [[len(batch) for batch in group] for group in found] == [[2, 1], [2], *([[2, 1]] * 4), [2], [2]]
+    found, back = grouped(torch.cat([real] * 8), more[:0], 12, 12)
+    assert ([len(batch) for (batch,) in found], back) == ([12] * 9 + [4, 12, 4], 2)
+    found, back = grouped(real[:1], more, 8, 8)
+    assert ([len(batch) for (batch,) in found], back) == ([5, 1], 1)
+
+
+def test_a_step_in_pieces() -> None:
+    """What a step reads may be computed batch by batch: the same loss, and the same weights, to rounding."""
+    found = []
+    for batch in (6, 4, 1):
+        dense, pruned = tiny("llama"), tiny("llama")
+        plan = shrunk(pruned)
+        groups, back = grouped(torch.cat(batches()), torch.cat(batches())[:0], 6, batch)
+        result, _ = distil(pruned, groups, last_states(dense, groups), plan, Descent(20, 1e-3), back)
+        assert result.after < result.before
+        found.append((result, pruned.state_dict()))
+    (one, wanted), *others = found
+    for result, weights in others:
+        assert (result.before, result.after) == (pytest.approx(one.before, rel=1e-4), pytest.approx(one.after, rel=1e-3))
+        assert all(torch.allclose(weights[name], wanted[name], atol=2e-4) for name in wanted)
 
 
 @pytest.mark.parametrize("back", [1, 3])
@@ -211,10 +235,10 @@ def test_how_many_are_held_back(back: int) -> None:
     """The loss before and after is that of the last batches, as many as asked."""
     dense, pruned = tiny("llama"), tiny("llama")
     plan = shrunk(pruned)
-    states = last_states(dense, batches())
-    found, _ = distil(pruned, batches(), states, plan, Descent(0, 1e-3), back)
+    states = last_states(dense, alone(batches()))
+    found, _ = distil(pruned, alone(batches()), states, plan, Descent(0, 1e-3), back)
     assert found.steps == 0
-    found, _ = distil(pruned, batches(), states, plan, Descent(1, 1e-30), back)
+    found, _ = distil(pruned, alone(batches()), states, plan, Descent(1, 1e-30), back)
     wanted = sum(divergence(dense, pruned, batch) for batch in batches()[-back:]) / back
     assert found.before == pytest.approx(wanted, rel=1e-4)
 

@@ -35,10 +35,10 @@ STOREYS = {
         "architectures",
         "calls",
         "blocks",
+        "memory",
         "weights",
         "activations",
         "sensitivity",
-        "memory",
     ],
     "Methods": [
         "refinement",

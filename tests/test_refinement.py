@@ -19,7 +19,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.sparsellm import SparseLLM, Window
 from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent, Refined, refine_block
+from sparsellm.refinement import Descent, Pieces, Refined, cut, refine_block, windows_a_step
 from sparsellm.sequential import Step, prune_blocks
 from sparsellm.solvers.criteria import Magnitude
 
@@ -47,6 +47,11 @@ def regression(count: int) -> tuple[nn.Parameter, dict[str, Tensor], Callable[[i
     return weight, {"weight": keep}, lambda number: (x[number] @ weight.T - y[number]).square().mean()
 
 
+def whole(loss: Callable[[int], Tensor]) -> Pieces:
+    """A loss that is computed in one piece."""
+    return lambda number: iter([loss(number)])
+
+
 def held_back(loss: Callable[[int], Tensor], start: int, end: int) -> float:
     """The mean loss over some batches."""
     with torch.no_grad():
@@ -68,7 +73,7 @@ def test_a_descent(count: int, held: float, back: int) -> None:
         return loss(number)
 
     before = held_back(loss, count - back, count)
-    found = Descent(200, 0.05, held).run({"weight": weight}, keep, spied, count, seed=3)
+    found = Descent(200, 0.05, held).run({"weight": weight}, keep, whole(spied), count, seed=3)
     assert looked == set(range(count - back))
     assert found.before == pytest.approx(before)
     assert found.after == held_back(loss, count - back, count) < 0.9 * before
@@ -76,18 +81,32 @@ def test_a_descent(count: int, held: float, back: int) -> None:
     assert not bool(weight[~keep["weight"]].any())
     assert bool(weight[keep["weight"]].all())
     again, keep, loss = regression(count)
-    assert Descent(200, 0.05, held).run({"weight": again}, keep, loss, count, seed=3) == found
+    assert Descent(200, 0.05, held).run({"weight": again}, keep, whole(loss), count, seed=3) == found
     assert torch.equal(again, weight)
     if count > 3:
         other, keep, loss = regression(count)
-        Descent(200, 0.05, held).run({"weight": other}, keep, loss, count, seed=4)
+        Descent(200, 0.05, held).run({"weight": other}, keep, whole(loss), count, seed=4)
         assert not torch.equal(other, weight)
+
+
+def test_pieces_add_up() -> None:
+    """A loss in pieces gives the steps of their sum, and the looks too."""
+    found = []
+    for parts in ([1.0], [0.25, 0.5, 0.25]):
+        weight, keep, loss = regression(8)
+        result = Descent(100, 0.05).run(
+            {"weight": weight}, keep, lambda n, loss=loss, parts=parts: (part * loss(n) for part in parts), 8, seed=3
+        )
+        found.append((result, weight.detach()))
+    (one, wanted), (other, got) = found
+    assert (other.before, other.after) == (pytest.approx(one.before), pytest.approx(one.after))
+    assert torch.allclose(got, wanted, atol=1e-4)
 
 
 def test_the_rate_falls_to_nothing() -> None:
     """With one slope all along Adam's steps show the rate: its sum over the steps, from `rate` to nearly 0 in a line."""
     weight = nn.Parameter(torch.zeros(1))
-    Descent(50, 0.01).run({"weight": weight}, {}, lambda _: weight.sum(), 2, seed=0)
+    Descent(50, 0.01).run({"weight": weight}, {}, whole(lambda _: weight.sum()), 2, seed=0)
     assert float(weight.detach()) == pytest.approx(-0.01 * sum(1 - step / 50 for step in range(50)), rel=1e-3)
 
 
@@ -98,7 +117,7 @@ def test_the_best_look_stays() -> None:
     def loss(number: int) -> Tensor:
         return (weight - (-1 if number == 0 else -0.3)).square().sum()  # what is trained on goes past what is held back
 
-    found = Descent(100, 0.02).run({"weight": weight}, {}, loss, 2, seed=0)
+    found = Descent(100, 0.02).run({"weight": weight}, {}, whole(loss), 2, seed=0)
     path = nn.Parameter(torch.zeros(1))
     optimizer, best = torch.optim.Adam([path], betas=(0.9, 0.95)), (0.09, 0, 0.0)
     for step in range(1, 101):
@@ -121,7 +140,7 @@ def test_never_worse_than_before() -> None:
     with torch.no_grad():
         weight.normal_(generator=torch.Generator().manual_seed(5)).mul_(keep["weight"])
     before = weight.detach().clone()
-    found = Descent(20, 0.05).run({"weight": weight}, keep, lambda n: -loss(n) if n < 3 else loss(n), 4, seed=0)
+    found = Descent(20, 0.05).run({"weight": weight}, keep, whole(lambda n: -loss(n) if n < 3 else loss(n)), 4, seed=0)
     assert torch.equal(weight, before)
     assert (found.steps, found.after, found.note) == (0, found.before, "")
 
@@ -131,7 +150,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     """At the start nothing is done; midway the best state before it stays; on a held-back look it is no improvement. Told."""
     weight, keep, loss = regression(4)
     before = weight.detach().clone()
-    found = Descent(20, 0.05).run({"weight": weight}, keep, lambda n: loss(n) * bad if n == 3 else loss(n), 4, seed=0)
+    found = Descent(20, 0.05).run({"weight": weight}, keep, whole(lambda n: loss(n) * bad if n == 3 else loss(n)), 4, seed=0)
     assert torch.equal(weight, before)
     assert (found.steps, found.note) == (0, "not refined: the loss is not finite")
     taken: list[int] = []
@@ -140,7 +159,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
         taken.extend([number] if torch.is_grad_enabled() else [])
         return loss(number) * (bad if len(taken) == 37 else 1)
 
-    found = Descent(100, 0.02).run({"weight": weight}, keep, breaks, 4, seed=0)
+    found = Descent(100, 0.02).run({"weight": weight}, keep, whole(breaks), 4, seed=0)
     assert found.note == "the loss became infinite or undefined at step 37: the best weights before it were kept"
     assert found.steps == 30
     assert len(taken) == 37
@@ -151,18 +170,18 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     def ends(number: int) -> Tensor:
         return loss(number) * (bad if number == 3 and bool(weight.any()) else 1)
 
-    assert Descent(20, 0.05).run({"weight": weight}, keep, ends, 4, seed=0).steps == 0
+    assert Descent(20, 0.05).run({"weight": weight}, keep, whole(ends), 4, seed=0).steps == 0
     assert not bool(weight.any())
 
 
-@pytest.mark.parametrize(("steps", "batches", "said"), [(0, 8, ""), (5, 1, "only one batch"), (5, 0, "only one batch")])
+@pytest.mark.parametrize(("steps", "batches", "said"), [(0, 8, ""), (5, 1, "only one group"), (5, 0, "only one group")])
 def test_nothing_to_do(steps: int, batches: int, said: str) -> None:
-    """Without steps or parameters nothing is done; with one batch there is none to hold back, and the note says so."""
+    """Without steps or parameters nothing is done; with one group there is none to hold back, and the note says so."""
     weight, keep, loss = regression(8)
-    found = Descent(steps, 0.1).run({"weight": weight}, keep, loss, batches, seed=0)
+    found = Descent(steps, 0.1).run({"weight": weight}, keep, whole(loss), batches, seed=0)
     assert said in found.note
     assert (found.steps, bool(found.note), bool(weight.any())) == (0, bool(said), False)
-    assert Descent(5, 0.1).run({}, {}, loss, 8, seed=0).steps == 0
+    assert Descent(5, 0.1).run({}, {}, whole(loss), 8, seed=0).steps == 0
 
 
 @pytest.mark.parametrize("bad", [(-1, 0.1), (5, 0.0), (5, NAN), (5, 0.1, 0.0), (5, 0.1, 1.0), (5, 0.1, NAN)])
@@ -200,7 +219,7 @@ def refined(
     """A fresh model pruned with gradient steps on each block, its plan, and everything that was yielded."""
     model = tiny(family, dtype)
     plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
-    method = SparseLLM(Magnitude(), refine=Descent(steps, 3e-3), couple=couple, newton=0)
+    method = SparseLLM(Magnitude(), refine=Descent(steps, 1e-3), couple=couple, newton=0)
     told = list[Step]()
     for step in prune_blocks(model, batches(), method, plan, compute):
         told.append(step)
@@ -295,3 +314,37 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
     assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
     with pytest.raises(TypeError, match="teacher=True"):
         refine_block(block, Activations(inputs.pruned, []), keep, parameters, None, Descent(1, 1e-3))
+
+
+@pytest.mark.parametrize("samples", [64, 50, 7])
+@pytest.mark.parametrize("batch", [1, 3, 5, 8, 64])
+def test_batches_do_not_lie_astride_two_steps(samples: int, batch: int) -> None:
+    """Every window once and in order, at most `batch` together, and a batch ends wherever a step's group does."""
+    windows = torch.arange(samples * 512).reshape(samples, 512)
+    found = cut(windows, batch)
+    assert torch.equal(torch.cat(found), windows)
+    assert max(len(some) for some in found) == min(batch, samples)
+    step = windows_a_step(samples, 512)
+    assert step == {64: 8, 50: 6, 7: 1}[samples]
+    ends = {int(some[-1, -1]) // 512 + 1 for some in found}
+    assert batch > step or set(range(step, samples, step)) <= ends
+
+
+@every_family
+def test_how_many_windows_travel_together_changes_rounding_only(family: str) -> None:
+    """Gradient steps over a block read the same windows however many travel together."""
+    windows = torch.randint(0, 48, (32, 12), generator=torch.Generator().manual_seed(1))  # a step reads four
+    found = []
+    for batch in (4, 3, 1):
+        model = tiny(family)
+        method = SparseLLM(Magnitude(), refine=Descent(20, 1e-3), couple="block", newton=0)
+        plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
+        (block,) = (step for step in prune_blocks(model, cut(windows, batch), method, plan) if isinstance(step, BlockResult))
+        found.append((block.refined, blocks_of(model)[0].layer(NAMES[family][0]).weight))
+    (one, wanted), *others = found
+    assert one is not None
+    assert one.after < one.before
+    for other, weight in others:
+        assert other is not None
+        assert (other.before, other.after) == (pytest.approx(one.before, rel=1e-4), pytest.approx(one.after, rel=1e-3))
+        assert torch.equal(weight == 0, wanted == 0)

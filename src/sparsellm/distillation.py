@@ -6,7 +6,7 @@ the KL divergence of its predictions, lowered by gradient steps over all pruned 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -75,37 +75,47 @@ def held_back(windows: Tensor) -> int:
     return max(1, round(COUPLING.held * len(windows)))
 
 
-def batched(windows: Tensor, more: Tensor, batch: int) -> tuple[list[Tensor], int]:
-    """Batches to read, each (batch, length), and how many of them, the last, are to be held back: real text only.
+Group = tuple[Tensor, ...]
+"""What one step reads: tensors of windows, each as many as are computed at once."""
 
-    windows: (samples, length), the calibration windows. more: what the model wrote.
+
+def grouped(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
+    """Groups of windows to read, each (batch, length), and how many groups, the last, are to be held back: real text only.
+
+    windows: (samples, length), the calibration windows. more: what the model wrote. step: windows in a group. batch: of them,
+    at a time.
     """
     back = held_back(windows)
-    last = windows[-back:].split(batch)
-    return [some for some in (*more.split(batch), *windows[:-back].split(batch), *last) if len(some)], len(last)
+    last = windows[-back:].split(step)
+    groups = (*more.split(step), *windows[:-back].split(step), *last)
+    return [some.split(batch) for some in groups if len(some)], len(last)
 
 
 @torch.no_grad()
-def last_states(model: PreTrainedModel, batches: Sequence[Tensor], compute: torch.dtype | None = None) -> list[Tensor]:
-    """What the model's head reads, (batch, seq, model), batch by batch: the dense model's predictions, before it is pruned."""
+def last_states(model: PreTrainedModel, groups: Sequence[Group], compute: torch.dtype | None = None) -> list[Group]:
+    """What the model's head reads, (batch, seq, model), for each batch: the dense model's predictions, before it is pruned."""
+
+    def read(batch: Tensor) -> Tensor:
+        states: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False).last_hidden_state
+        return states
+
     with evaluating(model), computed_in(model, compute):
-        body = model.base_model
-        return [body(input_ids=batch.to(model.device), use_cache=False).last_hidden_state for batch in batches]
+        return [tuple(read(batch) for batch in group) for group in groups]
 
 
 def distil(
     model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    states: Sequence[Tensor],
+    groups: Sequence[Group],
+    states: Sequence[Group],
     plan: Plan,
     descent: Descent,
     back: int | None = None,
 ) -> tuple[Refined, tuple[str, ...]]:
     r"""Lower $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$, nats a token, over the planned blocks' parameters, in place.
 
-    batches: token numbers, each (batch, seq). states: from `last_states`, of the dense model. plan: its layers keep their
-    zeros; other linear layers of these blocks stay as they are. back: how many batches, the last, are held back. Returns what
-    was gained, and the biases and norms that moved.
+    groups: token numbers for each step, in tensors of (batch, seq). states: from `last_states`, of the dense model. plan: its
+    layers keep their zeros; other linear layers of these blocks stay as they are. back: how many groups, the last, are held
+    back. Returns what was gained, and the biases and norms that moved.
 
     Every block keeps only its inputs for the backward pass. Memory: see `sparsellm.memory`.
     """
@@ -122,11 +132,13 @@ def distil(
     head = model.get_output_embeddings()
     with evaluating(model), computed_in(model, torch.float32), only_trained(model, parameters.values()), checkpointed(blocks):
 
-        def loss(number: int) -> Tensor:
-            predicted = model(input_ids=batches[number].to(model.device), use_cache=False).logits
-            return _divergence(head(states[number].float()), predicted)
+        def loss(number: int) -> Iterator[Tensor]:
+            windows = sum(len(batch) for batch in groups[number])
+            for batch, state in zip(groups[number], states[number], strict=True):
+                predicted = model(input_ids=batch.to(model.device), use_cache=False).logits
+                yield _divergence(head(state.float()), predicted) * (len(batch) / windows)
 
-        found = descent.run(parameters, keep, loss, len(batches), seed=0, back=back)
+        found = descent.run(parameters, keep, loss, len(groups), seed=0, back=back)
         for block in blocks:
             block.settle()
     return found, _moved(small, parameters)

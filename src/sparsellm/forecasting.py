@@ -12,7 +12,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.memory import held_now
 from sparsellm.meter import PASS, PRODUCT, rates
 from sparsellm.miniature import miniature
-from sparsellm.preparation import Prepared, coupling_batch, coupling_bytes, coupling_written
+from sparsellm.preparation import Prepared, coupling_bytes, coupling_step, coupling_written
 from sparsellm.pruning import SENSING
 from sparsellm.recipe import Recipe
 from sparsellm.residence import STREAMS_SHARE, Place
@@ -149,7 +149,7 @@ def _coupling(recipe: Recipe, ready: Prepared, place: Place, speed: Mapping[str,
     words = skeleton.get_input_embeddings().num_embeddings
     parameters = sum(tensor.numel() for tensor in skeleton.parameters())
     needed = place.model + coupling_bytes(recipe, ready.blocks, ready.windows, words)
-    read = recipe.couple_steps * coupling_batch(recipe, samples, length) * length
+    read = recipe.couple_steps * coupling_step(samples, length) * length
     operations = 2.0 * parameters * (4 * read + coupling_written(recipe, samples, length) * length)
     seconds = operations / speed[PRODUCT] if speed else float("nan")
     return StageNeeds("coupling the model", {ready.device.type: needed}, 0, operations, seconds)

@@ -14,7 +14,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
-from sparsellm.events import Observer, Stage, note, phase
+from sparsellm.events import Note, Observer, Stage, note, phase
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.published import PublishedSparseLLM
@@ -22,6 +22,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Unstructured
 from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.refinement import TOKENS_A_STEP, windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
 
@@ -33,9 +34,6 @@ USUAL_LENGTH = 2048
 
 COUPLING_TOKENS = 2048
 """Tokens in a gradient step over the whole model: more steps beat larger ones, and the logits are large."""
-
-TOKENS_A_BATCH = 4096
-"""Windows travel in batches of about this many tokens: enough to keep matrix products busy, few enough to stay small."""
 
 GivenText = Sequence[str] | Tensor | None
 """Texts, or token numbers (samples, length), in place of the recipe's calibration text."""
@@ -78,6 +76,11 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         _note_few_tokens(method, plan, blocks, windows, report, say)
         every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
         batch = recipe.batch or _usual_batch(every, length)
+        if isinstance(method, SparseLLM) and method.refine.steps and windows.numel():
+            most = windows_a_step(*every.shape)
+            if batch > most:
+                say(Note(f"{most} windows at a time, not {batch}: as many as a gradient step reads"))
+                batch = most
         vocabulary = skeleton.get_input_embeddings().num_embeddings
         if told := check_memory(recipe, method, blocks, every, vocabulary, device):
             say(Stage(told))
@@ -104,15 +107,14 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     return method, plan
 
 
-def coupling_batch(recipe: Recipe, samples: int, length: int) -> int:
+def coupling_step(samples: int, length: int) -> int:
     """Windows in one gradient step of the whole model's stage: about 2,048 tokens, and an eighth of all windows at most."""
-    usual = max(1, min(COUPLING_TOKENS // length, samples // 8))
-    return min(recipe.batch, usual) if recipe.batch else usual
+    return max(1, min(COUPLING_TOKENS // length, samples // 8))
 
 
 def coupling_written(recipe: Recipe, samples: int, length: int) -> int:
     """Windows that the dense model writes for the whole model's stage: as asked, or so that it reads each about twice."""
-    read = recipe.couple_steps * coupling_batch(recipe, samples, length)
+    read = recipe.couple_steps * coupling_step(samples, length)
     return max(0, read // 2 - samples) if recipe.couple_written is None else recipe.couple_written
 
 
@@ -137,7 +139,7 @@ def check_memory(
 def coupling_bytes(recipe: Recipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
     """What the whole model's stage takes besides the model."""
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    batch = coupling_batch(recipe, *windows.shape) * windows.shape[1]
+    batch = min(coupling_step(*windows.shape), recipe.batch or len(windows)) * windows.shape[1]
     every = windows.numel() + coupling_written(recipe, *windows.shape) * windows.shape[1]
     return trained_bytes(blocks, together=True) + predictions_bytes(every, width, batch, vocabulary, len(blocks))
 
@@ -192,9 +194,8 @@ def read_test(recipe: Recipe, source: Checkpoint | Loaded, text: str, length: in
 
 
 def _usual_batch(windows: Tensor, length: int) -> int:
-    """Windows that travel together: about 4,096 tokens, and an eighth of all windows at most, to have some to hold back."""
-    most = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
-    return min(most, max(1, len(windows) // 8)) if windows.numel() else most
+    """Windows that travel together: as many as a step over one block reads, enough to keep matrix products busy."""
+    return windows_a_step(*windows.shape) if windows.numel() else max(1, TOKENS_A_STEP // length)
 
 
 def _note_few_tokens(

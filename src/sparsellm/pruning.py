@@ -12,12 +12,12 @@ from torch import Tensor
 
 from sparsellm.blocks import blocks_of
 from sparsellm.budgets import share_out
-from sparsellm.distillation import batched, coupling, distil, held_back, last_states, written
+from sparsellm.distillation import Group, coupling, distil, grouped, held_back, last_states, written
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.patterns import Unstructured
-from sparsellm.preparation import coupling_batch, coupling_written
+from sparsellm.preparation import coupling_step, coupling_written
 from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.report import Report
 from sparsellm.residence import Residence
@@ -62,8 +62,8 @@ def prune_model(
                     journal.note("shares", {name: pattern.sparsity for name, pattern in plan.items()})
             else:
                 plan = {name: Unstructured(share) for name, share in shares.items()}
-    pieces: list[Tensor] = []
-    states: list[Tensor] = []
+    groups: list[Group] = []
+    states: list[Group] = []
     back = 0
     if recipe.couple == "model":
         windows = torch.cat(list(batches))
@@ -71,8 +71,9 @@ def prune_model(
             ours = windows[: -held_back(windows)] if len(windows) > 1 else windows
             more = written(model, ours, coupling_written(recipe, *windows.shape), recipe.seed, compute)
         with phase("reading the dense model's predictions", report, say):
-            pieces, back = batched(windows, more, coupling_batch(recipe, *windows.shape))
-            states = last_states(model, pieces, compute)
+            read = coupling_step(*windows.shape)
+            groups, back = grouped(windows, more, read, min(read, len(batches[0])))
+            states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase("pruning", report, say, visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
@@ -81,7 +82,7 @@ def prune_model(
                 report.blocks.append(step)
     if recipe.couple == "model":
         with phase("coupling the model", report, say):
-            report.coupled, moved = distil(model, pieces, states, plan, coupling(model, recipe.couple_steps), back)
+            report.coupled, moved = distil(model, groups, states, plan, coupling(model, recipe.couple_steps), back)
             report.blocks = [_with_moved(block, model, moved) for block in report.blocks]
         say(report.coupled)
         if report.coupled.note:

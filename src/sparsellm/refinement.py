@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,14 +13,35 @@ from torch import Tensor, nn
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block, computed_in, only_trained
 from sparsellm.errors import InvalidSetting
+from sparsellm.storage import lengths
 
 LOOKS = 10
-"""How often the held-back batches are looked at on the way."""
+"""How often the held-back groups are looked at on the way."""
+
+TOKENS_A_STEP = 4096
+"""About how many tokens a step over one block reads."""
+
+Pieces = Callable[[int], Iterator[Tensor]]
+"""The loss of a group of windows by its number, in pieces that add up to it: each is as much as is computed at once."""
+
+
+def windows_a_step(samples: int, length: int) -> int:
+    """How many of the windows a step over one block reads: an eighth of all at most, to have some to hold back."""
+    return max(1, min(TOKENS_A_STEP // length, samples // 8))
+
+
+def cut(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
+    """Windows (samples, length) in batches of at most `batch`, none of which lies astride two steps' groups.
+
+    So what a step reads does not depend on how many windows travel together, unless more do than a step reads.
+    """
+    step = max(batch, windows_a_step(*windows.shape))
+    return tuple(piece for group in windows.split(step) for piece in group.split(batch))
 
 
 @dataclass(frozen=True)
 class Refined:
-    """What gradient steps did. before, after: the loss on held-back batches, relative where it is an error.
+    """What gradient steps did. before, after: the loss on held-back groups of windows, relative where it is an error.
 
     steps: how many had been taken at the best look; 0 where none helped, and the weights are as they were. note: what went
     wrong, or nothing.
@@ -33,9 +55,9 @@ class Refined:
 
 @dataclass(frozen=True)
 class Descent:
-    """Adam with a rate that falls to 0, stopped where held-back batches say so.
+    """Adam with a rate that falls to 0, stopped where held-back groups of windows say so.
 
-    steps: at most; 0 for none. rate: the first learning rate. held: the share of batches held back, at least one.
+    steps: at most; 0 for none. rate: the first learning rate. held: the share of groups held back, at least one.
     """
 
     steps: int
@@ -52,49 +74,47 @@ class Descent:
         self,
         parameters: Mapping[str, nn.Parameter],
         keep: Mapping[str, Tensor],
-        loss: Callable[[int], Tensor],
-        batches: int,
+        loss: Pieces,
+        groups: int,
         seed: int,
         back: int | None = None,
     ) -> Refined:
-        """Lower `loss(batch number)` over the parameters, in place; what is held back decides which state stays.
+        """Lower the loss of the groups over the parameters, in place; what is held back decides which state stays.
 
-        keep: masks by parameter name; what is False stays zero. batches: how many; with fewer than two nothing is done. back:
+        keep: masks by parameter name; what is False stays zero. groups: how many; with fewer than two nothing is done. back:
         how many of them, the last, are held back; by default the usual share.
-        The same for the same arguments: batches come in an order drawn from `seed`. A loss that is not finite ends the descent,
+        The same for the same arguments: groups come in an order drawn from `seed`. A loss that is not finite ends the descent,
         with the best state so far.
         """
-        back = min(back or max(1, round(self.held * batches)), batches - 1)
-        if self.steps == 0 or batches < 2 or not parameters:
-            return Refined(
-                0.0,
-                0.0,
-                0,
-                "" if batches > 1 or self.steps == 0 else "not refined: there is only one batch, and none to hold back",
-            )
+        back = min(back or max(1, round(self.held * groups)), groups - 1)
+        if self.steps == 0 or groups < 2 or not parameters:
+            few = self.steps > 0 and groups < 2
+            return Refined(0.0, 0.0, 0, "not refined: there is only one group of windows, and none to hold back" if few else "")
         generator = torch.Generator().manual_seed(seed)
-        before = best = self._held(loss, batches - back, batches)
+        before = best = self._held(loss, groups - back, groups)
         state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        if not torch.isfinite(torch.tensor(before)):
+        if not math.isfinite(before):
             return Refined(before, before, 0, "not refined: the loss is not finite")
         optimizer = torch.optim.Adam(parameters.values(), lr=self.rate, betas=(0.9, 0.95))
         taken, note = 0, ""
         order: list[int] = []
         looks = {round(self.steps * (look + 1) / LOOKS) for look in range(LOOKS)}
         for step in range(1, self.steps + 1):
-            order = order or torch.randperm(batches - back, generator=generator).tolist()
+            order = order or torch.randperm(groups - back, generator=generator).tolist()
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * (1 - (step - 1) / self.steps)
             optimizer.zero_grad(set_to_none=True)
+            value = 0.0
             with torch.enable_grad():
-                value = loss(order.pop())
-                value.backward()
-            if not bool(value.isfinite()):
+                for piece in loss(order.pop()):
+                    piece.backward()
+                    value += float(piece.detach())
+            if not math.isfinite(value):
                 note = f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
                 break
             optimizer.step()
             _mask(parameters, keep)
-            if step in looks and (now := self._held(loss, batches - back, batches)) < best:
+            if step in looks and (now := self._held(loss, groups - back, groups)) < best:
                 best, taken = now, step
                 state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
@@ -104,9 +124,9 @@ class Descent:
 
     @staticmethod
     @torch.no_grad()
-    def _held(loss: Callable[[int], Tensor], start: int, end: int) -> float:
-        """The mean loss over the held-back batches."""
-        return sum(float(loss(number)) for number in range(start, end)) / (end - start)
+    def _held(loss: Pieces, start: int, end: int) -> float:
+        """The mean loss over the held-back groups."""
+        return sum(float(piece) for number in range(start, end) for piece in loss(number)) / (end - start)
 
 
 @torch.no_grad()
@@ -122,26 +142,42 @@ def refine_block(
     r"""Lower $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over the block's own parameters, h the dense stream behind it.
 
     keep: masks by layer. names: which parameters of the block to train. metric: F, (model, model), or None for the identity.
-    The gradient is of one block only; memory for the block in float32 four times, and for one batch's backward pass.
+    A step reads `windows_a_step` windows, batch after batch, or one batch where that is more. The gradient is of one block
+    only; memory for the block in float32 five times, and for one batch's backward pass.
     """
     inputs.advance_dense()
     targets = inputs.dense
     if targets is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     root = None if metric is None else _root(metric)
-    power = sum(float(_weighed(target.float(), root).square().mean()) for target in targets) / len(targets)
+    power = sum(float(_weighed(target.float(), root).square().sum()) for target in targets)
+    sizes = lengths(targets)
+    power /= sum(sizes) * targets[0][0].numel()
+    groups = _groups(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
     with ExitStack() as context:
         context.enter_context(computed_in(block.module, torch.float32))
         parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
         context.enter_context(only_trained(block.module, parameters.values()))
         calls = inputs.calls(block, torch.float32)
 
-        def loss(number: int) -> Tensor:
-            missed = block(inputs.pruned[number].float(), calls[number]) - targets[number].float()
-            return _weighed(missed, root).square().mean() / power
+        def loss(number: int) -> Iterator[Tensor]:
+            share = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
+            for batch in groups[number]:
+                missed = block(inputs.pruned[batch].float(), calls[batch]) - targets[batch].float()
+                yield _weighed(missed, root).square().sum() * share
 
         masks = {f"{name}.weight": mask for name, mask in keep.items() if f"{name}.weight" in parameters}
-        return descent.run(parameters, masks, loss, len(targets), seed=block.index)
+        return descent.run(parameters, masks, loss, len(groups), seed=block.index)
+
+
+def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
+    """Batches by number, in groups of at least `step` windows: as `cut` made them, groups begin where batches do."""
+    groups: list[list[int]] = [[]]
+    for number, _ in enumerate(sizes):
+        if sum(sizes[batch] for batch in groups[-1]) >= step:
+            groups.append([])
+        groups[-1].append(number)
+    return groups
 
 
 def _root(metric: Tensor) -> Tensor:

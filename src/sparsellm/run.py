@@ -25,6 +25,7 @@ from sparsellm.preparation import GivenText, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
+from sparsellm.refinement import cut
 from sparsellm.report import Report, environment
 from sparsellm.residence import Residence, place_of, settle
 from sparsellm.weights import OnDisk
@@ -130,7 +131,7 @@ def run(
         if journal:
             journal.note("batch", batch)
         report.resolved = _resolved(ready.method, windows, batch, ready.device, home)
-        batches = windows.split(batch) if windows.numel() else ()
+        batches = cut(windows, batch) if windows.numel() else ()
         try:
             prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal)
             break

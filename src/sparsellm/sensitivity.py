@@ -160,7 +160,7 @@ def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str],
         return {}
     teacher = inputs.teacher
     heights, vectors = torch.linalg.eigh(metric)
-    root = vectors * heights.clamp(min=0).sqrt()
+    root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device).manual_seed(block.index)
     sums: dict[str, Tensor] = {}
     tokens = 0
@@ -188,7 +188,7 @@ def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str],
                     if tokens < TOKENS:
                         window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
                         tokens += len(window)
-                torch.autograd.grad(output, start, (noise @ root.T).to(output.dtype))
+                torch.autograd.grad(output, start, (noise @ root).to(output.dtype))
     finally:
         for one in hooks:
             one.remove()

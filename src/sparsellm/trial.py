@@ -24,6 +24,7 @@ from sparsellm.patterns import Unstructured
 from sparsellm.preparation import Prepared
 from sparsellm.pruning import SENSING, prune_model
 from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.refinement import cut
 from sparsellm.report import Report
 from sparsellm.residence import STREAMS_SHARE, Place, Residence, batch_to_measure, settle
 from sparsellm.sensitivity import TOKENS
@@ -80,7 +81,7 @@ class Trial:
                         raise _Enough
 
             journal = Journal.begin(self.folder, {})
-            given = self._draw(windows).split(self.batch) if ready.windows.numel() else ()
+            given = cut(self._draw(windows), self.batch) if ready.windows.numel() else ()
             with suppress(_Enough):
                 prune_model(
                     self._tiny, home, method, self._plan(blocks_of(home.model)), given, Report(self._tiny, {}), observe, journal

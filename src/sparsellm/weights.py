@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
+from sparsellm.memory import give_back
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +73,11 @@ class OnDisk:
 
     @contextmanager
     def block(self, block: Block) -> Iterator[None]:
-        with self._filled([name for name in self._places if name.startswith(f"{block.name}.")]):
-            yield
+        try:
+            with self._filled([name for name in self._places if name.startswith(f"{block.name}.")]):
+                yield
+        finally:
+            give_back()
 
     @contextmanager
     def ends(self) -> Iterator[None]:

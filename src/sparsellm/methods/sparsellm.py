@@ -58,7 +58,7 @@ class SparseLLM:
     2. Epochs of SparseLLM's alternation (Bai et al., NeurIPS 2024, eqs. 9-12): signals p and z from what the part now computes,
        readers solved toward z, the writer refitted on what these really give. An epoch stays if the part's true error fell.
     3. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
-    4. Gradient steps over the block's parameters with masks held, stopped by held-back batches (`sparsellm.refinement`).
+    4. Gradient steps over the block's parameters with masks held, stopped by held-back windows (`sparsellm.refinement`).
 
     Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
 
