@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
 
-from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_factor, fit_activated
+from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
 
 PLAIN = PlainFeedForward(reader="fc1", writer="fc2")
 GATED = GatedFeedForward(gate="gate", up="up", writer="down")
@@ -52,7 +52,7 @@ def test_activations_equal_the_normal_equations(sparse: float, ratio: float) -> 
     draw = drawer(1)
     weight = draw(MODEL, HIDDEN) * (torch.rand(MODEL, HIDDEN, generator=torch.Generator().manual_seed(2)) >= sparse)
     shape, target = draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
-    p = fit_activated(shape, weight, target, activation_factor(weight, ratio))
+    p = fit_activated(shape, weight, target, activation_correction(weight, ratio))
     matrix = weight.T @ weight + ratio * torch.eye(HIDDEN, dtype=torch.float64)
     wanted = torch.linalg.solve(matrix, (target @ weight + ratio * shape).T).T
     torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-9)
@@ -63,7 +63,7 @@ def test_activations_are_the_minimiser(ratio: float) -> None:
     """The gradient vanishes there, and every perturbation of any size raises every token's cost."""
     draw = drawer(2)
     weight, shape, target = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
-    p = fit_activated(shape, weight, target, activation_factor(weight, ratio)).requires_grad_()
+    p = fit_activated(shape, weight, target, activation_correction(weight, ratio)).requires_grad_()
     lowest = activation_cost(p, shape, weight, target, ratio)
     (gradient,) = torch.autograd.grad(lowest.sum(), p)
     assert float(gradient.abs().max()) < 1e-9
@@ -79,13 +79,13 @@ def test_activations_in_float32(ratio: float) -> None:
     arguments = draw(TOKENS, HIDDEN), draw(MODEL, HIDDEN), draw(TOKENS, MODEL)
     copies = [argument.clone() for argument in arguments]
     shape, weight, target = arguments
-    factor = activation_factor(weight, ratio)
-    assert torch.equal(factor, factor.tril())
-    p = fit_activated(shape, weight, target, factor)
+    correction = activation_correction(weight, ratio)
+    assert torch.allclose((weight @ weight.T + ratio * torch.eye(len(weight))) @ correction, weight, atol=1e-4)
+    p = fit_activated(shape, weight, target, correction)
     for argument, copy in zip(arguments, copies, strict=True):
         assert torch.equal(argument, copy)
     shape, weight, target = (argument.double() for argument in arguments)
-    best = fit_activated(shape, weight, target, activation_factor(weight, ratio))
+    best = fit_activated(shape, weight, target, activation_correction(weight, ratio))
     costs = [activation_cost(answer.double(), shape, weight, target, ratio) for answer in (p, best)]
     torch.testing.assert_close(costs[0], costs[1], rtol=1e-4, atol=1e-5)
 
@@ -94,7 +94,7 @@ def test_a_dense_fit_stays() -> None:
     """Where W φ is y already, p is φ."""
     draw = drawer(4)
     weight, shape = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN)
-    p = fit_activated(shape, weight, shape @ weight.T, activation_factor(weight, 0.1))
+    p = fit_activated(shape, weight, shape @ weight.T, activation_correction(weight, 0.1))
     torch.testing.assert_close(p, shape, rtol=1e-12, atol=1e-12)
 
 
@@ -161,10 +161,10 @@ def test_no_update_raises_the_objective(ff: FeedForward, ratio: float) -> None:
         outputs = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
         hidden = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
         p = size * draw(TOKENS, HIDDEN)
-        factor = activation_factor(weight, ratio)
+        correction = activation_correction(weight, ratio)
         last = objective(ff, hidden, outputs, p, (target - p @ weight.T).square().sum(1), ratio)
         for _ in range(3):
-            p = fit_activated(ff.activate(*hidden), weight, target, factor)
+            p = fit_activated(ff.activate(*hidden), weight, target, correction)
             fit = (target - p @ weight.T).square().sum(1)
             steps = [objective(ff, hidden, outputs, p, fit, ratio)]
             fresh = ff.fit_hidden(hidden, outputs, p, ratio)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SingularGram
-from sparsellm.linalg import cholesky, damped, dead_inputs, inverse_factor, refit
+from sparsellm.linalg import cholesky, damped, dead_inputs, inverse_factor, quadratic, refit
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -190,3 +190,14 @@ def test_refit_stays_where_it_is_solved() -> None:
     assert torch.equal(refit(target, target, gram, keep, 10), target)
     nothing = torch.zeros(2, 8, dtype=torch.bool)
     assert torch.equal(refit(torch.zeros_like(target), target, gram, nothing, 10), torch.zeros_like(target))
+
+
+@pytest.mark.parametrize("curved", [False, True], ids=["plain", "curvature"])
+@pytest.mark.parametrize("features", [1, 384, 385, 900])
+def test_a_quadratic_form(features: int, curved: bool) -> None:
+    """Half of the matrix gives tr S W G Wᵀ, to float32 rounding."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x, root = (torch.randn(shape, generator=generator) for shape in ((7, features), (features, 50), (7, 7)))
+    gram, curvature = x @ x.T / 50, root @ root.T if curved else torch.eye(7)
+    wanted = ((curvature.double() @ weight.double() @ gram.double()) * weight.double()).sum()
+    assert float(quadratic(curvature @ weight, gram, weight)) == pytest.approx(float(wanted), rel=1e-6)

@@ -104,7 +104,7 @@ def test_each_class_knows_what_the_one_before_knows() -> None:
     norms, gram = every[1], every[2]
     assert isinstance(norms, InputNorms)
     assert isinstance(gram, Gram)
-    assert torch.equal(norms.norms, gram.norms)
+    assert torch.allclose(norms.norms, gram.norms, rtol=1e-5, atol=0)
     torch.testing.assert_close(gram.matrix.diagonal().sqrt(), gram.norms, rtol=1e-5, atol=0)
     assert float(gram.norms[5]) == 0
     assert not bool(gram.matrix[5].any())
@@ -158,3 +158,16 @@ def test_symmetric() -> None:
     root = gram.matrix.diagonal().sqrt()
     difference = (gram.matrix - gram.matrix.T).abs() / root.outer(root).clamp(min=1e-30)
     assert float(difference.max()) < 1e-6
+
+
+@pytest.mark.parametrize("features", [1, 127, 128, 129, 300])
+def test_panels(features: int) -> None:
+    """However many panels the product takes: symmetric to the bit, and within float32 rounding of one product in float64."""
+    x = torch.randn(1000, features, generator=torch.Generator().manual_seed(0)) + 0.5
+    gram = Gram(features)
+    for some in x.split(300):
+        gram.update(some)
+    found, wanted = gram.matrix, x.double().T @ x.double() / 1000
+    assert torch.equal(found, found.T)
+    assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.max())
+    assert torch.allclose(gram.centred().matrix.double(), torch.cov(x.double().T, correction=0), atol=1e-5)

@@ -190,7 +190,8 @@ def test_signals_never_raise_the_objective(family: str, solver: LayerSolver, alp
     epochs = epochs_of(steps)
     assert [epoch.epoch for epoch in epochs] == [1, 2, 3] * 2
     for epoch in epochs:
-        assert 0 <= epoch.after_signals <= epoch.after_weights * (1 + 1e-5)
+        assert (epoch.after_signals is None) == (epoch.epoch == 3)  # nobody would need the last signals
+        assert epoch.after_signals is None or 0 <= epoch.after_signals <= epoch.after_weights * (1 + 1e-5)
     assert epochs[0].after_signals < 0.9 * epochs[0].after_weights
 
 
@@ -204,7 +205,9 @@ def test_against_algorithm_1_in_memory(family: str, index: int, alpha: float, be
     trace, weights = algorithm_1(family, index, solver, parse_pattern("60%"), method)
     for epoch, wanted in zip(epochs_of(steps), trace, strict=True):
         got = [epoch.after_weights, epoch.after_signals, epoch.feed_forward_error]
-        assert got == pytest.approx(wanted, rel=1e-3)
+        assert [one for one in got if one is not None] == pytest.approx(
+            [one for one, other in zip(wanted, got, strict=True) if other is not None], rel=1e-3
+        )
     for name in layers:
         distance = (blocks_of(model)[index].layer(name).weight.detach().double() - weights[name]).norm()
         assert float(distance / weights[name].norm()) < 1e-2, name

@@ -126,17 +126,29 @@ def test_changes_to_a_block_travel_on() -> None:
 
 
 def test_stop_and_watch() -> None:
-    """`stop` ends the walk; `watch` shows flattened inputs and outputs of a layer and leaves no hook behind."""
+    """`stop` ends the walk; `watch` shows flattened inputs and outputs of layers, runs no further, leaves no hook behind."""
     model = tiny("opt")
     assert [block.index for block, _ in walk(model, batches(), stop=2)] == [0, 1]
     block, inputs = next(walk(model, batches()))
-    seen: list[tuple[Tensor, Tensor]] = []
+    read: list[Tensor] = []
+    written: list[Tensor] = []
+    ran: list[str] = []
     before = [hidden.clone() for hidden in inputs.pruned]
-    inputs.watch(block, {"fc1": [lambda x, y: seen.append((x, y))]})
-    assert [(tuple(x.shape), tuple(y.shape)) for x, y in seen] == [((n, 32), (n, 64)) for n in (24, 7, 36)]
-    assert all(torch.allclose(block.layer("fc1")(x), y, atol=1e-5) for x, y in seen)
+    for name, layer in block.layers.items():
+        layer.register_forward_hook(lambda *_, name=name: ran.append(name))
+    inputs.watch(block, {"fc1": [read.append]}, {"fc1": [written.append]})
+    assert [(tuple(x.shape), tuple(y.shape)) for x, y in zip(read, written, strict=True)] == [
+        ((n, 32), (n, 64)) for n in (24, 7, 36)
+    ]
+    assert all(torch.allclose(block.layer("fc1")(x), y, atol=1e-5) for x, y in zip(read, written, strict=True))
+    assert "fc2" not in ran
+    read.clear()
+    ran.clear()
+    inputs.watch(block, {"fc1": [read.append], "self_attn.q_proj": [read.append]})
+    assert ([len(x) for x in read], "fc1" in ran) == ([24, 24, 7, 7, 36, 36], False)
     assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, before, strict=True))
-    assert not block.layer("fc1")._forward_hooks
+    assert not block.layer("fc1")._forward_pre_hooks
+    assert len(block.layer("fc1")._forward_hooks) == 1
 
 
 @pytest.mark.parametrize("enabled", [True, False])

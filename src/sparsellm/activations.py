@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,11 @@ from sparsellm.storage import Kept, Storage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Look = Callable[[Tensor, Tensor], None]
-"""Shown a layer's inputs and outputs, batch by batch, flattened to (tokens, in) and (tokens, out)."""
+Look = Callable[[Tensor], None]
+"""Shown what a layer reads or writes, batch by batch, flattened to (tokens, in) or (tokens, out)."""
+
+Looks = Mapping[str, Sequence[Look]]
+"""By layer, who is shown."""
 
 
 @dataclass
@@ -117,12 +120,32 @@ class Activations:
             yield _look(block, names, pruned, call), _look(self.teacher, names, dense, call)
 
     @torch.no_grad()
-    def watch(self, block: Block, looks: Mapping[str, Sequence[Look]]) -> None:
-        """One pass of all batches through the block, showing the layers named in `looks`; nothing travels on."""
-        hooks = [block.layer(name).register_forward_hook(_shows(look)) for name, many in looks.items() for look in many]
+    def watch(self, block: Block, reads: Looks, writes: Looks | None = None) -> None:
+        """One pass of all batches through the block, as far as there is something to show; nothing travels on.
+
+        reads: who is shown what layers read. writes: who is shown what they write.
+        """
+        wanted = [(name, False) for name in reads] + [(name, True) for name in writes or {}]
+        missing = set(wanted)
+
+        def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
+            def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
+                shown = (output[0] if written else inputs[0]).flatten(0, -2)
+                for look in many:
+                    look(shown)
+                missing.discard((name, written))
+                if not missing:
+                    raise _Enough
+
+            return hook
+
+        hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
+        hooks += [block.layer(name).register_forward_hook(shows(name, True, many)) for name, many in (writes or {}).items()]
         try:
             for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                block(hidden, call)
+                missing.update(wanted)
+                with suppress(_Enough):
+                    block(hidden, call)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -202,7 +225,7 @@ def predicting(
 
 
 class _Enough(Exception):
-    """All layers asked for were seen: the rest of the block need not run."""
+    """All that was asked for was seen: the rest of the block need not run."""
 
 
 def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> Seen:
@@ -246,15 +269,6 @@ def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
         for hook in hooks:
             hook.remove()
     return found[0] if found else block.name
-
-
-def _shows(look: Look) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """A forward hook that shows a layer's inputs and outputs, flattened."""
-
-    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        look(inputs[0].flatten(0, -2), output.flatten(0, -2))
-
-    return hook
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class GatedFeedForward:
         return best_gate(gate_reached, up, activated, ratio, present=hidden[0]), up
 
 
-def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, factor: Tensor) -> Tensor:
+def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
     r"""The writer's inputs that minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ (paper eq. 9, by Woodbury):
 
     $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
@@ -135,14 +135,13 @@ def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, factor: Tensor)
     The matrix is (model, model) where the paper's $(W^\top W + r I)$ is (hidden, hidden), and it is better conditioned.
 
     shape: φ(z), (tokens, hidden). weight: (model, hidden). target: y less the bias, (tokens, model).
-    factor: lower Cholesky factor of W Wᵀ + r I, from `activation_factor`; the same for all tokens of an epoch.
+    correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
     """
-    residual = target - shape @ weight.T
-    return torch.addmm(shape, torch.cholesky_solve(residual.T, factor).T, weight)
+    return torch.addmm(shape, torch.addmm(target, shape, weight.T, alpha=-1), correction)
 
 
-def activation_factor(weight: Tensor, ratio: float) -> Tensor:
-    """The lower Cholesky factor of W Wᵀ + r I, (model, model), for a writer weight of (model, hidden)."""
+def activation_correction(weight: Tensor, ratio: float) -> Tensor:
+    """(W Wᵀ + r I)⁻¹ W, (model, hidden), for a writer weight W of that shape."""
     matrix = weight @ weight.T
     matrix.diagonal().add_(ratio)
-    return cholesky(matrix, ratio, "beta / alpha")
+    return torch.cholesky_solve(weight, cholesky(matrix, ratio, "beta / alpha"))

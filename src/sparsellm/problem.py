@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import cholesky, damped
+from sparsellm.linalg import cholesky, damped, quadratic
 from sparsellm.moments import Gram, InputNorms, NoInputs
 
 LEAST_CURVATURE = 1e-6
@@ -90,17 +90,17 @@ class LayerProblem:
 
         With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white. In the metric of the curvature.
         """
-        lost, had = (float(self.energy(some)) for some in (weight - self.weight, self.weight))
+        gram = self.gram if isinstance(self.inputs, Gram) else None
+        lost, had = (float(self.energy(some, gram)) for some in (weight - self.weight, self.weight))
         return max(lost, 0.0) / had if had > 0 else 0.0
 
-    def energy(self, weight: Tensor) -> Tensor:
-        """tr S W G Wᵀ."""
-        if isinstance(self.inputs, Gram):
-            reached = weight @ self.gram
-        else:
-            reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight
+    def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
+        """tr S W G Wᵀ. gram: G, where the caller has it at hand."""
         if self.curvature is None:
-            return (reached * weight).sum()
-        if self.curvature.ndim == 1:
-            return ((reached * weight).sum(1) * self.curvature).sum()
-        return ((self.curvature @ reached) * weight).sum()
+            counted = weight
+        else:
+            counted = self.curvature.unsqueeze(1) * weight if self.curvature.ndim == 1 else self.curvature @ weight
+        if isinstance(self.inputs, Gram):
+            return quadratic(counted, self.gram if gram is None else gram, weight)
+        reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight
+        return (reached * counted).sum()

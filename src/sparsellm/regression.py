@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsellm import distributed
+from sparsellm.linalg import quadratic
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
 
@@ -52,7 +53,7 @@ class Regression:
     def error(self, weight: Tensor) -> float:
         """E‖t - W x - b‖² with the best bias."""
         gram, cross = self._centred_inputs.matrix, self._centred_cross
-        return self.power + _dot(weight @ gram - 2 * cross, weight)
+        return self.power - 2 * _dot(cross, weight) + float(quadratic(weight, gram, weight))
 
     @property
     def power(self) -> float:

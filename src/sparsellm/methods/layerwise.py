@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.activations import Activations, Look
+from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan
@@ -63,14 +63,15 @@ def gather(
     block: Block,
     inputs: Activations,
     needs: Mapping[str, type[NoInputs]],
-    also: Mapping[str, Sequence[Look]] | None = None,
+    reads: Looks | None = None,
+    writes: Looks | None = None,
 ) -> dict[str, NoInputs]:
     """The moments of each named layer, from one pass through the block; layers of one group share theirs.
 
-    needs: the class of moments for every layer wanted. also: other looks to take in the same pass.
+    needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass.
     """
     moments: dict[str, NoInputs] = {}
-    looks: dict[str, list[Look]] = {name: list(many) for name, many in (also or {}).items()}
+    looks: dict[str, list[Look]] = {name: list(many) for name, many in (reads or {}).items()}
     for group in block.architecture.groups:
         wanted = [name for name in group if name in needs]
         if not wanted:
@@ -79,9 +80,9 @@ def gather(
         richest = max((needs[name] for name in wanted), key=lambda kind: len(kind.__mro__))
         shared = richest(layer.in_features, layer.weight.device)
         moments.update(dict.fromkeys(wanted, shared))
-        looks.setdefault(wanted[0], []).append(_updates(shared))
-    if any(kind is not NoInputs for kind in needs.values()) or also:
-        inputs.watch(block, looks)
+        looks.setdefault(wanted[0], []).append(shared.update)
+    if any(kind is not NoInputs for kind in needs.values()) or reads or writes:
+        inputs.watch(block, looks, writes)
     for shared in dict.fromkeys(moments.values()):
         shared.reduce()
     return moments
@@ -99,11 +100,6 @@ def prune_layer(block: Block, name: str, solver: LayerSolver, problem: LayerProb
     weight, damping = solve(solver, problem, plan[full], full)
     block.write(name, weight)
     return result(block, name, plan, problem, damping, 1, time.perf_counter() - started)
-
-
-def _updates(moments: NoInputs) -> Look:
-    """A look that takes a layer's inputs into the moments."""
-    return lambda inputs, _: moments.update(inputs)
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:

@@ -104,7 +104,7 @@ class PublishedSparseLLM:
         together = (*feed_forward.readers, feed_forward.writer)
         needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
         signals = Signals(block, feed_forward, self.beta / self.alpha)
-        moments = gather(block, inputs, needs, also=signals.looks())
+        moments = gather(block, inputs, needs, *signals.looks())
         problems = {name: problem_of(block, name, known) for name, known in moments.items()}
         for name, problem in problems.items():
             if name not in together:
@@ -115,15 +115,14 @@ class PublishedSparseLLM:
         best = Answer({}, {}, 0, float("inf"))
         for epoch in range(1, self.epochs + 1):
             answer = self._solve_all(block, aims, plan, epoch)
-            after_weights = signals.objective(answer.weights)
-            answer.error = signals.refit(answer.weights)
-            after_signals = signals.objective(answer.weights)
+            after_weights, last = self.alpha * signals.objective(answer.weights), epoch == self.epochs
+            answer.error = signals.error(answer.weights) if last else signals.refit(answer.weights)
+            after_signals = None if last else self.alpha * signals.objective(answer.weights)
             better = answer.error < best.error or not self.keep_best
-            objective = self.alpha * after_weights, self.alpha * after_signals
-            yield EpochResult(block.name, epoch, "published", answer.error, better, *objective)
+            yield EpochResult(block.name, epoch, "published", answer.error, better, after_weights, after_signals)
             if better:
                 best = answer
-            if epoch < self.epochs:
+            if not last:
                 aims = signals.problems(self.ridge)
 
         if not best.weights:

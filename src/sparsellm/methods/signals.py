@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sparsellm import distributed
-from sparsellm.activations import Look
+from sparsellm.activations import Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import SingularGram
-from sparsellm.feedforward import FeedForward, activation_factor, fit_activated
+from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
+from sparsellm.linalg import quadratic
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
 
@@ -37,7 +38,7 @@ class Fit:
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x‖²."""
-        return self.power - 2 * _dot(self.cross, weight) + _dot(weight @ self.inputs.matrix, weight)
+        return self.power - 2 * _dot(self.cross, weight) + float(quadratic(weight, self.inputs.matrix, weight))
 
 
 class Signals:
@@ -60,12 +61,9 @@ class Signals:
         self._fits: dict[str, Fit] = {}
         self._distance = 0.0  # E‖p - φ(z)‖²
 
-    def looks(self) -> dict[str, list[Look]]:
-        """What to watch in the dense block: the readers' inputs and the writer's outputs."""
-        return {
-            self._feed_forward.readers[0]: [lambda inputs, _: self._inputs.append(inputs)],
-            self._feed_forward.writer: [lambda _, outputs: self._outputs.append(outputs)],
-        }
+    def looks(self) -> tuple[Looks, Looks]:
+        """What to watch in the dense block: the readers' inputs, and the writer's outputs."""
+        return {self._feed_forward.readers[0]: [self._inputs.append]}, {self._feed_forward.writer: [self._outputs.append]}
 
     def start(self, inputs: Mapping[str, Gram]) -> None:
         """The signals of the dense part: z = W₀x, p = φ(z). inputs: each layer's Gram."""
@@ -87,26 +85,37 @@ class Signals:
                 raise
         return aims
 
-    def refit(self, weights: Mapping[str, Tensor]) -> float:
-        """Move every signal to its minimiser for these weights; the true feed-forward error that they have.
+    def error(self, weights: Mapping[str, Tensor]) -> float:
+        """The true feed-forward error of these weights, relative to E‖y‖², y without the writer's bias."""
+        writer = self._feed_forward.writer
+        missed = torch.zeros(2, dtype=torch.float64, device=weights[writer].device)
+        for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
+            target = _unbiased(outputs.float(), self._layers[writer])
+            missed += torch.stack(
+                [self._missed(self._reached(inputs.float(), weights), target, weights), target.square().sum()]
+            )
+        distributed.sum_(missed)
+        return float(missed[0] / missed[1]) if missed[1] > 0 else 0.0
 
-        The error is relative to E‖y‖², y without the writer's bias. weights: the pruned ones, float32.
-        One pass over the batches, in the order p, z, s (paper eqs. 9-12).
+    def refit(self, weights: Mapping[str, Tensor]) -> float:
+        """Move every signal to its minimiser for these weights; the true feed-forward error that they have, as `error`.
+
+        weights: the pruned ones, float32. One pass over the batches, in the order p, z, s (paper eqs. 9-12).
         """
         readers, writer = self._feed_forward.readers, self._feed_forward.writer
-        factor = activation_factor(weights[writer], self._ratio)
+        correction = activation_correction(weights[writer], self._ratio)
         sums = _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, writer, weights[writer].device)
         for batch, (inputs, outputs) in enumerate(zip(self._inputs, self._outputs, strict=True)):
             x = inputs.float()
             target = _unbiased(outputs.float(), self._layers[writer])
-            reached = tuple(linear(x, weights[name], _bias(self._layers[name])) for name in readers)
+            reached = self._reached(x, weights)
             hidden = self._hidden[batch] if self._hidden[batch:] else self._of_dense(x)
-            activated = fit_activated(self._feed_forward.activate(*hidden), weights[writer], target, factor)
+            activated = fit_activated(self._feed_forward.activate(*hidden), weights[writer], target, correction)
             hidden = self._feed_forward.fit_hidden(hidden, reached, activated, self._ratio)
             self._hidden[batch : batch + 1] = [hidden]
 
             sums.target_power += target.square().sum()
-            sums.missed += (target - self._feed_forward.activate(*reached) @ weights[writer].T).square().sum()
+            sums.missed += self._missed(reached, target, weights)
             sums.distance += (activated - self._feed_forward.activate(*hidden)).square().sum()
             sums.inputs.update(activated)
             sums.add(writer, target, activated)
@@ -119,9 +128,17 @@ class Signals:
         self._fits = {name: Fit(float(sums.power[name]) / tokens, sums.cross[name].matrix, grams[name]) for name in weights}
         return float(sums.missed / sums.target_power) if sums.target_power > 0 else 0.0
 
+    def _reached(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The readers' outputs with these weights."""
+        return tuple(linear(x, weights[name], _bias(self._layers[name])) for name in self._feed_forward.readers)
+
+    def _missed(self, reached: tuple[Tensor, ...], target: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The sum over tokens of ‖y - V φ(z)‖² where the readers give z."""
+        return (target - self._feed_forward.activate(*reached) @ weights[self._feed_forward.writer].T).square().sum()
+
     def _of_dense(self, x: Tensor) -> tuple[Tensor, ...]:
         """The dense readers' outputs."""
-        return tuple(linear(x, self._dense[name], _bias(self._layers[name])) for name in self._feed_forward.readers)
+        return self._reached(x, self._dense)
 
 
 class _Sums:

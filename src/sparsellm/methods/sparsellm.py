@@ -31,7 +31,7 @@ Curvature = Literal["none", "diagonal", "kronecker"]
 Horizon = Literal["feedforward", "model"]
 Window = Literal["none", "feedforward", "block"]
 
-NEWTON_STEPS = 8
+NEWTON_STEPS = 20
 """Conjugate gradients in one Gauss-Newton round."""
 
 SHORTEST_STEP = 0.1

@@ -1,0 +1,380 @@
+"""Where the time goes, and the race against llm-compressor: docs/results.md.
+
+    python benchmarks/speed.py phases --shape opt-125m --blocks 3
+    python benchmarks/speed.py scaling
+    python benchmarks/speed.py race --peer PEER/bin/python --script race_llmcompressor.py --text TEXT
+    python benchmarks/speed.py tables
+
+Models have the named shapes and random weights, which time does not care about. For `race`, PEER is an environment of its own
+with `pip install torch==2.13.0 llmcompressor==0.14.0.1`; every program gets the same model, windows and threads, each in turn,
+and what it says of its own pruning counts, not the loading or writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import pkgutil
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import MEASURED, processor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsellm
+from sparsellm.demo import model_path
+from sparsellm.events import Stage
+from sparsellm.memory import peak_memory
+from sparsellm.meter import PRODUCT, _tensors, _work, rates
+from sparsellm.recipe_file import read_recipe
+from sparsellm.run import run
+
+FILE = MEASURED / "speed.json"
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "opt-125m": {"family": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "vocab_size": 50272},
+    "llama-160m": {
+        "family": "llama",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "vocab_size": 32000,
+    },
+}
+"""Of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "SparseGPT": {"method": "sparsegpt"},
+    "ALPS": {"method": "alps"},
+    "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
+    "default": {"method": "sparsellm"},
+}
+
+SPARSITY, LENGTH = "70%", 512
+
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": ("blocks:Block.__call__",),
+    "moments": ("moments:Gram.update", "moments:Cross.update", "moments:InputNorms.update", "regression:Regression.update"),
+    "factorisation": ("linalg:cholesky", "linalg:inverse_factor", "solvers.alps:_shifted_by_eigenvectors"),
+    "regression": ("problem:LayerProblem.toward",),
+    "column loop": ("solvers.sparsegpt:SparseGPT.solve",),
+    "ADMM": ("solvers.alps:ALPS._search",),
+    "refit": ("linalg:refit",),
+    "errors": ("problem:LayerProblem.error", "regression:Regression.error", "methods.part:Part.error"),
+    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),
+    "gate": ("gate:best_gate",),
+    "Gauss-Newton": ("methods.part:Part.newton",),
+    "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),
+    "layers' sensitivities": ("sensitivity:layer_sensitivities",),
+    "refinement": ("refinement:refine_block",),
+    "files": ("storage:OnFile.__getitem__", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
+}
+"""What each phase's time is spent in; what a phase calls that belongs to another counts there."""
+
+
+class Phases(TorchDispatchMode):
+    """Within its context, seconds by phase; with `operations` also what each does, which takes time of its own."""
+
+    def __init__(self, operations: bool) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.products: dict[str, float] = defaultdict(float)  # seconds in matrix products
+        self.operations: dict[str, float] = defaultdict(float)
+        self.bytes: dict[str, float] = defaultdict(float)
+        self._stack, self._since, self._counts = ["other"], time.perf_counter(), operations
+
+    def enter(self, name: str) -> None:
+        """What comes belongs to this phase."""
+        self._settle()
+        self._stack.append(name)
+
+    def leave(self) -> None:
+        """What comes belongs to the phase before."""
+        self._settle()
+        self._stack.pop()
+
+    def stage(self, name: str) -> None:
+        """A run's stage begins: what is in no phase belongs to it."""
+        self._settle()
+        self._stack[0] = name if name != "pruning" else "other"
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: Mapping | None = None) -> Any:
+        keywords = keywords or {}
+        if not self._counts:
+            return function(*arguments, **keywords)
+        started = time.perf_counter()
+        result = function(*arguments, **keywords)
+        spent, phase = time.perf_counter() - started, self._stack[-1]
+        inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
+        kind, amount = _work(function.overloadpacket.__name__, inputs, outputs)
+        if kind == PRODUCT:
+            self.products[phase] += spent
+            self.operations[phase] += amount
+        self.bytes[phase] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        return result
+
+
+@contextmanager
+def watched(phases: Phases) -> Iterator[None]:
+    """Within the context every function of PHASES tells when it is entered and left."""
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
+        if found.name != "sparsellm.__main__"
+    ]
+    undo: list[tuple[Any, str, Any]] = []
+
+    def telling(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        @wraps(function)
+        def told(*arguments: Any, **keywords: Any) -> Any:
+            phases.enter(phase)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                phases.leave()
+
+        return told
+
+    for phase, places in PHASES.items():
+        for place in places:
+            module, path = place.split(":")
+            owner: Any = importlib.import_module(f"sparsellm.{module}")
+            *outer, name = path.split(".")
+            for part in outer:
+                owner = getattr(owner, part)
+            plain = owner.__dict__[name]
+            function = plain.__func__ if isinstance(plain, classmethod) else plain
+            told = telling(function, phase)
+            owners = [owner] if outer else [each for each in modules if getattr(each, name, None) is plain]
+            for each in owners:
+                undo.append((each, name, plain))
+                setattr(each, name, classmethod(told) if isinstance(plain, classmethod) else told)
+    try:
+        yield
+    finally:
+        for owner, name, plain in reversed(undo):
+            setattr(owner, name, plain)
+
+
+def make(folder: Path, shape: str, blocks: int, width: int | None = None) -> Path:
+    """A model of that shape with random weights, and the demo's tokenizer. width: another than the shape's."""
+    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+    sizes = dict(SHAPES[shape])
+    family = sizes.pop("family")
+    if width is not None:
+        wide = "ffn_dim" if family == "opt" else "intermediate_size"
+        sizes |= {"hidden_size": width, wide: 4 * width, "num_attention_heads": width // 64}
+    shared = sizes | {"num_hidden_layers": blocks, "max_position_embeddings": 2048}
+    torch.manual_seed(0)
+    if family == "opt":
+        model: Any = OPTForCausalLM(OPTConfig(**shared, word_embed_proj_dim=sizes["hidden_size"]))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**shared))
+    model.save_pretrained(folder)
+    for file in model_path("opt").glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bool = False) -> dict[str, Any]:
+    """One run in this process: seconds and what was done by phase."""
+    recipe = read_recipe(
+        {"model": str(model), "sparsity": SPARSITY, "calibration": "demo", "samples": windows, "length": LENGTH, **settings}
+    )
+    phases = Phases(operations)
+
+    def observe(event: Any) -> None:
+        if isinstance(event, Stage):
+            phases.stage(event.name)
+
+    with watched(phases), phases if operations else torch.no_grad():
+        done = run(recipe, observe)
+    phases.enter("end")
+    left_out = {"opening", "reading texts", "loading", "end"}
+    seconds = {name: spent for name, spent in phases.seconds.items() if name not in left_out}
+    return {
+        "seconds": seconds,
+        "total": sum(seconds.values()),
+        "products": {name: spent for name, spent in phases.products.items() if name not in left_out},
+        "operations": dict(phases.operations),
+        "bytes": dict(phases.bytes),
+        "memory": peak_memory(),
+        "blocks": len(done.report.blocks),
+    }
+
+
+def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
+    """Fill the table of phases: each method in a process of its own, once plain and once counted."""
+    for name in methods:
+        with tempfile.TemporaryDirectory() as folder:
+            model = make(Path(folder) / "model", shape, blocks) if shape in SHAPES else Path(shape)
+            cell: dict[str, Any] = {}
+            for counted in (False, True):
+                words = [sys.executable, __file__, "one", str(model), name, str(windows), *(["--counted"] if counted else [])]
+                cell["counted" if counted else "plain"] = json.loads(
+                    subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
+                )
+            cell["rate"] = rates(torch.device("cpu"), 2.0)[PRODUCT]
+        _keep("phases", f"{shape} | {blocks} | {windows} | {name}", cell)
+
+
+def scaling(methods: list[str]) -> None:
+    """Fill the table of exponents: seconds against windows, blocks, width and epochs, each doubled twice."""
+    axes: dict[str, list[dict[str, Any]]] = {
+        "tokens": [{"windows": n} for n in (16, 32, 64)],
+        "blocks": [{"blocks": n} for n in (2, 4, 8)],
+        "width": [{"width": n} for n in (384, 768, 1536)],
+        "epochs": [{"epochs": n} for n in (2, 4, 8)],
+    }
+    for name in methods:
+        for axis, points in axes.items():
+            if axis == "epochs" and "published" not in name:
+                continue
+            for point in points:
+                with tempfile.TemporaryDirectory() as folder:
+                    model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width"))
+                    words = [sys.executable, __file__, "one", str(model), name, str(point.get("windows", 16))]
+                    words += ["--epochs", str(point["epochs"])] if "epochs" in point else []
+                    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+                _keep("scaling", f"{name} | {axis} | {next(iter(point.values()))}", found["total"])
+
+
+def race(shape: str, blocks: int, windows: int, times: int, peer: str, script: str, text: str) -> None:
+    """Our methods and the peer's SparseGPT in turn, so many times: seconds of pruning and peak memory of each process."""
+    threads = str(torch.get_num_threads())
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(Path(folder) / "model", shape, blocks)
+        rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for _ in range(times):
+            for batch in (1, 8):
+                words = [peer, script, "--model", str(model), "--text", text, "--sparsity", "0.7", "--nsamples", str(windows)]
+                words += ["--seqlen", str(LENGTH), "--batch", str(batch), "--out", f"{folder}/out"]
+                environment = os.environ | {"OMP_NUM_THREADS": threads}
+                done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+                told = json.loads(done[done.index("{\n") :])
+                rounds[f"llm-compressor's SparseGPT, batch {batch}"].append(
+                    {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
+                )
+                shutil.rmtree(f"{folder}/out")
+            for name in METHODS:
+                words = [sys.executable, __file__, "one", str(model), name, str(windows)]
+                found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+                rounds[name].append({"seconds": found["total"], "memory": found["memory"]})
+                print(name, rounds[name][-1], file=sys.stderr, flush=True)
+    _keep("race", f"{shape} | {blocks} | {windows} | {threads}", rounds)
+
+
+def _keep(table: str, key: str, value: Any) -> None:
+    """Write one figure to the file."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    known.setdefault(table, {})[key] = value
+    known["machine"] = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    FILE.write_text(json.dumps(known, indent=1) + "\n")
+    print(table, key, file=sys.stderr, flush=True)
+
+
+def tables() -> list[str]:
+    """What was measured, as Markdown."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    lines: list[str] = []
+    for key, rounds in known.get("race", {}).items():
+        shape, blocks, windows, threads = key.split(" | ")
+        lines += [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
+        lines += ["| | seconds | over llm-compressor's best | peak memory | over its |", "|---|---:|---:|---:|---:|"]
+        peers = {name: some for name, some in rounds.items() if name.startswith("llm-compressor")}
+        best = min(peers.values(), key=lambda some: statistics.median(each["seconds"] for each in some))
+        for name, some in rounds.items():
+            ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=True)]
+            spent = statistics.median(each["seconds"] for each in some)
+            held = max(each["memory"] for each in some)
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            share = held / max(each["memory"] for each in best)
+            lines.append(f"| {name} | {spent:.1f} | {spread} | {held / 1e9:.2f} GB | {share:.2f} |")
+        lines.append("")
+    for key, cell in known.get("phases", {}).items():
+        shape, blocks, windows, name = key.split(" | ")
+        plain, counted = cell["plain"], cell["counted"]
+        products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
+        lines += [f"{name}, {shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens: {plain['total']:.1f} s.", ""]
+        share, reached = products / counted["total"], operations / products / cell["rate"]
+        large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
+        lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
+        lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
+        for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
+            if spent > 0.005 * plain["total"]:
+                done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
+                lines.append(
+                    f"| {phase} | {spent:.1f} | {100 * spent / plain['total']:.0f} % | {done / 1e9:.0f} | {moved / 1e9:.1f} |"
+                )
+        lines.append("")
+    slopes: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for key, seconds in known.get("scaling", {}).items():
+        name, axis, value = key.split(" | ")
+        slopes[name, axis].append((math.log(float(value)), math.log(seconds)))
+    if slopes:
+        lines += ["| seconds against | " + " | ".join(METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
+        for axis in dict.fromkeys(axis for _, axis in slopes):
+            row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in METHODS]
+            lines.append(f"| {axis} | " + " | ".join(row) + " |")
+    return lines
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """The exponent: of a straight line through logarithms."""
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("phases", "scaling", "race"):
+        one = commands.add_parser(command)
+        if command != "scaling":
+            one.add_argument("--shape", default="opt-125m")
+            one.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
+            one.add_argument("--windows", type=int, default=32)
+        if command != "race":
+            one.add_argument("--methods", nargs="+", default=list(METHODS))
+    one.add_argument("--times", type=int, default=3)
+    for word in ("--peer", "--script", "--text"):
+        one.add_argument(word, required=True)
+    one = commands.add_parser("one", help="a single run, told as JSON")
+    one.add_argument("model")
+    one.add_argument("method")
+    one.add_argument("windows", type=int)
+    one.add_argument("--epochs", type=int)
+    one.add_argument("--counted", action="store_true")
+    commands.add_parser("tables")
+    words = parser.parse_args()
+    if words.command == "tables":
+        print("\n".join(tables()))
+    elif words.command == "one":
+        more = {} if words.epochs is None else {"epochs": words.epochs}
+        print(json.dumps(timed(Path(words.model), METHODS[words.method] | more, words.windows, words.counted)))
+    else:
+        given = {name: value for name, value in vars(words).items() if name != "command"}
+        {"phases": phases, "scaling": scaling, "race": race}[words.command](**given)
+
+
+if __name__ == "__main__":
+    main()
