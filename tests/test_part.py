@@ -252,6 +252,24 @@ def test_newton_against_a_dense_solve(weighed: bool, family: str) -> None:
 
 @every_family
 @with_or_without
+def test_a_step_takes_along_the_one_before(weighed: bool, family: str) -> None:
+    """Of all sums of the new change and the old one it is the best by the true square: its slope along both is nothing."""
+    part = part_of(family, weighed)
+    weights, keep = pruned(part, family)
+    true, pull = linearised(part, weights)
+    square = true + NEWTON_RIDGE * independent(part, weights).diagonal().diag()
+    old = part.newton(weights, keep, 1)
+    alone, both = (flat(in_a_row(part, part.newton(weights, keep, 3, before))) for before in (None, old))
+    was = flat(in_a_row(part, old))
+    slope = square @ both.double() - pull
+    for way in (alone.double(), was.double()):
+        assert abs(float(slope @ way)) < 1e-3 * float(pull.norm() * way.norm())
+    value = [float(some @ square @ some / 2 - pull @ some) for some in (alone.double(), both.double())]
+    assert value[1] < value[0] < 0
+
+
+@every_family
+@with_or_without
 def test_newton_lowers_the_error(weighed: bool, family: str) -> None:
     """A short stretch of a step lowers the part's true error as much as its slope says; nothing moves at a solution."""
     part, length = part_of(family, weighed), 1e-2

@@ -159,21 +159,31 @@ class Part:
             regression.reduce()
         return found
 
-    def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
+    def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int, before: Weights | None = None) -> Weights:
         r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
 
         Readers one above the other, $S \Delta G$ should be the gradient on the weights that are kept: `steps` conjugate
         gradients. Here $S = (V^\top F V) \circ E[\varphi' \varphi'^{\top}]$ and $G = E[x x^\top]$: the Jacobian's square as if
         slopes and inputs were independent (Martens & Grosse, K-FAC, ICML 2015), which takes no pass over the tokens. Then the
-        step gets the length that is best by the true square, $E\lVert V \sum_k \varphi'_k \circ \Delta_k x \rVert_F^2$.
-        The gradient is from all tokens, the curvatures are from a sample.
+        step gets the length that is best by the true square, $E\lVert V \sum_k \varphi'_k \circ \Delta_k x \rVert_F^2$, and
+        with it as much more of the step before as is best (their section 7). The gradient is from all tokens, the curvatures
+        are from a sample.
+
+        before: the change of the round before, if there was one.
         """
         sample, readers = self.sampled(), self.feed_forward.readers
         held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in readers])
         gradient = self._gradient(weights) * held
-        change, pulled = _descent(gradient, *sample._curvature(weights), held, steps)
-        length = float((gradient * change).sum()) / max(sample._bend(weights, change) + pulled, 1e-30)
-        return self._unstack(length * change, weights)
+        curvature, inputs = sample._curvature(weights)
+        ridge = NEWTON_RIDGE * curvature.diagonal().outer(inputs.diagonal())
+        change = _descent(gradient, curvature, inputs, ridge, held, steps)
+        ways = [change] if before is None else [change, self._stack(before)]
+        bend = sample._bend(weights, ways) + _products([ridge * way for way in ways], ways)
+        lengths = torch.linalg.lstsq(bend, _products(ways, [gradient]), driver="gelsd").solution.flatten().tolist()
+        total = torch.zeros_like(change)
+        for length, way in zip(lengths, ways, strict=True):
+            total.add_(way, alpha=length)
+        return self._unstack(total, weights)
 
     def _curvature(self, weights: Weights) -> tuple[Tensor, Tensor]:
         """S, (readers · hidden, readers · hidden), and G, with a 1 for the bias among the inputs where there is one."""
@@ -202,16 +212,23 @@ class Part:
         distributed.sum_(found, tokens)
         return found / tokens
 
-    def _bend(self, weights: Weights, change: Tensor) -> float:
-        """E‖V Σ φ' ∘ Δx‖² in the metric, mean over tokens. change: Δ, readers one above the other."""
-        writer, bent = self._writer(weights), torch.zeros(2, dtype=torch.float64, device=change.device)
+    def _bend(self, weights: Weights, ways: Sequence[Tensor]) -> Tensor:
+        """The products of V Σ φ' ∘ Δx for each two of the changes Δ, in the metric, mean over tokens; (ways, ways) float64.
+
+        ways: each with the readers one above the other.
+        """
+        writer, tokens = self._writer(weights), torch.zeros((), dtype=torch.float64, device=ways[0].device)
+        bent = torch.zeros(len(ways), len(ways), dtype=torch.float64, device=ways[0].device)
         for x, _ in self._batches():
             slopes = torch.cat(self.feed_forward.slopes(*self.hidden(weights, x)), 1)
-            moved = slopes.mul_(_with_ones(x, change.shape[1]) @ change.T)
-            out = moved.unflatten(1, (len(self.feed_forward.readers), -1)).sum(1) @ writer.T
-            bent += torch.stack([out.square().sum(), torch.tensor(float(len(x)), device=x.device)]).double()
-        distributed.sum_(bent)
-        return float(bent[0] / bent[1].clamp(min=1))
+            inputs, outs = _with_ones(x, ways[0].shape[1]), []
+            for way in ways:
+                moved = (inputs @ way.T).mul_(slopes)
+                outs.append(moved.unflatten(1, (len(self.feed_forward.readers), -1)).sum(1) @ writer.T)
+            bent += _products(outs, outs)
+            tokens += len(x)
+        distributed.sum_(bent, tokens)
+        return bent / tokens.clamp(min=1)
 
     def _stack(self, weights: Weights) -> Tensor:
         """The readers' weights one above the other, with their biases as a last column where there are any."""
@@ -241,14 +258,12 @@ class Part:
             yield x.float(), t.float()
 
 
-def _descent(gradient: Tensor, curvature: Tensor, gram: Tensor, held: Tensor, steps: int) -> tuple[Tensor, float]:
-    """The D, zero where nothing is held, with S D G + ridge ∘ D = gradient there, after so many conjugate gradients; and what
-    the ridge adds to its square. Preconditioned by the diagonal.
+def _descent(gradient: Tensor, curvature: Tensor, gram: Tensor, ridge: Tensor, held: Tensor, steps: int) -> Tensor:
+    """The D, zero where nothing is held, with S D G + ridge ∘ D = gradient there, after so many conjugate gradients.
 
-    gradient: (out, in), zero where nothing is held. curvature: S, (out, out). gram: G, (in, in). held: (out, in).
+    Preconditioned by the diagonal. gradient, ridge, held: (out, in). curvature: S, (out, out). gram: G, (in, in).
     """
     diagonal = curvature.diagonal().outer(gram.diagonal())
-    ridge = NEWTON_RIDGE * diagonal
     scale = held / (diagonal + 1e-3 * diagonal.mean()).clamp(min=1e-30)
     change, residual = torch.zeros_like(gradient), gradient
     direction = residual * scale
@@ -263,7 +278,12 @@ def _descent(gradient: Tensor, curvature: Tensor, gram: Tensor, held: Tensor, st
         fresh = float((residual * residual * scale).sum())
         direction = residual * scale + fresh / energy * direction
         energy = fresh
-    return change, float((ridge * change * change).sum())
+    return change
+
+
+def _products(some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """The sums of products, entry by entry, of each with each; (some, others) float64."""
+    return torch.stack([torch.stack([(one * other).sum(dtype=torch.float64) for other in others]) for one in some])
 
 
 def _with_ones(inputs: Tensor, columns: int) -> Tensor:

@@ -79,7 +79,7 @@ class SparseLLM:
     beta: float = 0.1
     curvature: Curvature = "kronecker"
     horizon: Horizon = "model"
-    newton: int = 3
+    newton: int = 6
     sampled: int = SAMPLED
     refine: Descent = NO_REFINEMENT
     couple: Window = "feedforward"
@@ -208,10 +208,10 @@ class _Run:
     def _newton(self, part: Part, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
         """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
         fitted, held = part.split()
-        error = held.error(self._weights(names))
+        error, before = held.error(self._weights(names)), None
         for number in range(1, self._settings.newton + 1):
             weights = self._weights(names)
-            steps = fitted.newton(weights, self._keep, NEWTON_STEPS)
+            steps = fitted.newton(weights, self._keep, NEWTON_STEPS, before)
             length, found, moved = 1.0, error, weights
             while length > SHORTEST_STEP:
                 moved = weights | {name: _moved(weights[name], step, length) for name, step in steps.items()}
@@ -223,7 +223,7 @@ class _Run:
             yield EpochResult(self._block.name, number, "newton", found / power, found < error)
             if not found < error:
                 break
-            error = found
+            error, before = found, steps
             self._write(moved)
 
     def refine(self, only: tuple[str, ...] | None) -> Refined:
