@@ -33,7 +33,6 @@ CELLS: tuple[tuple[int, int, int, int, tuple[str, ...]], ...] = (
     (6, 1024, 256, 512, ("--method", "wanda", "--stream", "--memory", "600MB")),
     (12, 1024, 4, 512, ("--method", "magnitude", "--evaluate", "demo")),
     (4, 2048, 16, 512, ("--method", "sparsegpt", "--stream")),
-    (4, 2048, 16, 512, ("--method", "wanda", "--evaluate", "demo")),
 )
 """Blocks, width, windows, tokens a window, and the words of the run."""
 

@@ -41,7 +41,7 @@ NO_REFINEMENT = Descent(0, 3e-4)
 """No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
 who ask for steps: short ones, since what comes before is near its optimum."""
 
-WRITER_STEPS = 20
+WRITER_STEPS = 10
 """Conjugate gradients in a refit of the writer."""
 
 
