@@ -40,8 +40,9 @@ from sparsellm.texts import read_text
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"
 TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
-    "ALPS, eight tenths of the pace": ALPS(pace=0.8),
+    "ALPS, half the pace": ALPS(pace=0.5),
     "ALPS, a quarter of the pace": ALPS(pace=0.25, iterations=600),
+    "ALPS, over-relaxed": ALPS(relaxation=1.6),
     "ALPS, refit 50": ALPS(refit_steps=50),
 }
 

@@ -281,10 +281,13 @@ def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
         assert float((answer[8:] != 0).float().mean()) < kept
 
 
-@pytest.mark.parametrize("pace", [0.0, -0.5, 1.01, float("nan")])
-def test_paces_refused(pace: float) -> None:
-    """Paces that cannot be raise at once and name the limits; so they do from the thorough settings on."""
-    assert ALPS().pace == 1 > ALPS.thorough().pace
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, bad) for name, most in (("pace", 1.01), ("relaxation", 2.0)) for bad in (0.0, -0.5, most, float("nan"))],
+)
+def test_paces_refused(name: str, value: float) -> None:
+    """Paces and relaxations that cannot be raise at once and name the limits; so they do from the thorough settings on."""
+    assert (ALPS.thorough().pace, ALPS.thorough().relaxation) == (0.5, 1.6)
     for settings in (ALPS(), ALPS.thorough()):
-        with pytest.raises(InvalidSetting, match=r"pace in \(0, 1\]"):
-            replace(settings, pace=pace)
+        with pytest.raises(InvalidSetting, match=r"pace in \(0, 1\] and relaxation in \(0, 2\)"):
+            replace(settings, **{name: value})  # type: ignore[arg-type]

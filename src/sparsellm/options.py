@@ -59,7 +59,7 @@ Curvature = Annotated[
 Horizon = Annotated[
     str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
 ]
-Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="6")]
+Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="3")]
 Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
 Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
 Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]

@@ -33,7 +33,7 @@ SOLVERS: dict[str, Callable[[], LayerSolver]] = {
 
 METHODS = {
     "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
-    "thorough": "ALPS with more patience: a penalty that rises more slowly",
+    "thorough": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
     "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
     "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
     "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",

@@ -159,76 +159,62 @@ class Part:
             regression.reduce()
         return found
 
-    def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int, before: Weights | None = None) -> Weights:
+    def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
         r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
 
-        Readers one above the other, $S \Delta G$ should be the gradient on the weights that are kept: `steps` conjugate
-        gradients. Here $S = (V^\top F V) \circ E[\varphi' \varphi'^{\top}]$ and $G = E[x x^\top]$: the Jacobian's square as if
-        slopes and inputs were independent (Martens & Grosse, K-FAC, ICML 2015), which takes no pass over the tokens. Then the
-        step gets the length that is best by the true square, $E\lVert V \sum_k \varphi'_k \circ \Delta_k x \rVert_F^2$, and
-        with it as much more of the step before as is best (their section 7). The gradient is from all tokens, the curvatures
-        are from a sample.
-
-        before: the change of the round before, if there was one.
+        Conjugate gradients on $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$, preconditioned by the
+        diagonal; a product with the Jacobian and one with its transpose for each of the `steps`, on a sample of the tokens.
         """
-        sample, readers = self.sampled(), self.feed_forward.readers
-        held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in readers])
-        gradient = self._gradient(weights) * held
-        curvature, inputs = sample._curvature(weights)
-        ridge = NEWTON_RIDGE * curvature.diagonal().outer(inputs.diagonal())
-        change = _descent(gradient, curvature, inputs, ridge, held, steps)
-        ways = [change] if before is None else [change, self._stack(before)]
-        bend = sample._bend(weights, ways) + _products([ridge * way for way in ways], ways)
-        lengths = torch.linalg.lstsq(bend, _products(ways, [gradient]), driver="gelsd").solution.flatten().tolist()
-        total = torch.zeros_like(change)
-        for length, way in zip(lengths, ways, strict=True):
-            total.add_(way, alpha=length)
-        return self._unstack(total, weights)
+        sample = self.sampled()
+        stack = self._stack(weights)
+        held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.readers])
+        change = torch.zeros_like(stack)
+        residual, curvature = self._gradient(weights, None)
+        scale = held / (curvature + curvature.mean() * 1e-3)
+        ridge = NEWTON_RIDGE * curvature
+        residual = residual * held
+        direction = residual * scale
+        energy = float((residual * direction).sum())
+        for _ in range(steps):
+            if not energy > 0:
+                break
+            product = (sample._gradient(weights, direction)[0] + ridge * direction) * held
+            length = energy / max(float((direction * product).sum()), 1e-30)
+            change += length * direction
+            residual -= length * product
+            fresh = float((residual * residual * scale).sum())
+            direction = residual * scale + fresh / energy * direction
+            energy = fresh
+        return self._unstack(change, weights)
 
-    def _curvature(self, weights: Weights) -> tuple[Tensor, Tensor]:
-        """S, (readers · hidden, readers · hidden), and G, with a 1 for the bias among the inputs where there is one."""
-        writer, many = self._writer(weights), len(self.feed_forward.readers)
-        hidden, columns = writer.shape[1], self._stack(weights).shape[1]
-        inputs, slopes = Gram(columns, writer.device), Gram(many * hidden, writer.device)
-        for x, _ in self._batches():
-            inputs.update(_with_ones(x, columns))
-            slopes.update(torch.cat(self.feed_forward.slopes(*self.hidden(weights, x)), 1))
-        inputs.reduce()
-        slopes.reduce()
-        curvature = slopes.matrix
-        curvature.view(many, hidden, many, hidden).mul_((writer.T @ writer).view(1, hidden, 1, hidden))
-        return curvature, inputs.matrix
+    def _gradient(self, weights: Weights, direction: Tensor | None) -> tuple[Tensor, Tensor]:
+        """For a direction d: Jᵀ J d, mean over tokens. Without one: Jᵀ of what the part misses, and the diagonal of
+        Jᵀ J as if the slopes did not depend on the inputs: ‖v‖² E[φ'²] E[x²], all that a preconditioner needs.
 
-    def _gradient(self, weights: Weights) -> Tensor:
-        """Jᵀ of what the part misses, mean over tokens: readers one above the other, their biases as a last column."""
-        stack, writer = self._stack(weights), self._writer(weights)
-        found, tokens = torch.zeros_like(stack), torch.zeros((), device=stack.device)
+        All readers stand one above the other, with their biases as a last column.
+        """
+        stack = self._stack(weights)
+        writer, columns = self._writer(weights), stack.shape[1]
+        found, powers, widths = torch.zeros_like(stack), torch.zeros_like(stack[:, 0]), torch.zeros_like(stack[0])
+        tokens = torch.zeros((), device=stack.device)
         for x, t in self._batches():
-            hidden = self.hidden(weights, x)
-            missed = self._weighed(t - linear(self.feed_forward.activate(*hidden), *weights[self.feed_forward.writer])) @ writer
-            back = torch.cat([slope.mul_(missed) for slope in self.feed_forward.slopes(*hidden)], 1)
-            found.addmm_(back.T, _with_ones(x, stack.shape[1]))
+            inputs = x if columns == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            hidden = (inputs @ stack.T).chunk(len(self.feed_forward.readers), 1)
+            slopes = torch.cat(self.feed_forward.slopes(*hidden), 1)
+            if direction is None:
+                activated = self.feed_forward.activate(*hidden)
+                out = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
+                powers += slopes.square().sum(0)
+                widths += inputs.square().sum(0)
+            else:
+                moved = (inputs @ direction.T).mul_(slopes)
+                out = sum(moved.chunk(len(self.feed_forward.readers), 1), torch.zeros(())) @ writer.T
+            back = (out @ writer).repeat(1, len(self.feed_forward.readers)).mul_(slopes)
+            found.addmm_(back.T, inputs)
             tokens += len(x)
-        distributed.sum_(found, tokens)
-        return found / tokens
-
-    def _bend(self, weights: Weights, ways: Sequence[Tensor]) -> Tensor:
-        """The products of V Σ φ' ∘ Δx for each two of the changes Δ, in the metric, mean over tokens; (ways, ways) float64.
-
-        ways: each with the readers one above the other.
-        """
-        writer, tokens = self._writer(weights), torch.zeros((), dtype=torch.float64, device=ways[0].device)
-        bent = torch.zeros(len(ways), len(ways), dtype=torch.float64, device=ways[0].device)
-        for x, _ in self._batches():
-            slopes = torch.cat(self.feed_forward.slopes(*self.hidden(weights, x)), 1)
-            inputs, outs = _with_ones(x, ways[0].shape[1]), []
-            for way in ways:
-                moved = (inputs @ way.T).mul_(slopes)
-                outs.append(moved.unflatten(1, (len(self.feed_forward.readers), -1)).sum(1) @ writer.T)
-            bent += _products(outs, outs)
-            tokens += len(x)
-        distributed.sum_(bent, tokens)
-        return bent / tokens.clamp(min=1)
+        distributed.sum_(found, powers, widths, tokens)
+        heights = writer.square().sum(0).repeat(len(self.feed_forward.readers)) * powers / tokens
+        return found / tokens, heights.outer(widths / tokens)
 
     def _stack(self, weights: Weights) -> Tensor:
         """The readers' weights one above the other, with their biases as a last column where there are any."""
@@ -256,39 +242,6 @@ class Part:
         """Inputs and targets, batch by batch, in float32."""
         for x, t in zip(self.inputs, self.targets, strict=True):
             yield x.float(), t.float()
-
-
-def _descent(gradient: Tensor, curvature: Tensor, gram: Tensor, ridge: Tensor, held: Tensor, steps: int) -> Tensor:
-    """The D, zero where nothing is held, with S D G + ridge ∘ D = gradient there, after so many conjugate gradients.
-
-    Preconditioned by the diagonal. gradient, ridge, held: (out, in). curvature: S, (out, out). gram: G, (in, in).
-    """
-    diagonal = curvature.diagonal().outer(gram.diagonal())
-    scale = held / (diagonal + 1e-3 * diagonal.mean()).clamp(min=1e-30)
-    change, residual = torch.zeros_like(gradient), gradient
-    direction = residual * scale
-    energy = float((residual * direction).sum())
-    for _ in range(steps):
-        if not energy > 0:
-            break
-        product = (curvature @ direction @ gram + ridge * direction) * held
-        length = energy / max(float((direction * product).sum()), 1e-30)
-        change += length * direction
-        residual = residual - length * product
-        fresh = float((residual * residual * scale).sum())
-        direction = residual * scale + fresh / energy * direction
-        energy = fresh
-    return change
-
-
-def _products(some: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """The sums of products, entry by entry, of each with each; (some, others) float64."""
-    return torch.stack([torch.stack([(one * other).sum(dtype=torch.float64) for other in others]) for one in some])
-
-
-def _with_ones(inputs: Tensor, columns: int) -> Tensor:
-    """Inputs, (tokens, in), with a 1 as the last where the weights have a column for the bias."""
-    return inputs if columns == inputs.shape[1] else torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ Curvature = Literal["none", "diagonal", "kronecker"]
 Horizon = Literal["feedforward", "model"]
 Window = Literal["none", "feedforward", "block"]
 
-NEWTON_STEPS = 20
+NEWTON_STEPS = 8
 """Conjugate gradients in one Gauss-Newton round."""
 
 SHORTEST_STEP = 0.1
@@ -41,7 +41,7 @@ NO_REFINEMENT = Descent(0, 3e-4)
 """No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
 who ask for steps: short ones, since what comes before is near its optimum."""
 
-WRITER_STEPS = 10
+WRITER_STEPS = 20
 """Conjugate gradients in a refit of the writer."""
 
 
@@ -79,7 +79,7 @@ class SparseLLM:
     beta: float = 0.1
     curvature: Curvature = "kronecker"
     horizon: Horizon = "model"
-    newton: int = 6
+    newton: int = 3
     sampled: int = SAMPLED
     refine: Descent = NO_REFINEMENT
     couple: Window = "feedforward"
@@ -208,10 +208,10 @@ class _Run:
     def _newton(self, part: Part, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
         """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
         fitted, held = part.split()
-        error, before = held.error(self._weights(names)), None
+        error = held.error(self._weights(names))
         for number in range(1, self._settings.newton + 1):
             weights = self._weights(names)
-            steps = fitted.newton(weights, self._keep, NEWTON_STEPS, before)
+            steps = fitted.newton(weights, self._keep, NEWTON_STEPS)
             length, found, moved = 1.0, error, weights
             while length > SHORTEST_STEP:
                 moved = weights | {name: _moved(weights[name], step, length) for name, step in steps.items()}
@@ -223,7 +223,7 @@ class _Run:
             yield EpochResult(self._block.name, number, "newton", found / power, found < error)
             if not found < error:
                 break
-            error, before = found, steps
+            error = found
             self._write(moved)
 
     def refine(self, only: tuple[str, ...] | None) -> Refined:
