@@ -13,7 +13,7 @@ from sparsellm import distributed
 CONSTANT = 3e-5
 """The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
 
-PANEL = 128
+PANEL = 256
 """Columns of a symmetric product that are made at once, as far as the diagonal: little more than half the operations remain."""
 
 

@@ -11,8 +11,11 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import damped, inverse_factor, lifted
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import NM, Pattern, keep_largest
+from sparsellm.patterns import Pattern, keep_largest
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
+
+PANEL = 16
+"""Columns whose errors are spread one by one, over each other; beyond them all together, by a product."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +89,23 @@ def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Patter
     keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
     """
     errors = torch.empty_like(columns)
-    keep = torch.empty_like(columns, dtype=torch.bool) if keep is None else keep
-    for j in range(len(columns)):
-        if isinstance(pattern, NM) and j % pattern.group == 0:
-            group = slice(j, j + pattern.group)
-            keep[group] = pattern.keep(_scores(columns[group], factor[group, group]).T).T
-        column = columns[j]
-        removed = column.masked_fill(keep[j], 0)
-        errors[j] = removed / factor[j, j]
-        columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
-        column -= removed
+    step = PANEL if pattern.span is None else max(pattern.span, PANEL // pattern.span * pattern.span)
+    for start in range(0, len(columns), step):
+        panel, rest = slice(start, start + step), slice(start + step, None)
+        _sweep_panel(columns[panel], factor[panel, panel], None if keep is None else keep[panel], pattern, errors[panel])
+        columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
     return errors
+
+
+def _sweep_panel(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, errors: Tensor) -> None:
+    """As `_sweep`, for few enough columns that each one's error goes to all the others at once. errors: is written."""
+    span = pattern.span or len(columns)  # a mask at hand is one decision
+    for start in range(0, len(columns), span):
+        group = slice(start, start + span)
+        here = columns[group]
+        stays = pattern.keep(_scores(here, factor[group, group]).T).T if keep is None else keep
+        gone = (~stays).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
+        for j, share in enumerate(gone, start):
+            torch.mul(columns[j], share, out=errors[j])
+            columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
+        here.masked_fill_(~stays, 0)
