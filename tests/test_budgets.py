@@ -125,9 +125,9 @@ def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ((curves, levels),) = seen
     assert levels == pytest.approx([0.3 * level for level in (0.33, 0.5, 0.75, 1.0, 1.5, 2.0)])
     metrics, reads = output_sensitivities(model, batches()), signals(model)
-    for block, inputs in walk(model, batches(), teacher=True):
+    for block, inputs in walk(model, batches()):
         names = [name for name in block.layers if block.full_name(name) in plan]
-        weighs = layer_sensitivities(inputs, block, names, metrics[block.index])
+        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, metrics[block.index])
         for name in names:
             size, errors = curves[block.full_name(name)]
             weight, gram = block.layer(name).weight.detach(), Gram(block.layer(name).in_features)

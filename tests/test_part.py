@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -321,16 +322,17 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     weights, keep = pruned(part, "opt")
     part.least = 10
     monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 1)
-    seen: list[tuple[bool, int]] = []
-    plain = Part._gradient
+    seen: list[tuple[str, int]] = []
+    for name in ("_descent", "_bent"):
+        plain = getattr(Part, name)
 
-    def counted(self: Part, weights: Weights, direction: Tensor | None) -> tuple[Tensor, Tensor]:
-        seen.append((direction is None, sum(map(len, self.inputs))))
-        return plain(self, weights, direction)
+        def counted(self: Part, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
+            seen.append((name, sum(map(len, self.inputs))))
+            return plain(self, *arguments)
 
-    monkeypatch.setattr(Part, "_gradient", counted)
+        monkeypatch.setattr(Part, name, counted)
     step = part.newton(weights, keep, 3)
-    assert seen == [(True, 50), *[(False, 10)] * 3]
+    assert seen == [("_descent", 50), *[("_bent", 10)] * 3]
     (reader,) = part.feed_forward.readers
     moved = dict(weights)
     moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]

@@ -149,7 +149,7 @@ def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for a, b in zip(limited, some, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     one, all_ = (arrived("opt", 0, *windows(4)[:end].split(2)) for end in (2, 4))
-    found = [layer_sensitivities(inputs, block, ["fc1"], metric())["fc1"] for block, inputs in (one, all_)]
+    found = [of_layers(inputs, block, ["fc1"], metric())["fc1"] for block, inputs in (one, all_)]
     assert torch.equal(found[0], found[1])
 
 
@@ -160,7 +160,7 @@ def test_batches_make_no_difference(family: str, monkeypatch: pytest.MonkeyPatch
     found = []
     for size in (1, 3, 4):
         block, inputs = arrived(family, 0, *windows(4).split(size))
-        found.append(layer_sensitivities(inputs, block, [block.architecture.groups[0][0]], metric()))
+        found.append(of_layers(inputs, block, [block.architecture.groups[0][0]], metric()))
     for other in found[1:]:
         for name, wanted in found[0].items():
             torch.testing.assert_close(other[name], wanted, rtol=1e-4, atol=1e-6)
@@ -228,11 +228,18 @@ def exact_sensitivity(block: Block, inputs: Activations, name: str) -> Tensor:
     return costs
 
 
+def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tensor) -> dict[str, Tensor]:
+    """S of a block's layers, as it was, on the dense stream."""
+    assert inputs.dense is not None
+    assert inputs.teacher is not None
+    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, weighs)
+
+
 @cache
 def sensitivities(family: str, index: int) -> tuple[Block, Activations, dict[str, Tensor]]:
     """A block, its streams, and S of all its layers by the source, from one sequence seen 2,000 times."""
     block, inputs = arrived(family, index, *windows(1).expand(2000, -1).split(500))
-    return block, inputs, layer_sensitivities(inputs, block, list(block.layers), metric())
+    return block, inputs, of_layers(inputs, block, list(block.layers), metric())
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -263,26 +270,24 @@ def test_layers_are_asked_on_the_dense_stream(family: str) -> None:
     """The block as it was and the dense stream count, whatever became of the block and its stream; nothing is left behind."""
     batch = windows(5)
     block, inputs = arrived(family, 1, batch)
-    one = layer_sensitivities(inputs, block, list(block.layers), metric())
+    one = of_layers(inputs, block, list(block.layers), metric())
     other_block, other = arrived(family, 1, batch)
     with torch.no_grad():
         for parameter in other_block.module.parameters():
             parameter.mul_(0.3)
         other.pruned = [2 * hidden for hidden in other.pruned]
-        again = layer_sensitivities(other, other_block, list(block.layers)[:-1], metric())
+        again = of_layers(other, other_block, list(block.layers)[:-1], metric())
     assert set(again) == set(list(block.layers)[:-1])
     assert all(torch.equal(again[name], one[name]) for name in again)
     assert inputs.teacher is not None
     for module in inputs.teacher.module.modules():
         assert not module._forward_hooks
     assert all(parameter.requires_grad and parameter.grad is None for parameter in inputs.teacher.module.parameters())
-    with pytest.raises(TypeError, match="teacher=True"):
-        layer_sensitivities(Activations(inputs.pruned, []), block, ["fc1"], metric())
 
 
 @pytest.mark.parametrize("scale", [4.0, 0.0])
 def test_layers_scale_with_the_metric(scale: float) -> None:
     """Four times the cost behind is four times the cost before; none is none."""
     block, inputs = arrived("opt", 0, windows(5))
-    one, other = (layer_sensitivities(inputs, block, ["fc1"], factor * metric())["fc1"] for factor in (1, scale))
+    one, other = (of_layers(inputs, block, ["fc1"], factor * metric())["fc1"] for factor in (1, scale))
     torch.testing.assert_close(other, scale * one, rtol=1e-3, atol=1e-4)

@@ -235,10 +235,10 @@ def test_curvatures(family: str, horizon: Any, curvature: Any) -> None:
     metrics = output_sensitivities(teacher, batches(), torch.float32)
     assert isinstance(method.solver, Recorder)
     problems = iter(method.solver.seen)
-    for block, inputs in walk(teacher, batches(), teacher=True):
+    for block, inputs in walk(teacher, batches()):
         part, metric = block.architecture.feed_forward, metrics[block.index]
         assert part is not None
-        exact = layer_sensitivities(inputs, block, list(block.layers), metric)
+        exact = layer_sensitivities(block, inputs.pruned, inputs.calls(block), list(block.layers), metric)
         x = pruned[block.full_name(part.readers[0])][0].float()
         inner, writer = damped(metric, 1e-3) if horizon == "model" else torch.eye(32), block.layer(part.writer).weight
         slopes = part.slopes(*(block.layer(name)(x) for name in part.readers))

@@ -170,12 +170,11 @@ def by_error(
     levels = sorted({min(asked * level, LARGEST_DENSITY) for level in LEVELS} | {asked})
     curves: dict[str, tuple[int, list[float]]] = {}
     metrics = metrics or output_sensitivities(model, batches, compute, weights, storage)
-    seen = walk(model, batches, compute=compute, teacher=True, metrics=metrics, weights=weights, storage=storage)
-    for block, inputs in seen:
+    for block, inputs in walk(model, batches, compute=compute, metrics=metrics, weights=weights, storage=storage):
         names = [name for name in block.layers if block.full_name(name) in plan]
         if not names:
             continue
-        weighs = layer_sensitivities(inputs, block, names, inputs.metric(block))
+        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, inputs.metric(block))
         for name, known in gather(block, inputs, dict.fromkeys(names, Gram)).items():
             problem = problem_of(block, name, known)
             full = block.full_name(name)

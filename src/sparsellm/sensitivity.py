@@ -9,7 +9,7 @@ $S = E[J^\top F J]$ for each layer. The same matrices serve K-FAC (Martens & Gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,18 +147,18 @@ def _first(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
     return found
 
 
-def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str], metric: Tensor) -> dict[str, Tensor]:
-    r"""S = E[Jᵀ F J] for the outputs of the named layers, (out, out) float32, J the block's own Jacobian on the dense stream.
+def layer_sensitivities(
+    block: Block, hidden: Iterable[Tensor], calls: Iterable[Call], names: Sequence[str], metric: Tensor
+) -> dict[str, Tensor]:
+    r"""S = E[Jᵀ F J] for the outputs of the named layers, (out, out) float32, J the block's own Jacobian.
 
-    One backward pass of the dense block from random errors of covariance F, one for each token.
+    One backward pass from random errors of covariance F, one for each token.
 
-    inputs: where the block's teacher and the dense stream are. metric: F, (model, model), of the block's output.
+    block: a dense one. hidden: what enters it in the dense model, (batch, seq, model) for each batch. calls: how it is called
+    on each. metric: F, (model, model), of the block's output.
     """
-    if inputs.dense is None or inputs.teacher is None:
-        raise TypeError("There is no dense stream: ask for one with teacher=True.")
     if not names:
         return {}
-    teacher = inputs.teacher
     heights, vectors = torch.linalg.eigh(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device).manual_seed(block.index)
@@ -175,14 +175,14 @@ def layer_sensitivities(inputs: Activations, block: Block, names: Sequence[str],
 
         return hook
 
-    hooks = [teacher.layer(name).register_forward_hook(keeps(name)) for name in names]
+    hooks = [block.layer(name).register_forward_hook(keeps(name)) for name in names]
     try:
-        with only_trained(teacher.module), torch.enable_grad():
-            for hidden, call in zip(inputs.dense, inputs.calls(block), strict=True):
+        with only_trained(block.module), torch.enable_grad():
+            for entering, call in zip(hidden, calls, strict=True):
                 if tokens >= TOKENS:
                     break
-                start = hidden.detach().clone().requires_grad_(True)
-                output = teacher(start, call)
+                start = entering.detach().clone().requires_grad_(True)
+                output = block(start, call)
                 noise = torch.zeros(output.shape, device=metric.device)
                 for window in noise:  # drawn one by one, up to the limit: the same however windows are batched
                     if tokens < TOKENS:

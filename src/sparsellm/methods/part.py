@@ -165,11 +165,11 @@ class Part:
         Conjugate gradients on $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$, preconditioned by the
         diagonal; a product with the Jacobian and one with its transpose for each of the `steps`, on a sample of the tokens.
         """
-        sample = self.sampled()
-        stack = self._stack(weights)
+        sample, stack = self.sampled(), self._stack(weights)
         held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.readers])
         change = torch.zeros_like(stack)
-        residual, curvature = self._gradient(weights, None)
+        residual, curvature = self._descent(weights, stack)
+        slopes = [sample._slopes(_widened(x, stack), stack) for x, _ in sample._batches()]
         scale = held / (curvature + curvature.mean() * 1e-3)
         ridge = NEWTON_RIDGE * curvature
         residual = residual * held
@@ -178,7 +178,7 @@ class Part:
         for _ in range(steps):
             if not energy > 0:
                 break
-            product = (sample._gradient(weights, direction)[0] + ridge * direction) * held
+            product = (sample._bent(weights, slopes, direction) + ridge * direction) * held
             length = energy / max(float((direction * product).sum()), 1e-30)
             change += length * direction
             residual -= length * product
@@ -187,34 +187,41 @@ class Part:
             energy = fresh
         return self._unstack(change, weights)
 
-    def _gradient(self, weights: Weights, direction: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For a direction d: Jᵀ J d, mean over tokens. Without one: Jᵀ of what the part misses, and the diagonal of
-        Jᵀ J as if the slopes did not depend on the inputs: ‖v‖² E[φ'²] E[x²], all that a preconditioner needs.
-
-        All readers stand one above the other, with their biases as a last column.
-        """
-        stack = self._stack(weights)
-        writer, columns = self._writer(weights), stack.shape[1]
+    def _descent(self, weights: Weights, stack: Tensor) -> tuple[Tensor, Tensor]:
+        """Jᵀ of what the part misses, mean over tokens, and the diagonal of Jᵀ J as if the slopes did not depend on the inputs:
+        ‖v‖² E[φ'²] E[x²], all that a preconditioner needs. Both of the stack's shape."""
+        writer, readers = self._writer(weights), len(self.feed_forward.readers)
         found, powers, widths = torch.zeros_like(stack), torch.zeros_like(stack[:, 0]), torch.zeros_like(stack[0])
         tokens = torch.zeros((), device=stack.device)
         for x, t in self._batches():
-            inputs = x if columns == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
-            hidden = (inputs @ stack.T).chunk(len(self.feed_forward.readers), 1)
+            inputs = _widened(x, stack)
+            hidden = (inputs @ stack.T).chunk(readers, 1)
             slopes = torch.cat(self.feed_forward.slopes(*hidden), 1)
-            if direction is None:
-                activated = self.feed_forward.activate(*hidden)
-                out = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
-                powers += slopes.square().sum(0)
-                widths += inputs.square().sum(0)
-            else:
-                moved = (inputs @ direction.T).mul_(slopes)
-                out = sum(moved.chunk(len(self.feed_forward.readers), 1), torch.zeros(())) @ writer.T
-            back = (out @ writer).repeat(1, len(self.feed_forward.readers)).mul_(slopes)
-            found.addmm_(back.T, inputs)
+            missed = self._weighed(t - linear(self.feed_forward.activate(*hidden), *weights[self.feed_forward.writer]))
+            found.addmm_((missed @ writer).repeat(1, readers).mul_(slopes).T, inputs)
+            powers += slopes.square().sum(0)
+            widths += inputs.square().sum(0)
             tokens += len(x)
         distributed.sum_(found, powers, widths, tokens)
-        heights = writer.square().sum(0).repeat(len(self.feed_forward.readers)) * powers / tokens
+        heights = writer.square().sum(0).repeat(readers) * powers / tokens
         return found / tokens, heights.outer(widths / tokens)
+
+    def _slopes(self, inputs: Tensor, stack: Tensor) -> Tensor:
+        """The activation's derivatives by each reader's output, side by side: (tokens, readers x hidden)."""
+        return torch.cat(self.feed_forward.slopes(*(inputs @ stack.T).chunk(len(self.feed_forward.readers), 1)), 1)
+
+    def _bent(self, weights: Weights, slopes: Sequence[Tensor], direction: Tensor) -> Tensor:
+        """Jᵀ J times a direction of the stack's shape, mean over tokens. slopes: as `_slopes`, for each batch."""
+        writer, readers = self._writer(weights), len(self.feed_forward.readers)
+        found, tokens = torch.zeros_like(direction), torch.zeros((), device=direction.device)
+        for (x, _), slope in zip(self._batches(), slopes, strict=True):
+            inputs = _widened(x, direction)
+            moved = (inputs @ direction.T).mul_(slope)
+            out = sum(moved.chunk(readers, 1), torch.zeros(())) @ writer.T
+            found.addmm_((out @ writer).repeat(1, readers).mul_(slope).T, inputs)
+            tokens += len(x)
+        distributed.sum_(found, tokens)
+        return found / tokens
 
     def _stack(self, weights: Weights) -> Tensor:
         """The readers' weights one above the other, with their biases as a last column where there are any."""
@@ -242,6 +249,11 @@ class Part:
         """Inputs and targets, batch by batch, in float32."""
         for x, t in zip(self.inputs, self.targets, strict=True):
             yield x.float(), t.float()
+
+
+def _widened(x: Tensor, stack: Tensor) -> Tensor:
+    """Inputs, (tokens, in), with a last column of ones where the stack has one for biases."""
+    return x if stack.shape[1] == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -127,7 +127,7 @@ class SparseLLM:
         together: tuple[str, ...] = () if feed_forward is None else (*feed_forward.readers, feed_forward.writer)
         coupled = self.couple != "none" and bool(together) and set(together) <= set(names)
         weighed = [name for name in names if not (coupled and name in together)]  # the part finds its own, exactly
-        sensitivities = {} if metric is None else layer_sensitivities(inputs, block, weighed, metric)
+        sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
         run = _Run(self, block, inputs, plan, metric, sensitivities)
         for group in block.architecture.groups:
             mine = [name for name in group if name in weighed]
@@ -139,6 +139,13 @@ class SparseLLM:
             yield run.refine(together if self.couple == "feedforward" else None)
         block.settle()
         yield from run.results()
+
+
+def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metric: Tensor) -> dict[str, Tensor]:
+    """S of the named layers, of the block as it was and on the dense stream."""
+    if inputs.dense is None or inputs.teacher is None:
+        raise TypeError("There is no dense stream: ask for one with teacher=True.")
+    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, metric)
 
 
 class _Run:
