@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SingularGram
-from sparsellm.linalg import cholesky, damped, dead_inputs, inverse_factor, quadratic, refit
+from sparsellm.linalg import all_finite, cholesky, damped, dead_inputs, inverse_factor, quadratic, refit
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -201,3 +201,18 @@ def test_a_quadratic_form(features: int, curved: bool) -> None:
     gram, curvature = x @ x.T / 50, root @ root.T if curved else torch.eye(7)
     wanted = ((curvature.double() @ weight.double() @ gram.double()) * weight.double()).sum()
     assert float(quadratic(curvature @ weight, gram, weight)) == pytest.approx(float(wanted), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_all_finite(dtype: torch.dtype) -> None:
+    """One infinity or NaN among many is seen, also where two cancel; numbers whose sum overflows are finite all the same."""
+    largest = torch.finfo(dtype).max
+    sound = torch.full((40, 50), largest, dtype=dtype)
+    assert all_finite(torch.randn(40, 50).to(dtype))
+    assert all_finite(sound)
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        sound[3, 7] = bad
+        assert not all_finite(sound)
+        sound[5, 1] = -bad
+        assert not all_finite(sound)
+        sound[5, 1] = 0

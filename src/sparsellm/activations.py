@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sparsellm.blocks import Block, computed_in, replaced
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
+from sparsellm.linalg import all_finite
 from sparsellm.storage import Kept, Storage
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Activations:
         """Pass one stream through a block."""
         for number, call in enumerate(self.calls(block)):
             hidden = block(stream[number], call)
-            if not bool(hidden.isfinite().all()):
+            if not all_finite(hidden):
                 first = _first_not_finite(block, stream[number], call)
                 raise NonFinite(
                     f"The output of {first} is not finite ({hidden.dtype}, batch {number}). "
@@ -257,7 +258,7 @@ def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
 
     def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not bool(output.isfinite().all()):
+            if not all_finite(output):
                 found.append(block.full_name(name))
 
         return hook

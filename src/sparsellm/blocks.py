@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from sparsellm.architectures import Architecture, architecture_of
 from sparsellm.calls import Call
 from sparsellm.errors import NonFinite, UnsupportedModel
+from sparsellm.linalg import all_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +57,7 @@ class Block:
         Raises NonFinite, naming the layer, where that dtype cannot hold it.
         """
         rounded = weight.to(self.dtypes[f"{name}.weight"])
-        if not bool(rounded.isfinite().all()):
+        if not all_finite(rounded):
             raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
         with torch.no_grad():
             self.layer(name).weight.copy_(rounded)

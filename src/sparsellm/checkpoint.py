@@ -18,6 +18,7 @@ from torch import nn
 from sparsellm.architectures import ARCHITECTURES, architecture_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.files import check_files, find_checkpoint, first_line
+from sparsellm.linalg import all_finite
 from sparsellm.weights import OnDisk, locate, stored_dtype
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def quiet_transformers() -> Iterator[None]:
 def _check_finite(name: str, model: nn.Module) -> None:
     """Raise BadCheckpoint for NaN or infinity in the weights."""
     for key, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
+        if not all_finite(parameter):
             raise BadCheckpoint(f"{name} holds NaN or infinity in {key}. Get a sound copy of the checkpoint.")
 
 

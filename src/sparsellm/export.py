@@ -17,7 +17,7 @@ from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.inspection import REPORT, Tensors, compare, follows
-from sparsellm.patterns import parse_pattern
+from sparsellm.patterns import parse_pattern, zeros_in
 from sparsellm.report import Report, strict_json
 from sparsellm.weights import OnDisk
 
@@ -163,7 +163,7 @@ def verify(folder: Path, report: Report, dense: Path | None) -> None:
     here = Tensors(folder)
     for layer in report.layers:
         weight = here[f"{layer.name}.weight"]
-        zeros = int((weight == 0).sum())
+        zeros = zeros_in(weight)
         if zeros != layer.zeros or not follows(weight, parse_pattern(layer.pattern)):
             raise VerificationFailed(
                 f"{layer.name} was written with {zeros} zeros, {layer.zeros} were meant ({layer.pattern}). "

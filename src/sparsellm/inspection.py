@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
-from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
+from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern, zeros_in
 
 REPORT = "sparsellm.json"
 """The file in which a run leaves its report beside the weights."""
@@ -86,7 +86,7 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
     parameters = zeros = 0
     for key, tensor in here:
         parameters += tensor.numel()
-        zero = int((tensor == 0).sum())
+        zero = zeros_in(tensor)
         zeros += zero
         name = names.get(_bare(key))
         if name is not None:

@@ -14,6 +14,11 @@ LEAF = 96
 """Triangular matrices up to this size are inverted at once."""
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether no entry is infinite or NaN. One pass without a copy, unless there is one or the sum itself overflows."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+
+
 def dead_inputs(gram: Tensor) -> Tensor:
     """(in,) bool: True for inputs that were zero on every token. Their weights do nothing."""
     return gram.diagonal() == 0

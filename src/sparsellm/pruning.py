@@ -16,7 +16,7 @@ from sparsellm.distillation import Group, coupling, distil, grouped, held_back, 
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
 from sparsellm.methods import BlockMethod, BlockResult, Plan
-from sparsellm.patterns import Unstructured
+from sparsellm.patterns import Unstructured, zeros_in
 from sparsellm.preparation import coupling_step, coupling_written
 from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.report import Report
@@ -124,5 +124,5 @@ def _remembered(journal: Journal, count: int, find: Callable[[], Iterator[tuple[
 def _with_moved(block: BlockResult, model: PreTrainedModel, moved: Sequence[str]) -> BlockResult:
     """A block's result after the whole model's stage: what else moved, and its zeros as they now are."""
     mine = {name for name in moved if name.startswith(f"{block.name}.")}
-    layers = [replace(x, zeros=int((model.get_submodule(x.name).weight == 0).sum())) for x in block.layers]
+    layers = [replace(x, zeros=zeros_in(model.get_submodule(x.name).weight)) for x in block.layers]
     return replace(block, moved=tuple(sorted({*block.moved, *mine})), layers=tuple(layers))

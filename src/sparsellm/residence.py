@@ -14,6 +14,7 @@ from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
 from sparsellm.memory import available, human_bytes
+from sparsellm.patterns import zeros_in
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
 from sparsellm.weights import InMemory, NotStreamable, OnDisk, Weights
@@ -65,7 +66,7 @@ class Residence:
         if isinstance(self.weights, OnDisk):
             return self.weights.size()
         tensors = list(self.model.parameters())
-        return sum(tensor.numel() for tensor in tensors), sum(int((tensor == 0).sum()) for tensor in tensors)
+        return sum(tensor.numel() for tensor in tensors), sum(zeros_in(tensor) for tensor in tensors)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:

@@ -17,7 +17,7 @@ from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
 from sparsellm.events import Note, Observer, note, phase
 from sparsellm.export import save
-from sparsellm.memory import out_of_memory, peak_memory
+from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.patterns import parse_pattern
 from sparsellm.planning import fitted
@@ -111,6 +111,7 @@ def run(
     journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
     place, batch = fitted(recipe, ready, place, say, work.output if work else None)
     batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
+    give_back()  # what tokenising took
     with phase("loading", report, say):
         home = settle(recipe, source, ready.device, work.folder if work else None, place)
     if home.note:

@@ -21,6 +21,7 @@ from sparsellm.activations import Activations, predicting, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
 from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.linalg import all_finite
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights
 
@@ -107,7 +108,7 @@ def _last_gradients(
                 with torch.enable_grad():
                     start = hidden.detach().requires_grad_(True)
                     logits = predict(window, start).flatten(0, 1).float()
-                    if not bool(logits.isfinite().all()):
+                    if not all_finite(logits):
                         raise NonFinite(
                             "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
                         )

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
+from sparsellm.linalg import all_finite
 from sparsellm.memory import give_back
+from sparsellm.patterns import zeros_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +113,7 @@ class OnDisk:
         place = self._places[name]
         tensor = _read(place)
         if tensor.is_floating_point():
-            if not bool(tensor.isfinite().all()):
+            if not all_finite(tensor):
                 raise BadCheckpoint(
                     f"{place.file.name} holds NaN or infinity in {place.key}. Get a sound copy of the checkpoint."
                 )
@@ -126,7 +128,7 @@ class OnDisk:
             if self._owners[name] not in seen and isinstance(_held(*self._owners[name][0]), nn.Parameter):
                 seen.add(self._owners[name])
                 tensor = self.read(name)
-                count, zeros = count + tensor.numel(), zeros + int((tensor == 0).sum())
+                count, zeros = count + tensor.numel(), zeros + zeros_in(tensor)
         return count, zeros
 
     def moved(self, names: Iterable[str], file: Path) -> None:

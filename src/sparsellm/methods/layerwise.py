@@ -13,9 +13,10 @@ from torch import Tensor
 from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
+from sparsellm.linalg import all_finite
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
-from sparsellm.patterns import Pattern
+from sparsellm.patterns import Pattern, zeros_in
 from sparsellm.problem import LayerProblem
 from sparsellm.solvers import LayerSolver
 
@@ -120,7 +121,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
                     raise
                 raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
                 solver = replace(solver, **raised)  # type: ignore[type-var]
-        if not bool(weight.isfinite().all()):
+        if not all_finite(weight):
             raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
@@ -137,7 +138,7 @@ def result(
         name=block.full_name(name),
         pattern=str(plan[block.full_name(name)]),
         shape=(weight.shape[0], weight.shape[1]),
-        zeros=int((weight == 0).sum()),
+        zeros=zeros_in(weight),
         error=problem.error(weight),
         known=type(problem.inputs).__name__,
         damping=damping,

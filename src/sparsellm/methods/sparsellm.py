@@ -19,6 +19,7 @@ from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import planned, solve
 from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
 from sparsellm.moments import Gram, NoInputs
+from sparsellm.patterns import zeros_in
 from sparsellm.refinement import Descent, Refined, refine_block
 from sparsellm.regression import Regression
 from sparsellm.sensitivity import layer_sensitivities
@@ -244,7 +245,7 @@ class _Run:
     def results(self) -> Iterator[LayerResult]:
         """What became of each layer, in running order: the zeros as they now are, the error as the layer was solved."""
         for name in planned(self._block, self._plan):
-            zeros = int((self._block.layer(name).weight == 0).sum())
+            zeros = zeros_in(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
 
     def _regress(self, names: Sequence[str], part: tuple[Kept, Kept] | None) -> tuple[Gram, dict[str, Regression]]:
@@ -301,7 +302,7 @@ class _Run:
             name=full,
             pattern=str(self._plan[full]),
             shape=(weight.shape[0], weight.shape[1]),
-            zeros=int((weight == 0).sum()),
+            zeros=zeros_in(weight),
             error=max(regression.error(weight), 0.0) / power if power > 0 else 0.0,
             known=Gram.__name__,
             damping=damping,
