@@ -1,6 +1,7 @@
 """Where the time goes, and the race against llm-compressor: docs/results.md.
 
     python benchmarks/speed.py phases --shape opt-125m --blocks 3
+    python benchmarks/speed.py phases --shape PATH/wt2-llama
     python benchmarks/speed.py scaling
     python benchmarks/speed.py race --peer PEER/bin/python --script race_llmcompressor.py --text TEXT
     python benchmarks/speed.py tables
@@ -65,6 +66,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 SPARSITY, LENGTH = "70%", 512
+
+SCALED_WIDTH = 512
+"""Of the model whose tokens, blocks and epochs grow."""
+
+PEER = "llm-compressor's SparseGPT"
 
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
@@ -243,7 +249,7 @@ def scaling(methods: list[str]) -> None:
     axes: dict[str, list[dict[str, Any]]] = {
         "tokens": [{"windows": n} for n in (16, 32, 64)],
         "blocks": [{"blocks": n} for n in (2, 4, 8)],
-        "width": [{"width": n} for n in (384, 768, 1536)],
+        "width": [{"width": n} for n in (256, 512, 1024)],
         "epochs": [{"epochs": n} for n in (2, 4, 8)],
     }
     for name in methods:
@@ -252,31 +258,36 @@ def scaling(methods: list[str]) -> None:
                 continue
             for point in points:
                 with tempfile.TemporaryDirectory() as folder:
-                    model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width"))
+                    model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width", SCALED_WIDTH))
                     words = [sys.executable, __file__, "one", str(model), name, str(point.get("windows", 16))]
                     words += ["--epochs", str(point["epochs"])] if "epochs" in point else []
                     found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
                 _keep("scaling", f"{name} | {axis} | {next(iter(point.values()))}", found["total"])
 
 
-def race(shape: str, blocks: int, windows: int, times: int, peer: str, script: str, text: str) -> None:
-    """Our methods and the peer's SparseGPT in turn, so many times: seconds of pruning and peak memory of each process."""
+def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
+    """Our methods and the peer's SparseGPT in turn, so many times: seconds of pruning and peak memory of each process.
+
+    The peer runs in batches of 1 and 8; after the first round only the faster one.
+    """
     threads = str(torch.get_num_threads())
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder) / "model", shape, blocks)
         rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
+        batches = [1, 8]
         for _ in range(times):
-            for batch in (1, 8):
+            for batch in batches:
                 words = [peer, script, "--model", str(model), "--text", text, "--sparsity", "0.7", "--nsamples", str(windows)]
                 words += ["--seqlen", str(LENGTH), "--batch", str(batch), "--out", f"{folder}/out"]
                 environment = os.environ | {"OMP_NUM_THREADS": threads}
                 done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
                 told = json.loads(done[done.index("{\n") :])
-                rounds[f"llm-compressor's SparseGPT, batch {batch}"].append(
-                    {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
-                )
+                found = {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
+                rounds[f"{PEER}, batch {batch}"].append(found)
                 shutil.rmtree(f"{folder}/out")
-            for name in METHODS:
+                print(f"{PEER}, batch {batch}", found, file=sys.stderr, flush=True)
+            batches = [min(batches, key=lambda batch: rounds[f"{PEER}, batch {batch}"][0]["seconds"])]
+            for name in methods:
                 words = [sys.executable, __file__, "one", str(model), name, str(windows)]
                 found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
                 rounds[name].append({"seconds": found["total"], "memory": found["memory"]})
@@ -296,46 +307,65 @@ def _keep(table: str, key: str, value: Any) -> None:
 def tables() -> list[str]:
     """What was measured, as Markdown."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    phases = known.get("phases", {})
     lines: list[str] = []
     for key, rounds in known.get("race", {}).items():
-        shape, blocks, windows, threads = key.split(" | ")
-        lines += [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
-        lines += ["| | seconds | over llm-compressor's best | peak memory | over its |", "|---|---:|---:|---:|---:|"]
-        peers = {name: some for name, some in rounds.items() if name.startswith("llm-compressor")}
-        best = min(peers.values(), key=lambda some: statistics.median(each["seconds"] for each in some))
-        for name, some in rounds.items():
-            ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=True)]
-            spent = statistics.median(each["seconds"] for each in some)
-            held = max(each["memory"] for each in some)
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            share = held / max(each["memory"] for each in best)
-            lines.append(f"| {name} | {spent:.1f} | {spread} | {held / 1e9:.2f} GB | {share:.2f} |")
-        lines.append("")
-    for key, cell in known.get("phases", {}).items():
-        shape, blocks, windows, name = key.split(" | ")
-        plain, counted = cell["plain"], cell["counted"]
-        products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
-        lines += [f"{name}, {shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens: {plain['total']:.1f} s.", ""]
-        share, reached = products / counted["total"], operations / products / cell["rate"]
-        large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
-        lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
-        lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
-        for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
-            if spent > 0.005 * plain["total"]:
-                done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
-                lines.append(
-                    f"| {phase} | {spent:.1f} | {100 * spent / plain['total']:.0f} % | {done / 1e9:.0f} | {moved / 1e9:.1f} |"
-                )
-        lines.append("")
+        lines += [*_race_table(key, rounds, phases), ""]
+    for key, cell in phases.items():
+        lines += [*_phases_table(key, cell), ""]
+    return lines + _scaling_table(known.get("scaling", {}))
+
+
+def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any]) -> list[str]:
+    """One race: medians, ratios within each round, and what the operations alone would take."""
+    shape, blocks, windows, threads = key.split(" | ")
+    lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
+    lines += ["| | seconds | over llm-compressor's best | its products alone | peak memory | over its |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
+    peers = {name: some for name, some in rounds.items() if name.startswith(PEER)}
+    best = min(peers.values(), key=lambda some: (-len(some), statistics.median(each["seconds"] for each in some)))
+    for name, some in rounds.items():
+        ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
+        spent = statistics.median(each["seconds"] for each in some)
+        held = max(each["memory"] for each in some)
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        share = held / max(each["memory"] for each in best)
+        counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
+        least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
+        lines.append(f"| {name} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
+    return lines
+
+
+def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
+    """Where one run's time went."""
+    shape, blocks, windows, name = key.split(" | ")
+    plain, counted = cell["plain"], cell["counted"]
+    products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
+    large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
+    lines = [f"{name}, {shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens: {plain['total']:.1f} s.", ""]
+    share, reached = products / counted["total"], operations / products / cell["rate"]
+    lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
+    lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
+    for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
+        if spent > 0.005 * plain["total"]:
+            done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
+            part = f"{100 * spent / plain['total']:.0f} %"
+            lines.append(f"| {phase} | {spent:.1f} | {part} | {done / 1e9:.0f} | {moved / 1e9:.1f} |")
+    return lines
+
+
+def _scaling_table(known: dict[str, float]) -> list[str]:
+    """The exponents, by axis and method."""
     slopes: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for key, seconds in known.get("scaling", {}).items():
+    for key, seconds in known.items():
         name, axis, value = key.split(" | ")
         slopes[name, axis].append((math.log(float(value)), math.log(seconds)))
-    if slopes:
-        lines += ["| seconds against | " + " | ".join(METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
-        for axis in dict.fromkeys(axis for _, axis in slopes):
-            row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in METHODS]
-            lines.append(f"| {axis} | " + " | ".join(row) + " |")
+    if not slopes:
+        return []
+    lines = ["| seconds against | " + " | ".join(METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
+    for axis in dict.fromkeys(axis for _, axis in slopes):
+        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in METHODS]
+        lines.append(f"| {axis} | " + " | ".join(row) + " |")
     return lines
 
 
@@ -353,8 +383,7 @@ def main() -> None:
             one.add_argument("--shape", default="opt-125m")
             one.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
             one.add_argument("--windows", type=int, default=32)
-        if command != "race":
-            one.add_argument("--methods", nargs="+", default=list(METHODS))
+        one.add_argument("--methods", nargs="+", default=list(METHODS))
     one.add_argument("--times", type=int, default=3)
     for word in ("--peer", "--script", "--text"):
         one.add_argument(word, required=True)
