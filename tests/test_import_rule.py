@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "sparsellm"
 
 STOREYS = {
     "Contents": ["__init__"],
-    "Ground": ["errors", "distributed"],
+    "Ground": ["errors", "devices", "distributed"],
     "Tensors": [
         "patterns",
         "moments",

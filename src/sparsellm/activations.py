@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparsellm import devices
 from sparsellm.blocks import Block, computed_in, replaced
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
@@ -180,15 +181,17 @@ class Activations:
 
     def _advance(self, stream: Kept, block: Block) -> None:
         """Pass one stream through a block."""
+        finite: list[Tensor] = []
         for number, call in enumerate(self.calls(block)):
             hidden = block(stream[number], call)
-            if not all_finite(hidden):
-                first = _first_not_finite(block, stream[number], call)
-                raise NonFinite(
-                    f"The output of {first} is not finite ({hidden.dtype}, batch {number}). "
-                    "Try --dtype float32, or more calibration tokens."
-                )
+            if devices.queued(hidden.device):
+                finite.append(hidden.isfinite().all())
+            elif not all_finite(hidden):
+                raise _not_finite(_first_not_finite(block, stream[number], call), hidden, number)
             stream[number] = hidden
+        for number, good in enumerate(devices.read(finite)):
+            if not good:  # what entered is gone, and with it which layer was the first
+                raise _not_finite(block.name, stream[number], number)
 
 
 def home(model: PreTrainedModel) -> torch.device:
@@ -250,6 +253,13 @@ def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> See
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def _not_finite(what: str, hidden: Tensor, batch: int) -> NonFinite:
+    """That the output of a block or a layer is not finite."""
+    return NonFinite(
+        f"The output of {what} is not finite ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
+    )
 
 
 def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:

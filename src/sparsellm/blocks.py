@@ -41,6 +41,11 @@ class Block:
         """The linear layers by their name within the block, in running order."""
         return {name: self.layer(name) for group in self.architecture.groups for name in group}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the block computes."""
+        return next(self.module.parameters()).device
+
     def layer(self, name: str) -> nn.Linear:
         """The layer of that name within the block; raises UnsupportedModel for anything but a plain linear layer."""
         layer = self.module.get_submodule(name)
@@ -56,11 +61,15 @@ class Block:
 
         Raises NonFinite, naming the layer, where that dtype cannot hold it.
         """
-        rounded = weight.to(self.dtypes[f"{name}.weight"])
+        rounded = self.rounded(name, weight)
         if not all_finite(rounded):
             raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
         with torch.no_grad():
             self.layer(name).weight.copy_(rounded)
+
+    def rounded(self, name: str, weight: Tensor) -> Tensor:
+        """A weight in the dtype in which the layer's will be stored."""
+        return weight.to(self.dtypes[f"{name}.weight"])
 
     def write_bias(self, name: str, bias: Tensor) -> None:
         """Put a bias, (out,), into a layer that has one, rounded as its weight is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,3 +17,12 @@ def sum_(*tensors: Tensor) -> None:
     if world() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
+
+
+def total(count: int, device: torch.device) -> int:
+    """The sum of a number over all processes; device: where they exchange tensors."""
+    if world() == 1:
+        return count
+    tensor = torch.tensor(count, device=device)
+    sum_(tensor)
+    return int(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.errors import SingularGram
 
 QUADRATIC_PANEL = 384
@@ -34,7 +35,7 @@ def damped(gram: Tensor, damping: float) -> Tensor:
     dead = dead_inputs(gram)
     mean = diagonal.mean()
     diagonal += damping * mean
-    diagonal[dead] = torch.where(mean > 0, mean, torch.ones_like(mean))
+    diagonal.copy_(torch.where(dead, torch.where(mean > 0, mean, torch.ones_like(mean)), diagonal))
     return result
 
 
@@ -46,13 +47,17 @@ def lifted(curvature: Tensor, share: float) -> Tensor:
     return result
 
 
-def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
+def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures: list[Tensor] | None = None) -> Tensor:
     """The lower Cholesky factor of a symmetric matrix; SingularGram when it is not positive definite.
 
-    damping: what was added to the matrix already, and setting: what it is called; for the message only.
+    damping: what was added to the matrix already, and setting: what it is called; for the message only. failures: where given,
+    whether it failed is put there, (), and nothing is raised nor waited for.
     """
     lower, info = torch.linalg.cholesky_ex(matrix)
-    if info or not bool(lower.diagonal().isfinite().all()):
+    failed = (info != 0) | ~lower.diagonal().isfinite().all()
+    if failures is not None:
+        failures.append(failed)
+    elif bool(failed):
         raise SingularGram(
             f"Cholesky failed at pivot {int(info)} of {len(matrix)} with {setting}={damping:g}. "
             f"Use more calibration tokens than the layer has inputs, or raise `{setting}`."
@@ -60,15 +65,17 @@ def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor
     return lower  # type: ignore[no-any-return]
 
 
-def inverse_factor(matrix: Tensor, damping: float) -> Tensor:
+def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
     r"""The upper triangular $U$ with $M^{-1} = U^\top U$, from one Cholesky of the reversed matrix.
 
     With $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$ upper triangular with $M = RR^\top$, so $U = R^{-1}$: a third of the
     operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never formed.
+
+    failures: as for `cholesky`.
     """
     turned = matrix.flip(0, 1)
     del matrix  # each of these is as large as a layer's largest: what is no longer read is given back, if the caller lets it
-    lower = cholesky(turned, damping)
+    lower = cholesky(turned, damping, failures=failures)
     del turned
     upper = lower.flip(0, 1)
     del lower
@@ -91,17 +98,19 @@ def _invert_upper(upper: Tensor, inverse: Tensor) -> None:
 
 
 def quadratic(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
-    """tr L G Rᵀ, added up in float64, for a symmetric G, and L = S R with a symmetric S: half of G is enough.
+    """tr L G Rᵀ for a symmetric G, and L = S R with a symmetric S: half of G is enough.
 
-    left, right: (out, in). gram: (in, in). Cost: one product of (out, in) by (in, in) over two.
+    left, right: (out, in). gram: (in, in). Added up as precisely as the device can: in float64, but on Apple's GPUs.
+    Cost: one product of (out, in) by (in, in) over two.
     """
-    total = torch.zeros((), dtype=torch.float64, device=gram.device)
+    wide = devices.widest(gram.device)
+    total = torch.zeros((), dtype=wide, device=gram.device)
     for start in range(0, len(gram), QUADRATIC_PANEL):
         end = start + QUADRATIC_PANEL
         here = right[:, start:end]
-        total += ((here @ gram[start:end, start:end]) * left[:, start:end]).sum(dtype=torch.float64)
+        total += ((here @ gram[start:end, start:end]) * left[:, start:end]).sum(dtype=wide)
         if end < len(gram):
-            total += 2 * ((here @ gram[start:end, end:]) * left[:, end:]).sum(dtype=torch.float64)
+            total += 2 * ((here @ gram[start:end, end:]) * left[:, end:]).sum(dtype=wide)
     return total
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsellm import distributed
+from sparsellm import devices, distributed
 
 CONSTANT = 3e-5
 """The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
@@ -16,18 +16,25 @@ CONSTANT = 3e-5
 PANEL = 256
 """Columns of a symmetric product that are made at once, as far as the diagonal: little more than half the operations remain."""
 
+QUEUED_PANEL = 2048
+"""The same where a whole product of so many columns is what fills a GPU; not measured."""
+
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes whose products are exact in float32."""
+
 
 class NoInputs:
     """Only how many tokens went by."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
         self.features = features
-        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._device = torch.device(device)
+        self._tokens = 0  # not on the device: whoever divides by it would wait
 
     @property
     def tokens(self) -> int:
         """How many tokens were seen."""
-        return int(self._tokens)
+        return self._tokens
 
     def update(self, inputs: Tensor) -> None:
         """Take in a batch of inputs, (..., in), of any floating dtype."""
@@ -35,7 +42,7 @@ class NoInputs:
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
-        distributed.sum_(self._tokens)
+        self._tokens = distributed.total(self._tokens, self._device)
 
 
 class InputNorms(NoInputs):
@@ -87,10 +94,11 @@ class Gram(InputNorms):
 
     def update(self, inputs: Tensor) -> None:
         NoInputs.update(self, inputs)
-        x = inputs.reshape(-1, self.features).to(self._products.dtype)
-        for start in range(0, self.features, PANEL):
-            self._products[start : start + PANEL, start:].addmm_(x[:, start : start + PANEL].T, x[:, start:])
-        self._sums += x.sum(0)
+        x = _multiplied_as(inputs.reshape(-1, self.features), self._products.dtype)
+        panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
+        for start in range(0, self.features, panel):
+            _add_product(self._products[start : start + panel, start:], x[:, start : start + panel], x[:, start:])
+        self._sums += x.sum(0, dtype=self._sums.dtype)
 
     def reduce(self) -> None:
         NoInputs.reduce(self)
@@ -105,7 +113,7 @@ class _Centred(Gram):
     """A Gram about the mean; it takes in nothing more."""
 
     def __init__(self, gram: Gram) -> None:
-        super().__init__(0, gram._products.device, gram._products.dtype)
+        super().__init__(0, gram._device, gram._products.dtype)
         self.features, self._tokens = gram.features, gram._tokens
         raw = gram.matrix
         self._products = raw - gram.mean.outer(gram.mean)
@@ -141,19 +149,38 @@ class Cross:
     r"""The products of a target signal with the inputs, $C = E[y x^\top]$, (out, in)."""
 
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu") -> None:
-        self._tokens = torch.zeros((), dtype=torch.int64, device=device)
+        self._device = torch.device(device)
+        self._tokens = 0
         self._products = torch.zeros(outputs, features, dtype=torch.float32, device=device)
 
     @property
     def matrix(self) -> Tensor:
         """(out, in): the mean of y xᵀ over the tokens."""
-        return self._products / self._tokens.clamp(min=1)
+        return self._products / max(self._tokens, 1)
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch: targets (tokens, out) and inputs (tokens, in)."""
         self._tokens += len(inputs)
-        self._products.addmm_(targets.float().T, inputs.float())
+        if targets.dtype != inputs.dtype:
+            targets, inputs = targets.float(), inputs.float()
+        y, x = (_multiplied_as(some, self._products.dtype) for some in (targets, inputs))
+        _add_product(self._products, y, x)
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
-        distributed.sum_(self._tokens, self._products)
+        self._tokens = distributed.total(self._tokens, self._device)
+        distributed.sum_(self._products)
+
+
+def _multiplied_as(some: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is multiplied for sums in `dtype`: 16-bit numbers as they are, where the device adds them up in float32."""
+    exact = some.dtype in HALF and dtype == torch.float32 and devices.mixed_products(some.device)
+    return some if exact else some.to(dtype)
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """sums += leftᵀ right, added up in the dtype of the sums."""
+    if left.dtype == sums.dtype:
+        sums.addmm_(left.T, right)
+    else:
+        sums += torch.mm(left.T, right, out_dtype=sums.dtype)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.errors import InvalidSetting
 
 EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
@@ -138,6 +139,10 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
     flat = score.flatten()
+    if devices.queued(flat.device):  # a threshold and its ties would be waited for
+        return (
+            torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False).view(score.shape)
+        )
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
     spare = flat.numel() - removed - int(keep.sum())  # of those equal to the threshold, how many stay
@@ -148,8 +153,8 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
 
 
 def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
-    """The k-th smallest entry, k from 1. On a processor by numpy, whose partition is several times faster than kthvalue."""
-    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+    """The k-th smallest entry, k from 1; by numpy, whose partition is several times faster than kthvalue."""
+    if flat.dtype in (torch.float32, torch.float64):
         return float(np.partition(flat.detach().numpy(), k - 1)[k - 1])
     return flat.kthvalue(k).values
 

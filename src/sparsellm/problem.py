@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import cholesky, damped, quadratic
 from sparsellm.moments import Gram, InputNorms, NoInputs
@@ -90,9 +91,12 @@ class LayerProblem:
 
         With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white. In the metric of the curvature.
         """
+        return share_lost(*devices.read(self.energies(weight)))
+
+    def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What the output of `weight` (out, in) lacks of the target's, and what the target's has; not waited for."""
         gram = self.gram if isinstance(self.inputs, Gram) else None
-        lost, had = (float(self.energy(some, gram)) for some in (weight - self.weight, self.weight))
-        return max(lost, 0.0) / had if had > 0 else 0.0
+        return self.energy(weight - self.weight, gram), self.energy(self.weight, gram)
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
         """tr S W G Wᵀ. gram: G, where the caller has it at hand."""
@@ -104,3 +108,8 @@ class LayerProblem:
             return quadratic(counted, self.gram if gram is None else gram, weight)
         reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight
         return (reached * counted).sum()
+
+
+def share_lost(lost: float, had: float) -> float:
+    """A relative error from two energies; nothing is lost of nothing."""
+    return max(lost, 0.0) / had if had > 0 else 0.0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
 from sparsellm.errors import InvalidSetting
@@ -132,7 +133,8 @@ def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: P
             refined = step
         yield step
     present = dict(block.module.named_parameters())
-    moved = tuple(block.full_name(name) for name, before in small.items() if not torch.equal(before, present[name]))
+    differs = devices.read([(before != present[name]).any() for name, before in small.items()])
+    moved = tuple(block.full_name(name) for name, differing in zip(small, differs, strict=True) if differing)
     seconds = time.perf_counter() - started
     note = method.note(block, plan)
     yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, refined, moved)

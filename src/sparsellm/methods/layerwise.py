@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
@@ -17,8 +18,8 @@ from sparsellm.linalg import all_finite
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern, zeros_in
-from sparsellm.problem import LayerProblem
-from sparsellm.solvers import LayerSolver
+from sparsellm.problem import LayerProblem, share_lost
+from sparsellm.solvers import LayerSolver, Unwaiting
 
 LARGEST_DAMPING = 1.0
 """Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
@@ -51,6 +52,9 @@ class LayerWise:
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
+        if isinstance(self.solver, Unwaiting) and devices.queued(block.device):
+            yield from _prune_unwaiting(block, names, self.solver, moments, plan)
+            return
         for name in names:
             yield prune_layer(block, name, self.solver, problem_of(block, name, moments[name]), plan)
 
@@ -103,6 +107,35 @@ def prune_layer(block: Block, name: str, solver: LayerSolver, problem: LayerProb
     return result(block, name, plan, problem, damping, 1, time.perf_counter() - started)
 
 
+def _prune_unwaiting(
+    block: Block, names: Sequence[str], solver: Unwaiting, moments: Mapping[str, NoInputs], plan: Plan
+) -> Iterator[LayerResult]:
+    """Solve all layers with one wait for the device, then write them; one that failed is pruned by itself, as elsewhere."""
+    clock = devices.Clock(block.device)
+    answers: list[Tensor] = []
+    told: list[Tensor] = []
+    for name in names:
+        problem, pattern = problem_of(block, name, moments[name]), plan[block.full_name(name)]
+        if pattern.removed(problem.weight.numel()):
+            weight, sound = solver.attempt(problem, pattern)
+        else:
+            weight, sound = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
+        answers.append(block.rounded(name, weight))
+        kept = answers[-1].float()
+        told += [sound & kept.isfinite().all(), (kept == 0).sum(), *problem.energies(kept)]
+        clock.mark()
+    values = devices.read(told)
+    for number, (name, answer, seconds) in enumerate(zip(names, answers, clock.seconds(), strict=True)):
+        succeeded, zeros, lost, had = values[4 * number : 4 * number + 4]
+        if not succeeded:
+            yield prune_layer(block, name, solver, problem_of(block, name, moments[name]), plan)
+            continue
+        with torch.no_grad():
+            block.layer(name).weight.copy_(answer)
+        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].removed(answer.numel()) else None
+        yield _result(block, name, plan, moments[name], int(zeros), share_lost(lost, had), damping, 1, seconds)
+
+
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
     """The solver's weight and the damping really used: raised tenfold, as often as needed, where a factorisation fails.
 
@@ -134,15 +167,32 @@ def result(
 ) -> LayerResult:
     """The result for a layer that was written, as it now stands. problem: the dense weight's."""
     weight = block.layer(name).weight.float()
+    zeros, error = zeros_in(weight), problem.error(weight)
+    return _result(block, name, plan, problem.inputs, zeros, error, damping, epoch, seconds)
+
+
+def _result(
+    block: Block,
+    name: str,
+    plan: Plan,
+    moments: NoInputs,
+    zeros: int,
+    error: float,
+    damping: float | None,
+    epoch: int,
+    seconds: float,
+) -> LayerResult:
+    """What is said of a layer, from what was found of it."""
+    layer, full = block.layer(name), block.full_name(name)
     return LayerResult(
-        name=block.full_name(name),
-        pattern=str(plan[block.full_name(name)]),
-        shape=(weight.shape[0], weight.shape[1]),
-        zeros=zeros_in(weight),
-        error=problem.error(weight),
-        known=type(problem.inputs).__name__,
+        name=full,
+        pattern=str(plan[full]),
+        shape=(layer.out_features, layer.in_features),
+        zeros=zeros,
+        error=error,
+        known=type(moments).__name__,
         damping=damping,
-        tokens=problem.inputs.tokens,
+        tokens=moments.tokens,
         epoch=epoch,
         seconds=seconds,
     )

@@ -24,3 +24,12 @@ class LayerSolver(Protocol):
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         """The pruned weight, (out, in), zero wherever `pattern` removes; the problem is not written to."""
         ...
+
+
+@runtime_checkable
+class Unwaiting(LayerSolver, Protocol):
+    """A solver that can also answer without a word from the device on how it went."""
+
+    def attempt(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
+        """As `solve`, with whether it succeeded, (), in place of SingularGram; nothing is waited for."""
+        ...

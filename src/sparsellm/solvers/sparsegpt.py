@@ -47,11 +47,20 @@ class SparseGPT:
             raise InvalidSetting(f"SparseGPT needs damping >= 0 and block >= 1, got {self.damping} and {self.block}.")
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
+        return self._pruned(problem, pattern)
+
+    def attempt(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
+        failures: list[Tensor] = []
+        weight = self._pruned(problem, pattern, failures)
+        return weight, ~torch.stack(failures).any()
+
+    def _pruned(self, problem: LayerProblem, pattern: Pattern, failures: list[Tensor] | None = None) -> Tensor:
+        """The answer. failures: as for `cholesky`."""
         dead = problem.norms == 0
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
-        factor = inverse_factor(damped(problem.gram, self.damping), self.damping)
-        height = self._height(problem)
+        factor = inverse_factor(damped(problem.gram, self.damping), self.damping, failures)
+        height = self._height(problem, failures)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
         block = self.block if pattern.span is None else max(pattern.span, self.block // pattern.span * pattern.span)
@@ -68,13 +77,13 @@ class SparseGPT:
             columns[end:] -= factor[start:end, end:].T @ errors
         return columns.T.contiguous()
 
-    def _height(self, problem: LayerProblem) -> Tensor | float:
+    def _height(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
         """(out,): the factor on each row's scores; it only matters where rows compete, in an unstructured pattern."""
         if problem.curvature is None or problem.rows is None:
             return 1.0
         if problem.curvature.ndim == 1:
             return problem.rows.squeeze(1).square()
-        factor = inverse_factor(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)), self.damping)
+        factor = inverse_factor(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)), self.damping, failures)
         return factor.square().sum(0).reciprocal()
 
 
