@@ -25,6 +25,7 @@ STOREYS = {
         "regression",
         "solvers/__init__",
         "solvers/criteria",
+        "solvers/column_loop",
         "solvers/sparsegpt",
         "solvers/alps",
         "gate",

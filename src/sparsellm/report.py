@@ -16,6 +16,7 @@ from sparsellm import __version__
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
 from sparsellm.refinement import Refined
+from sparsellm.solvers import column_loop
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 """Whose versions may change a result."""
@@ -158,6 +159,8 @@ def environment(device: torch.device) -> dict[str, str]:
     """The versions and the machine that a result may depend on."""
     found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    if column_loop.runs(device):
+        found["column loop"] = column_loop.maker()
     return found | {
         "python": platform.python_version(),
         "system": platform.system(),

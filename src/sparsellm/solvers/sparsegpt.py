@@ -13,6 +13,7 @@ from sparsellm.linalg import damped, inverse_factor, lifted
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern, keep_largest
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
+from sparsellm.solvers import column_loop
 
 PANEL = 16
 """Columns whose errors are spread one by one, over each other; beyond them all together, by a product."""
@@ -34,7 +35,8 @@ class SparseGPT:
     where all of S is known, by $1 / [S^{-1}]_{ii}$: what is left of it once the other rows make good.
 
     damping: added to the Gram's diagonal, as a share of its mean. block: columns whose unstructured mask is chosen at once.
-    Cost: one Cholesky and one triangular inverse of (in, in), and out · in² multiply-adds.
+    Cost: one Cholesky and one triangular inverse of (in, in), and out · in² multiply-adds. A block's columns are one kernel on
+    NVIDIA GPUs (`column_loop`), a loop elsewhere.
     """
 
     damping: float = 0.01
@@ -73,7 +75,8 @@ class SparseGPT:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
                 keep = keep_largest(_scores(here, diagonal_block) * height, removed)
-            errors = _sweep(here, diagonal_block, keep, pattern)
+            sweep = column_loop.sweep if column_loop.serves(here, pattern) else _sweep
+            errors = sweep(here, diagonal_block, keep, pattern)
             columns[end:] -= factor[start:end, end:].T @ errors
         return columns.T.contiguous()
 

@@ -1,0 +1,144 @@
+"""SparseGPT's kernel against its plain loop: by Triton's interpreter (see `tests`), or on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsellm.moments import Gram
+from sparsellm.patterns import Pattern, parse_pattern
+from sparsellm.problem import LayerProblem
+from sparsellm.solvers import column_loop, sparsegpt
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+pytestmark = pytest.mark.skipif(column_loop.triton is None, reason="Triton is not installed: it has wheels for Linux only")
+
+
+def block_of(columns: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """(columns, out) weights and (columns, columns) factor, the latter a part of a larger one that is stored by columns.
+
+    One column is dead.
+    """
+    generator = torch.Generator().manual_seed(columns * 100 + outputs)
+    factor = 0.3 * torch.randn(columns + 9, columns + 9, generator=generator).tril().T
+    factor.diagonal().copy_(0.5 + torch.rand(columns + 9, generator=generator))
+    weight = torch.randn(columns, outputs, generator=generator)
+    weight[columns // 3] = 0
+    return weight.to(DEVICE), factor.to(DEVICE)[4 : 4 + columns, 4 : 4 + columns]
+
+
+def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
+    """The same masks; the same weights and errors but for rounding."""
+    one, other = columns.clone(), columns.clone()
+    wanted = sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern)
+    errors = column_loop.sweep(other, factor, keep, pattern)
+    assert torch.equal(other == 0, one == 0)
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(errors, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 16, 21])
+@pytest.mark.parametrize("outputs", [1, 4, 11])
+def test_given_masks(columns: int, outputs: int) -> None:
+    """Of odd sizes, with rows that lose all, some, and nothing."""
+    weight, factor = block_of(columns, outputs)
+    keep = torch.rand(columns, outputs, generator=torch.Generator().manual_seed(0)) > torch.linspace(0, 1, outputs)
+    both(weight, factor, keep.to(DEVICE), parse_pattern("50%"))
+
+
+@pytest.mark.parametrize("outputs", [1, 4, 11])
+@pytest.mark.parametrize(
+    ("text", "columns"), [("2:4", 4), ("2:4", 32), ("3:4", 24), ("4:8", 40), ("1:2", 14), ("2:3", 21), ("20:31", 31)]
+)
+def test_groups_as_they_are_reached(text: str, columns: int, outputs: int) -> None:
+    weight, factor = block_of(columns, outputs)
+    both(weight, factor, None, parse_pattern(text))
+
+
+@pytest.mark.parametrize("text", ["2:4", "3:4", "4:8"])
+def test_ties_go_by_position(text: str) -> None:
+    """Of equal scores the later stay, as in `NM.keep`; nothing couples here, so that they stay equal."""
+    pattern = parse_pattern(text)
+    weight = torch.randint(-2, 3, (16, 9), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
+    factor = torch.eye(16, device=DEVICE)
+    both(weight, factor, None, pattern)
+    pruned = weight.clone()
+    column_loop.sweep(pruned, factor, None, pattern)
+    assert torch.equal(pruned, (weight.T * pattern.keep(weight.T.square())).T)
+
+
+@pytest.mark.parametrize("text", ["50%", "90%", "2:4", "3:4", "4:8"])
+@pytest.mark.parametrize(("shape", "block"), [((6, 40), 16), ((5, 24), 128), ((1, 8), 8), ((7, 56), 24)])
+def test_a_whole_layer(text: str, shape: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel and by the plain loop: ragged last blocks, dead inputs, the same masks, the same values to 1e-5."""
+    generator = torch.Generator().manual_seed(shape[0])
+    x = torch.randn(4 * shape[1], shape[1], generator=generator)
+    x = x + 0.8 * x.roll(1, dims=1)
+    x[:, [2, shape[1] - 1]] = 0
+    gram = Gram(shape[1], DEVICE)
+    gram.update(x.to(DEVICE))
+    problem, pattern = LayerProblem(torch.randn(shape, generator=generator).to(DEVICE), gram), parse_pattern(text)
+    answers, swept = [], 0
+    sweep = column_loop.sweep
+
+    def counted(*arguments: object) -> Tensor:
+        nonlocal swept
+        swept += 1
+        return sweep(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(column_loop, "sweep", counted)
+    for serves in (False, True):
+        monkeypatch.setattr(column_loop, "serves", lambda *_, serves=serves: serves)
+        answers.append(SparseGPT(block=block).solve(problem, pattern))
+    assert swept == -(-shape[1] // block)
+    assert torch.equal(answers[0] == 0, answers[1] == 0)
+    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-5)
+
+
+def test_who_is_served() -> None:
+    """Processors, other precisions, wide blocks and large groups take the plain loop; a GPU that runs it takes the kernel."""
+    columns, two_four = torch.zeros(8, 4, device=DEVICE), parse_pattern("2:4")
+    assert not column_loop.serves(torch.zeros(8, 4), two_four)
+    assert not column_loop.serves(columns.double(), two_four)
+    assert not column_loop.serves(torch.zeros(column_loop.MOST_COLUMNS + 1, 4, device=DEVICE), two_four)
+    assert not column_loop.serves(torch.zeros(64, 4, device=DEVICE), parse_pattern("2:32"))
+    assert column_loop.serves(columns, two_four) == (DEVICE == "cuda")
+    assert not column_loop.runs(torch.device("cpu"))
+
+
+def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot be compiled, or that answers wrongly, is not used."""
+    assert column_loop.works(torch.device(DEVICE))
+    assert column_loop.maker().startswith("triton ")
+    for broken in (lambda *_: 1 / 0, lambda columns, *_: columns):
+        monkeypatch.setattr(column_loop, "sweep", broken)
+        assert not column_loop.works(torch.device(DEVICE))
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sparsellm.solvers.column_loop import LANES, MOST_COLUMNS, _kernel
+for keep, group in (("*u8", 0), ("*fp32", 4)):
+    types = dict(columns="*fp32", factor="*fp32", keep=keep, errors="*fp32", count="i32", outputs="i32")
+    fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MOST_COLUMNS, LANES=LANES)
+    source = ASTSource(_kernel, types | dict.fromkeys(fixed, "constexpr"), fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 1})
+    print(len(made.asm["cubin"]) > 0)
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles() -> None:
+    """For a GPU of compute capability 8.0, which need not be there."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, "-c", COMPILED], env=plain, check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == ["True", "True"]
