@@ -37,6 +37,7 @@ STOREYS = {
         "calls",
         "blocks",
         "memory",
+        "ahead",
         "weights",
         "activations",
         "sensitivity",

@@ -58,9 +58,12 @@ class Checkpoint:
         told = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
         return told if isinstance(told, torch.dtype) else stored_dtype(self.files()[0])
 
-    def stream(self, dtype: str = "auto", device: torch.device | str = "cpu") -> tuple[PreTrainedModel, OnDisk]:
+    def stream(
+        self, dtype: str = "auto", device: torch.device | str = "cpu", ahead: bool = False
+    ) -> tuple[PreTrainedModel, OnDisk]:
         """The model without its weights, in evaluation mode, and what reads them block by block.
 
+        ahead: whether the next block is read while one is worked on.
         Raises NotStreamable, saying why, where they must be loaded as a whole.
         """
         from accelerate import init_empty_weights
@@ -78,7 +81,7 @@ class Checkpoint:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), OnDisk(model, places, kind, device)
+        return model.eval(), OnDisk(model, places, kind, device, ahead)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. Raises BadCheckpoint when a weight is missing, misshapen, or not finite."""

@@ -137,6 +137,9 @@ def fitted(recipe: Recipe, ready: Prepared, place: Place, say: Observer, output:
         if not found.fits and recipe.stream is None and not place.streamed:
             place = _streamed(recipe, ready, found, output is not None)
             found = forecast(recipe, ready, place, timed=False)
+        if not found.fits and place.ahead:
+            place = replace(place, ahead=False)
+            found = forecast(recipe, ready, place, timed=False)
         while not found.fits and batch > 1 and recipe.batch is None:
             batch //= 2
             found = forecast(recipe, ready, place, batch, timed=False)
@@ -177,7 +180,7 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
     trials += [(f"--length {length}", {"length": length}) for length in (ready.length // 2, ready.length // 4) if length >= 128]
     for words, change in trials:
         other = recipe.model_copy(update=change)
-        place = replace(found.place, streamed=bool(change.get("stream", found.place.streamed)))
+        place = replace(found.place, streamed=bool(change.get("stream", found.place.streamed)), ahead=False)
         less = replace(ready, length=change.get("length", ready.length), windows=ready.windows[:, : change.get("length")])
         if forecast(other, less, place, other.batch or 1, timed=False).fits:
             return f"{told} Pass {words}."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import computed_in
+from sparsellm.blocks import blocks_of, computed_in
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
@@ -85,13 +85,14 @@ class Place:
     """Where a run's model will be, before its weights are read.
 
     memory: bytes that the run may take for its data. model: bytes of the whole model. streamed: whether it is read block by
-    block. note: what a reader should know, or nothing.
+    block. note: what a reader should know, or nothing. ahead: whether a block is read while the one before is worked on.
     """
 
     memory: int
     model: int
     streamed: bool
     note: str = ""
+    ahead: bool = False
 
 
 def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:
@@ -115,7 +116,8 @@ def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, 
         source.stream(recipe.dtype)
     except NotStreamable as error:
         return Place(memory, size, False, f"loaded as a whole: {error}")
-    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.stream is None else ""))
+    ahead = 2 * block_bytes(recipe, source) <= RESIDENT_SHARE * memory
+    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.stream is None else ""), ahead)
 
 
 def settle(
@@ -130,9 +132,15 @@ def settle(
     if isinstance(source, Loaded) or not place.streamed:
         model = source.load(recipe.dtype, device)
         return Residence(model, InMemory(), storage, compute_dtype(model), place.memory, place.note)
-    model, weights = source.stream(recipe.dtype, device)
+    model, weights = source.stream(recipe.dtype, device, place.ahead)
     compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
     return Residence(model, weights, storage, compute, place.memory, place.note)
+
+
+def block_bytes(recipe: Recipe, source: Checkpoint) -> int:
+    """Bytes of the largest block, in the dtype that it is loaded in."""
+    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks_of(source.skeleton())]
+    return source.dtype(recipe.dtype).itemsize * max(sizes)
 
 
 def resident_bytes(recipe: Recipe, source: Checkpoint | Loaded) -> int:

@@ -71,8 +71,8 @@ def each_sensitivity(
     with evaluating(model), only_trained(model), storage.lists(len(blocks) + 1, size) as (gradients, *entering):
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
-        for block, read, written in zip(blocks[:-1], entering, entering[1:], strict=False):
-            with weights.block(block), computed_in(block.module, compute):
+        for block, then, read, written in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
+            with weights.block(block, then), computed_in(block.module, compute):
                 for hidden, call in zip(read, inputs.calls(block), strict=True):
                     written.append(block(hidden, call))
         last = _last_gradients(model, blocks, batches, inputs, entering[-1], gradients, compute, weights)
@@ -80,7 +80,8 @@ def each_sensitivity(
         for block, read in zip(reversed(blocks), reversed(entering), strict=True):
             if block.index == 0:
                 break
-            with weights.block(block), computed_in(block.module, compute):
+            before = blocks[block.index - 1] if block.index > 1 else None
+            with weights.block(block, before), computed_in(block.module, compute):
                 for number, call in enumerate(inputs.calls(block)):
                     gradients[number] = _through(block, read[number], call, gradients[number])
             yield block.index - 1, mean(_second_moment(gradients))

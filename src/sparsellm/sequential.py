@@ -57,8 +57,8 @@ def walk(
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, streams, storage)
         inputs.metrics = metrics
-        for block in visited:
-            with weights.block(block), computed_in(block.module, compute):
+        for block, then in zip(visited, [*visited[1:], None], strict=True):
+            with weights.block(block, then), computed_in(block.module, compute):
                 inputs.arrive(block)
                 yield block, inputs
                 if block is not visited[-1]:
@@ -112,8 +112,8 @@ def prune_blocks(
 def _unseeing(blocks: Sequence[Block], weights: Weights) -> Generator[tuple[Block, Activations], None, None]:
     """Each block for a method that needs no inputs: nothing travels."""
     nothing = Activations([], [[] for _ in blocks])
-    for block in blocks:
-        with weights.block(block):
+    for block, then in zip(blocks, [*blocks[1:], None], strict=True):
+        with weights.block(block, then):
             yield block, nothing
 
 

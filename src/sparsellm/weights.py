@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from sparsellm.ahead import Ahead
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.linalg import all_finite
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class Weights(Protocol):
     """What lets a walk through a model have each part's tensors while it needs them."""
 
-    def block(self, block: Block) -> AbstractContextManager[None]:
-        """Within the context a block's tensors are there."""
+    def block(self, block: Block, then: Block | None = None) -> AbstractContextManager[None]:
+        """Within the context a block's tensors are there. then: the block that is wanted next, which may be read meanwhile."""
         ...
 
     def ends(self) -> AbstractContextManager[None]:
@@ -38,7 +39,7 @@ class Weights(Protocol):
 class InMemory:
     """All tensors are there all the time."""
 
-    def block(self, block: Block) -> AbstractContextManager[None]:
+    def block(self, block: Block, then: Block | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def ends(self) -> AbstractContextManager[None]:
@@ -58,26 +59,37 @@ class OnDisk:
 
     model: a skeleton, its parameters on the meta device and its buffers real. places: where each parameter (and each buffer
     that checkpoints hold) is stored, by the name that the model gives it; tied ones once or more. dtype: what floating tensors
-    are converted to. device: where they go.
+    are converted to. device: where they go. ahead: whether the block that is wanted next is read while one is worked on.
 
     A block that was changed must be written, and its places set anew (`moved`), before its context ends: what was in memory
     is gone after it. Reads raise BadCheckpoint for tensors that hold NaN or infinity, are misshapen, or cannot be read.
     """
 
     def __init__(
-        self, model: PreTrainedModel, places: Mapping[str, Place], dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        model: PreTrainedModel,
+        places: Mapping[str, Place],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        ahead: bool = False,
     ) -> None:
-        self.dtype, self.device = dtype, torch.device(device)
+        self.dtype, self.device, self.ahead = dtype, torch.device(device), ahead
+        self._coming: tuple[int, Ahead] | None = None
         self._model, self._places = model, dict(places)
         blocks = tuple(f"{block.name}." for block in blocks_of(model))
         self._ends = [name for name in self._places if not name.startswith(blocks)]
         self._owners = _owners(model)
 
     @contextmanager
-    def block(self, block: Block) -> Iterator[None]:
+    def block(self, block: Block, then: Block | None = None) -> Iterator[None]:
         try:
-            with self._filled([name for name in self._places if name.startswith(f"{block.name}.")]):
+            with self._filled(self._names_of(block), self._arrived(block)):
+                if self.ahead and then is not None:
+                    self._send_for(then)
                 yield
+        except BaseException:
+            self._drop()
+            raise
         finally:
             give_back()
 
@@ -135,16 +147,47 @@ class OnDisk:
         """From now on these tensors are read from another safetensors file, under the names that the model gives them."""
         self._places.update({name: Place(file, name) for name in names})
 
+    def _names_of(self, block: Block) -> list[str]:
+        """The names of a block's tensors."""
+        return [name for name in self._places if name.startswith(f"{block.name}.")]
+
+    def _send_for(self, block: Block) -> None:
+        """Begin to read a block's tensors; pinned, where they are to be copied to a GPU."""
+        buffers: dict[str, Tensor] = {}
+        for name in self._names_of(block):
+            held = _held(*self._owners[name][0])
+            if held.device.type == "meta":
+                dtype = self.dtype if held.is_floating_point() else held.dtype
+                buffers[name] = torch.empty(held.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        self._coming = block.index, Ahead(buffers, self.read)
+
+    def _arrived(self, block: Block) -> dict[str, Tensor]:
+        """What was read of a block already; others that were sent for are no longer wanted."""
+        if self._coming is None or self._coming[0] != block.index:
+            self._drop()
+            return {}
+        found = self._coming[1].take()
+        self._coming = None
+        return found
+
+    def _drop(self) -> None:
+        """What was sent for is no longer wanted."""
+        if self._coming is not None:
+            self._coming[1].drop()
+            self._coming = None
+
     @contextmanager
-    def _filled(self, names: Iterable[str]) -> Iterator[None]:
-        """Within the context these tensors are in the model."""
+    def _filled(self, names: Iterable[str], early: dict[str, Tensor] | None = None) -> Iterator[None]:
+        """Within the context these tensors are in the model. early: those that were read already; emptied."""
+        early = {} if early is None else early
         emptied: list[tuple[nn.Module, str, Tensor]] = []
         try:
             for name in names:
                 owners = self._owners[name]
                 if _held(*owners[0]).device.type != "meta":
                     continue  # tied to one that was filled already
-                value = self.read(name).to(self.device)
+                value = early.pop(name) if name in early else self.read(name)
+                value = value.to(self.device, non_blocking=value.is_pinned())
                 if value.shape != _held(*owners[0]).shape:
                     place = self._places[name]
                     raise BadCheckpoint(
