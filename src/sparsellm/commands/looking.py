@@ -1,0 +1,135 @@
+"""`evaluate`, `inspect`, `methods` and `demo`: the commands that look and compare."""
+
+from __future__ import annotations
+
+import typer
+from rich.text import Text
+
+from sparsellm import options
+from sparsellm.commands import print_json, stderr, stdout, told
+
+
+def evaluate(
+    context: typer.Context,
+    model: options.Model,
+    text: options.Text,
+    text_field: options.TextField = None,
+    length: options.Length = None,
+    memory: options.Memory = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure the perplexity of a model on texts, with its standard error.
+
+    Example: sparsellm evaluate demo:opt --text demo
+    """
+    with told(context):
+        from sparsellm.display import plus_minus, table
+        from sparsellm.measuring import measure
+
+        with stderr.status(f"measuring {model}"):
+            found = measure(model, text, text_field, length, device or "auto", dtype or "auto", memory)
+        if as_json:
+            print_json({"model": model, "perplexity": found})
+            return
+        rows = [
+            [name, plus_minus(x["value"], x["standard_error"]), f"{x['windows']} x {x['length']}", f"{x['seconds']:.1f}"]
+            for name, x in found.items()
+        ]
+        stdout.print(table(["text", "perplexity", "windows", "seconds"], rows))
+
+
+def inspect(
+    context: typer.Context,
+    model: options.Model,
+    against: options.Against = None,
+    expect: options.Expect = None,
+    as_json: options.Json = False,
+) -> None:
+    """Count the zeros of a checkpoint, layer by layer, and check a pattern over every group.
+
+    Example: sparsellm inspect demo:opt
+    """
+    with told(context):
+        from sparsellm.display import table
+        from sparsellm.inspection import inspect as look
+
+        found = look(model, against, expect)
+        if as_json:
+            print_json(found.to_dict())
+        else:
+            marks = {True: "yes", False: "NO", None: "-"}
+            columns = ["layer", "shape", "zeros", *([f"{found.expected} holds"] if found.expected else [])]
+            rows = [
+                [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %", *([marks[x.holds]] if expect else [])]
+                for x in found.layers
+            ]
+            stdout.print(table(columns, rows))
+            share = 100 * found.zeros / max(found.parameters, 1)
+            stdout.print(
+                f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).", highlight=False
+            )
+            if against:
+                stdout.print(f"{found.alike} tensors equal those of {against}; {len(found.changed)} differ.", highlight=False)
+                for word, names in (("only here", found.only_here), ("only there", found.only_there)):
+                    if names:
+                        stdout.print(f"{word}: {', '.join(names)}", highlight=False)
+        if not found.as_expected:
+            broken = [layer.name for layer in found.layers if layer.holds is False]
+            fault = f"{len(broken)} layers break {found.expected}, {broken[0]} first" if broken else "no such layer was found"
+            if not broken and not found.total_holds:
+                fault = f"all layers together have fewer zeros than {found.expected}"
+            stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
+            raise typer.Exit(1)
+
+
+def methods(context: typer.Context, as_json: options.Json = False) -> None:
+    """List the methods and solvers.
+
+    Example: sparsellm methods
+    """
+    with told(context):
+        from sparsellm.display import table
+        from sparsellm.recipe import METHODS
+
+        if as_json:
+            print_json(METHODS)
+        else:
+            stdout.print(table(["method", "what it does"], [[name, text] for name, text in METHODS.items()], words=True))
+
+
+def demo(
+    context: typer.Context,
+    output: options.DemoOutput = None,
+    family: options.Family = "opt",
+    as_json: options.Json = False,
+) -> None:
+    """Prune a bundled model by every method and compare: no network, no GPU, under two minutes.
+
+    Example: sparsellm demo --output pruned-demo
+    """
+    with told(context):
+        from dataclasses import asdict
+
+        from sparsellm.demonstration import SPARSITY, demonstrate
+        from sparsellm.display import Progress, plus_minus, table
+        from sparsellm.export import check_output
+
+        if output is not None:
+            check_output(output)
+        with Progress(stderr) as progress:
+            rows = demonstrate(family, output, progress)
+        if as_json:
+            print_json(
+                {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}
+            )
+            return
+        title = f"demo:{family}, {SPARSITY} removed, perplexity on text that it was not trained on"
+        cells = [
+            [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
+            for x in rows
+        ]
+        stdout.print(table(["method", "perplexity", "zeros", "seconds"], cells, title))
+        if output is not None:
+            stdout.print(f"Wrote SparseLLM's model to {output}, read back and verified.", highlight=False, soft_wrap=True)
