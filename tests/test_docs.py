@@ -1,4 +1,4 @@
-"""Every command and every Python example of README.md and docs/ runs as written, offline, page by page in an empty folder."""
+"""Every command and every Python example of README.md and docs/ runs as written, offline, page by page in a fresh folder."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def test_every_example_runs(
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing; a page's examples may build on one another."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a clone, where they are
     names: dict[str, object] = {}
     ran = 0
     for language, content in fences(page):

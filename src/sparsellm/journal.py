@@ -75,7 +75,7 @@ class Journal:
                 journal._facts[line["fact"]] = line["value"]
         kept = "".join(json.dumps(line) + "\n" for line in lines)
         if journal.file.read_text(encoding="utf-8") != kept:
-            _durable(journal.file, kept.encode())  # without the line that was cut off: the next is written after it
+            durable(journal.file, kept.encode())  # without the line that was cut off: the next is written after it
         return journal
 
     def fact(self, name: str) -> Any:
@@ -129,7 +129,7 @@ class Journal:
     def _store(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write tensors to a file of their own; where they are, and how to know them again."""
         data = save(dict(tensors), metadata={"format": "pt"})
-        _durable(self.folder / f"{name}.safetensors", data)
+        durable(self.folder / f"{name}.safetensors", data)
         return {"file": f"{name}.safetensors", "digest": hashlib.blake2b(data, digest_size=16).hexdigest()}
 
     def _load(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _whole_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _durable(file: Path, data: bytes) -> None:
+def durable(file: Path, data: bytes) -> None:
     """Write a file so that it is there whole, also after a crash, or as it was before."""
     aside = file.with_name(f"{file.name}.partial")
     try:

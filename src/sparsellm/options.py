@@ -120,3 +120,19 @@ Expect = Annotated[
 
 DemoOutput = Annotated[str | None, typer.Option(help="Folder to write SparseLLM's pruned model to; must not exist.")]
 Family = Annotated[str, typer.Option(help="opt or llama.")]
+
+SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
+SweepOut = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OUT", help="Folder of the sweep; one that is there goes on. Default: the file's name without .yaml."
+    ),
+]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run the file's small form: small models, a few windows.")]
+OnlyCells = Annotated[list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only these cells.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of all cells; AXIS.LABEL=VALUE: what a label stands for."),
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Try failed cells again.")]
+ListCells = Annotated[bool, typer.Option("--list", help="List the cells and what has become of each; run nothing.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, overload
@@ -41,27 +42,16 @@ def prune_model(
     report: Report,
     say: Observer,
     journal: Journal | None,
+    facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each."""
+    """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each.
+
+    facts: where what is found of the dense model is kept, or known already; None for the run's own journal.
+    """
     model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
-    metrics: Sequence[Tensor] = []
     blocks = blocks_of(model)
-    if method.sensitive or recipe.sharing == "error":
-        with phase(SENSING, report, say):
-            if journal is None:
-                metrics = output_sensitivities(model, batches, compute, weights, storage)
-            else:
-                find = partial(each_sensitivity, model, batches, compute, weights, storage)
-                metrics = _remembered(journal, len(blocks), find)
-    if recipe.sharing in ALLOCATIONS[1:]:
-        with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
-            shares = journal.fact("shares") if journal else None
-            if shares is None:
-                plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds, weights, storage)
-                if journal:
-                    journal.note("shares", {name: pattern.sparsity for name, pattern in plan.items()})
-            else:
-                plan = {name: Unstructured(share) for name, share in shares.items()}
+    with facts or nullcontext(journal) as known:
+        metrics, plan = _look(recipe, home, method, plan, batches, report, say, known)
     groups: list[Group] = []
     states: list[Group] = []
     back = 0
@@ -87,6 +77,40 @@ def prune_model(
         say(report.coupled)
         if report.coupled.note:
             note(f"the model's stage: {report.coupled.note}", report, say)
+
+
+def _look(
+    recipe: Recipe,
+    home: Residence,
+    method: BlockMethod,
+    plan: Plan,
+    batches: Sequence[Tensor],
+    report: Report,
+    say: Observer,
+    known: Journal | None,
+) -> tuple[Sequence[Tensor], Plan]:
+    """What the dense model shows before it is pruned: what errors of each block's output cost, and the plan shared out."""
+    model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
+    metrics: Sequence[Tensor] = []
+    if method.sensitive or recipe.sharing == "error":
+        with phase(SENSING, report, say):
+            if known is None:
+                metrics = output_sensitivities(model, batches, compute, weights, storage)
+            else:
+                find = partial(each_sensitivity, model, batches, compute, weights, storage)
+                metrics = _remembered(known, len(blocks_of(model)), find)
+    if recipe.sharing in ALLOCATIONS[1:]:
+        with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
+            where = f"blocks {recipe.blocks}, only {recipe.only}, skip {recipe.skip}"
+            asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
+            shares = known.fact(asked) if known else None
+            if shares is None:
+                plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds, weights, storage)
+                if known:
+                    known.note(asked, {name: pattern.sparsity for name, pattern in plan.items()})
+            else:
+                plan = {name: Unstructured(share) for name, share in shares.items()}
+    return metrics, plan
 
 
 class Kept(Sequence[Tensor]):

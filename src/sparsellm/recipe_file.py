@@ -44,16 +44,30 @@ _NUMBER = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a recipe file."""
+def read_mapping(path: Path, what: str) -> dict[Any, Any]:
+    """What a YAML file of `field: value` lines holds. what: the file is, for messages."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"The recipe {path} cannot be read: {error}.") from None
+        raise InvalidSetting(f"The {what} {path} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
-        raise InvalidSetting(f"The recipe {path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise InvalidSetting(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
-        raise InvalidSetting(f"The recipe {path} must hold `field: value` lines, got {type(content).__name__}.")
+        raise InvalidSetting(f"The {what} {path} must hold `field: value` lines, got {type(content).__name__}.")
+    return content
+
+
+def read_value(text: str) -> Any:
+    """A value as a YAML file would hold it: a word, a number, true, [a list]."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The fields of a recipe file."""
+    content = read_mapping(path, "recipe")
     for key in content:
         if str(key) not in Recipe.model_fields:
             raise InvalidSetting(

@@ -6,8 +6,9 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.patterns import parse_pattern
 from sparsellm.planning import fitted
-from sparsellm.preparation import GivenText, prepare
+from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
 from sparsellm.report import Report, environment
 from sparsellm.residence import Residence, place_of, settle
+from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.weights import OnDisk
 from sparsellm.work import Work, fingerprint
 
@@ -95,11 +97,13 @@ def run(
     given: GivenText = None,
     source: Checkpoint | Loaded | None = None,
     work: Work | None = None,
+    shared: Shared | None = None,
 ) -> Result:
     """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
 
     given: in place of the recipe's calibration text. source: in place of the recipe's model. work: where finished blocks are
     kept, from `sparsellm.work.working`; without it a run that is killed starts over, and the model must fit the memory.
+    shared: where what is found of dense models is kept for other runs, or is known already from them.
     All that can be refused is refused before the weights are read.
     """
     say: Observer = observe or (lambda _: None)
@@ -117,12 +121,8 @@ def run(
     if home.note:
         say(Note(home.note))  # what follows is about this machine and not about the result: none of it goes to the model card
 
-    def measure_all(when: str) -> None:
-        for text, test in ready.tests.items():
-            with phase(f"measuring {when}", report, say):
-                report.perplexity.setdefault(text, {})[when] = asdict(home.measured(test, text))
-
-    measure_all("dense")
+    measure = partial(_measure, ready, report, say)
+    measure(home, "dense", shared)
     if recipe.written and len(windows):
         with phase("letting the dense model write", report, say):
             # Before the given windows: the last of all are those that judge, and they should be real text.
@@ -134,7 +134,9 @@ def run(
         report.resolved = _resolved(ready.method, windows, batch, ready.device, home)
         batches = cut(windows, batch) if windows.numel() else ()
         try:
-            prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal)
+            known = _circumstances(source, home, windows, batch, report)
+            facts = shared.facts(known) if shared and known and len(windows) else None
+            prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal, facts)
             break
         except RuntimeError as error:
             if not out_of_memory(error) or batch == 1 or isinstance(source, Loaded):
@@ -145,7 +147,7 @@ def run(
         home = _again(home, lambda: settle(recipe, source, ready.device, work.folder if work else None, place))
     _note_blocks(ready.method, report, say)
     try:
-        measure_all("pruned")
+        measure(home, "pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
         note(f"the pruned model was not measured: {error}", report, say)
     report.parameters, report.zeros = home.size()
@@ -154,6 +156,35 @@ def run(
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
     read = home.weights if isinstance(home.weights, OnDisk) else None
     return Result(home.model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read)
+
+
+def _measure(
+    ready: Prepared,
+    report: Report,
+    say: Observer,
+    home: Residence,
+    when: Literal["dense", "pruned"],
+    shared: Shared | None = None,
+) -> None:
+    """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
+    for text, test in ready.tests.items():
+        with phase(f"measuring {when}", report, say):
+
+            def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
+                return asdict(home.measured(test, text))
+
+            known = _circumstances(ready.source, home, test, None, report)
+            found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
+            report.perplexity.setdefault(text, {})[when] = found
+
+
+def _circumstances(
+    source: Checkpoint | Loaded, home: Residence, windows: Tensor, batch: int | None, report: Report
+) -> dict[str, Any] | None:
+    """What a figure of the dense model on these windows depends on; None for a model in memory, which no one else has."""
+    if isinstance(source, Loaded):
+        return None
+    return dense_circumstances(source, windows, home.compute or home.model.dtype, batch, report.environment)
 
 
 def _again(home: Residence, settled: Callable[[], Residence]) -> Residence:

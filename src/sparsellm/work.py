@@ -88,11 +88,21 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
 def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:
     """What must be the same for a run to go on: recipe, model files, calibration tokens, and the versions and machine."""
     told = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
-    for file in source.files() if isinstance(source, Checkpoint) else ():
-        stat = file.stat()
-        told[f"file {file.name}"] = [stat.st_size, stat.st_mtime_ns, _head(file)]
-    told["calibration tokens"] = hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
+    if isinstance(source, Checkpoint):
+        told |= files_told(source)
+    told["calibration tokens"] = tokens_told(windows)
     return told | {f"environment.{name}": value for name, value in environment.items()}
+
+
+def files_told(source: Checkpoint) -> dict[str, Any]:
+    """What tells a model's files from others: sizes, times, and what they begin with."""
+    stats = {file: file.stat() for file in source.files()}
+    return {f"file {file.name}": [stat.st_size, stat.st_mtime_ns, _head(file)] for file, stat in stats.items()}
+
+
+def tokens_told(windows: Tensor) -> str:
+    """A digest of token numbers."""
+    return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _head(file: Path) -> str:

@@ -1,0 +1,62 @@
+"""`sweep`: the command that runs many recipes and compares them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from sparsellm import options
+from sparsellm.commands import print_json, stderr, stdout, told
+
+
+def sweep(
+    context: typer.Context,
+    file: options.SweepFile,
+    output: options.SweepOut = None,
+    smoke: options.Smoke = False,
+    only: options.OnlyCells = None,
+    changes: options.Changes = None,
+    retry: options.Retry = False,
+    list_cells: options.ListCells = False,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Run every cell of a sweep, and compare. A killed sweep goes on; several processes may work on one folder.
+
+    Example: sparsellm sweep recipes/demo.yaml demo-sweep
+    """
+    with told(context):
+        from sparsellm.comparison import grid, table, to_json, write_tables
+        from sparsellm.display import Progress
+        from sparsellm.display import table as shown
+        from sparsellm.sweep_file import read_sweep
+        from sparsellm.sweeping import read_outcomes, run_sweep
+
+        cells = read_sweep(file, smoke, changes or ())
+        folder = Path(output or Path(file).stem)
+        if list_cells:
+            outcomes = read_outcomes(cells, folder)
+            lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
+            stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
+            return
+        with Progress(stderr) as progress:
+            outcomes = run_sweep(
+                cells, folder, progress, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
+            )
+        files = write_tables(cells, outcomes, folder)
+        rows = table(cells, outcomes)
+        if as_json:
+            print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
+        else:
+            stdout.print(shown(*grid(cells, rows), title=cells.title))
+            stdout.print(f"Wrote {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
+        failed = [x for x in outcomes if x.state == "failed"]
+        others = [x for x in outcomes if x.state == "at work"]
+        if others:
+            stderr.print(f"{len(others)} cells are being worked on by other processes.", highlight=False, soft_wrap=True)
+        if failed:
+            told_of = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
+            stderr.print(Text(f"{told_of} Pass --retry to try them again.", style="red"), soft_wrap=True)
+            raise typer.Exit(1)

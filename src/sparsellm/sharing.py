@@ -1,0 +1,52 @@
+"""What was found out about dense models, kept in a folder, so that runs of several processes find it once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from sparsellm.checkpoint import Checkpoint
+from sparsellm.journal import JOURNAL, Journal
+from sparsellm.work import files_told, tokens_told
+
+
+class Shared:
+    """A folder of journals, one for each dense model and each set of windows that it was run on.
+
+    A process that needs what another is just finding waits for it; the lock goes with the process, however that ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def facts(self, known: Mapping[str, Any]) -> Iterator[Journal]:
+        """The journal of what was found under the circumstances `known`, which no other process may add to meanwhile."""
+        digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
+        place = self.folder / digest
+        place.mkdir(parents=True, exist_ok=True)
+        with FileLock(place / "lock"):
+            yield (Journal.resume if (place / JOURNAL).exists() else Journal.begin)(place, known)
+
+    def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
+        """Plain data of that name, found if it is not known yet."""
+        with self.facts(known) as journal:
+            if journal.fact(name) is None:
+                journal.note(name, find())
+            return journal.fact(name)
+
+
+def dense_circumstances(
+    source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """All that a figure of a dense model depends on, to the last bit: model files, windows, dtype, batch, machine."""
+    told = files_told(source) | {"tokens": tokens_told(windows), "dtype": str(dtype), "batch": batch}
+    return told | {f"environment.{name}": value for name, value in environment.items()}

@@ -1,0 +1,358 @@
+"""Sweeps: what a file multiplies out to, what is refused, and that cells are durable, shared and taken one by one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import Result
+
+from sparsellm import pruning, run
+from sparsellm.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
+from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.methods import BlockResult
+from sparsellm.recipe_file import read_recipe
+from sparsellm.sweep_file import Sweep, read_sweep
+from sparsellm.sweeping import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
+
+Command = Callable[..., Result]
+AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
+SHARED = {"calibration": "demo", "samples": 2, "length": 32}
+
+
+def written(folder: Path, name: str = "sweep.yaml", **parts: Any) -> Path:
+    """A sweep file."""
+    file = folder / name
+    file.write_text(yaml.safe_dump({"recipe": SHARED, "axes": AXES, **parts}, sort_keys=False), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def small(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> Callable[..., Sweep]:
+    """A sweep of tiny models; other axes and fields as given."""
+
+    def make(axes: dict[str, Any] | None = None, **fields: Any) -> Sweep:
+        shared = {"calibration": str(text_file), "samples": 4, "length": 32, "evaluate": [str(text_file)]} | fields
+        usual = {"model": {family: str(folder) for family, folder in tiny.items()}, "method": ["magnitude", "sparsegpt"]}
+        return read_sweep(written(tmp_path, recipe=shared, axes=axes or usual))
+
+    return make
+
+
+def told(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """What the cells found, without what differs from run to run: times, memory."""
+    found = []
+    for outcome in outcomes:
+        assert outcome.report is not None, outcome.error
+        report = json.loads(json.dumps(outcome.report))
+        del report["seconds"], report["peak_memory_bytes"]
+        for block in report["blocks"]:
+            del block["seconds"]
+            for layer in block["layers"]:
+                del layer["seconds"]
+        for values in report["perplexity"].values():
+            for value in values.values():
+                del value["seconds"]
+        found.append(report)
+    return found
+
+
+def quiet(_: object) -> None:
+    """An observer that does nothing."""
+
+
+def test_axes_multiply_out(tmp_path: Path) -> None:
+    sweep = read_sweep(written(tmp_path))
+    assert [cell.name for cell in sweep.cells] == [
+        f"demo:opt, {method}, {pattern}" for method in ("magnitude", "wanda") for pattern in ("70%", "2:4")
+    ]
+    assert [cell.recipe.sparsity for cell in sweep.cells] == ["70%", "2:4"] * 2
+    assert all(cell.recipe.samples == 2 for cell in sweep.cells)
+
+
+def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
+    variants = {"paper": {"method": "sparsellm", "as_published": True}, "ours": {"method": "sparsellm"}}
+    sweep = read_sweep(written(tmp_path, axes={"model": ["demo:opt"], "variant": variants}))
+    assert [cell.recipe.as_published for cell in sweep.cells] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"axes": {"method": []}}, "The axis `method` .* is empty"),
+        ({"axes": {}}, "has no axes"),
+        ({"axes": {"sparsity": ["70%", 0.7]}}, "two values of one name, '70%'"),
+        (
+            {"axes": {"seed": {"one": 0, "another": 0}, "model": ["demo:opt"]}},
+            "'one, demo:opt' and 'another, demo:opt' .* one recipe",
+        ),
+        ({"axes": {"metod": ["wanda"]}}, "unknown field: 'metod'. Did you mean 'method'"),
+        ({"axes": {"method": "wanda"}}, "must be a list"),
+        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes .* set `seed`"),
+        ({"leave_out": [{"model": "demo:opt"}]}, "leaves out every cell"),
+        ({"leave_out": [{"modle": "x"}]}, "unknown axis: 'modle'"),
+        ({"axis": {}}, "unknown field: 'axis'. Did you mean 'axes'"),
+        ({"axes": {"method": ["wanda", "sparsgpt"], "model": ["demo:opt"]}}, "sparsgpt.*Did you mean 'sparsegpt'"),
+        ({"recipe": "x"}, "`recipe` must hold"),
+        ({"columns": "speed"}, "unknown axis: 'speed'"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(parts: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        read_sweep(written(tmp_path, **parts))
+
+
+def test_a_refused_cell_is_named(tmp_path: Path, command: Command) -> None:
+    file = written(tmp_path, recipe=SHARED | {"allocation": "error", "samples": 2})
+    done = command("sweep", file, tmp_path / "out")
+    assert done.exit_code == 1
+    assert "shares out an unstructured sparsity" in done.stderr
+    assert "in the cell demo:opt, magnitude, 2:4" in done.stderr
+    assert not (tmp_path / "out").exists()
+    kept = read_sweep(written(tmp_path, recipe=SHARED | {"allocation": "error"}, leave_out=[{"sparsity": "2:4"}]))
+    assert [cell.recipe.sparsity for cell in kept.cells] == ["70%", "70%"]
+
+
+def test_changes_and_choices(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    sweep = read_sweep(file, changes=["samples=3", "model.demo:opt=demo:llama", "evaluate=[demo]"])
+    assert {(x.recipe.samples, x.recipe.model, x.recipe.evaluate) for x in sweep.cells} == {(3, "demo:llama", ("demo",))}
+    assert [cell.name for cell in sweep.at(["sparsity=2:4", "method=wanda"])] == ["demo:opt, wanda, 2:4"]
+    for wrong in ("samples", "sampels=3", "model.opt=x", "kind.opt=x"):
+        with pytest.raises(InvalidSetting, match="--set"):
+            read_sweep(file, changes=[wrong])
+    with pytest.raises(InvalidSetting, match="unknown label"):
+        sweep.at(["sparsity=3:4"])
+
+
+def test_small_form(tmp_path: Path) -> None:
+    smoke = {"recipe": {"samples": 1}, "axes": {"sparsity": ["50%"]}}
+    sweep = read_sweep(written(tmp_path, smoke=smoke), smoke=True)
+    assert [(cell.recipe.samples, cell.recipe.sparsity) for cell in sweep.cells] == [(1, "50%")] * 2
+    with pytest.raises(InvalidSetting, match="has no small form"):
+        read_sweep(written(tmp_path), smoke=True)
+
+
+def test_cells_come_out_as_single_runs_do(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    """Also the cells that take sensitivities, shares and dense figures from others."""
+    sweep = small({"model": [small().cells[0].recipe.model], "sparsity": ["60%", "80%"]})
+    outcomes = run_sweep(sweep, tmp_path / "out", quiet)
+    alone = [run.run(cell.recipe).report for cell in sweep.cells]
+    single = [Outcome(cell, "finished", json.loads(report.to_json())) for cell, report in zip(sweep.cells, alone, strict=True)]
+    assert told(outcomes) == told(single)
+
+
+def test_what_the_dense_model_shows_is_found_once(
+    small: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
+    each, share = pruning.each_sensitivity, pruning.share_out
+    measured = run.Residence.measured
+
+    def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return real(*given, **named)
+
+        return counted
+
+    monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
+    monkeypatch.setattr(pruning, "share_out", count("shares", share))
+    monkeypatch.setattr(run.Residence, "measured", count("perplexities", measured))
+    sweep = small(
+        {"model": [small().cells[0].recipe.model], "alpha": [0.1, 0.2], "sparsity": ["60%", "80%"]}, method="sparsellm"
+    )
+    run_sweep(sweep, tmp_path / "out", quiet)
+    assert calls == {"sensitivities": 1, "shares": 2, "perplexities": 1 + 4}
+
+
+def test_finished_cells_stay_and_failed_ones_are_told(
+    small: Callable[..., Sweep], tiny: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    small({"model": {"good": str(tiny["opt"]), "bad": str(tmp_path / "none")}, "method": ["magnitude"]})
+    file, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    done = command("sweep", file, out)
+    assert done.exit_code == 1
+    assert "1 of 2 cells failed, bad, magnitude first: There is no folder" in done.stderr
+    assert "--retry" in done.stderr
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert [(cell["name"], cell["state"]) for cell in results["cells"]] == [
+        ("good, magnitude", "finished"),
+        ("bad, magnitude", "failed"),
+    ]
+    first = {file: file.stat().st_mtime_ns for file in out.rglob("result.json")}
+    assert len(first) == 1
+    again = command("sweep", file, out)
+    assert again.exit_code == 1
+    assert "cell 1 of" not in again.stderr
+    assert "cell 2 of" not in again.stderr
+    (tmp_path / "none").symlink_to(tiny["llama"])
+    last = command("sweep", file, out, "--retry")
+    assert last.exit_code == 0, last.stderr
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("result.json") if file in first} == first
+    assert not list(out.rglob("failed.json"))
+
+
+def test_a_cell_that_was_cut_off_goes_on(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    """Interrupted in the middle of a cell, twice; finished blocks are not pruned again; the end is the same."""
+    sweep = small()
+    whole = told(run_sweep(sweep, tmp_path / "whole", quiet))
+    seen: list[str] = []
+
+    def stops_after(blocks: int) -> Callable[[object], None]:
+        left = [blocks]
+
+        def observe(event: object) -> None:
+            if isinstance(event, BlockResult):
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+
+        return observe
+
+    for blocks in (2, 5):
+        with pytest.raises(KeyboardInterrupt):
+            run_sweep(sweep, tmp_path / "out", stops_after(blocks))
+        seen.append(",".join(x.state for x in read_outcomes(sweep, tmp_path / "out")))
+    assert seen == ["open,open,open,open", "finished,open,open,open"]
+    assert told(run_sweep(sweep, tmp_path / "out", quiet)) == whole
+    assert not list((tmp_path / "out").rglob("model"))
+
+
+def test_a_cell_that_another_process_has_is_left_to_it(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    sweep = small()
+    run_sweep(sweep, tmp_path / "out", quiet, only=["model=llama", "method=magnitude"])
+    with CellFolder(tmp_path / "out", sweep.cells[1]).taken() as mine:
+        assert mine
+        outcomes = run_sweep(sweep, tmp_path / "out", quiet)
+    assert [x.state for x in outcomes] == ["finished", "at work", "finished", "finished"]
+    assert [x.state for x in run_sweep(sweep, tmp_path / "out", quiet)] == ["finished"] * 4
+
+
+def test_a_foreign_folder_is_refused(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    with pytest.raises(OutputExists, match="is not a sweep's folder"):
+        run_sweep(small(), out, quiet)
+
+
+def test_models_are_kept_where_asked(tiny: dict[str, Path], tmp_path: Path) -> None:
+    axes = {"model": {"opt": str(tiny["opt"])}, "method": ["magnitude"]}
+    sweep = read_sweep(written(tmp_path, axes=axes, keep=True))
+    run_sweep(sweep, tmp_path / "out", quiet)
+    assert len(list((tmp_path / "out").glob("cells/*/model/model.safetensors"))) == 1
+
+
+def with_figures(tmp_path: Path, **parts: Any) -> tuple[Sweep, list[Outcome]]:
+    """A sweep with made-up results, three seeds, and a paper's figure for one of its rows."""
+    values = {"demo:opt": {"wanda": {"70%": 20.0}}}
+    published = [
+        {"source": "Someone 2024, Table 1", "measure": "perplexity", "axes": ["model", "method", "sparsity"], "values": values}
+    ]
+    axes = AXES | {"seed": [0, 1, 2]}
+    sweep = read_sweep(written(tmp_path, axes=axes, published=published, **parts))
+    outcomes = []
+    for number, cell in enumerate(sweep.cells):
+        report = {
+            "perplexity": {"te_xt": {"pruned": {"value": 10.0 + number, "standard_error": 0.5}}},
+            "totals": {"sparsity_of_pruned_layers": 0.7},
+            "seconds": {},
+            "blocks": [],
+        }
+        outcomes.append(Outcome(cell, "finished", report))
+    outcomes[-1] = Outcome(sweep.cells[-1], "failed", error="out of luck")
+    return sweep, outcomes
+
+
+def test_figures_beside_the_paper_s(tmp_path: Path) -> None:
+    sweep, outcomes = with_figures(tmp_path)
+    rows = table(sweep, outcomes)
+    assert len(rows) == 4
+    figure = rows[2].figures["perplexity te_xt"]  # seeds 6, 7, 8: mean 17, deviation 1
+    assert (figure.value, figure.error, figure.published, figure.ratio) == (17.0, pytest.approx(1 / 3**0.5), 20.0, 0.85)
+    assert rows[3].seeds == 2
+    assert rows[3].trouble == "failed"
+    assert rows[0].figures["perplexity te_xt"].published is None
+    lines = list(csv.DictReader(to_csv(sweep, rows).splitlines()))
+    beside = [line for line in lines if line["published"]]
+    assert [(x["method"], x["sparsity"], x["published"], x["ratio"]) for x in beside] == [("wanda", "70%", "20.0", "0.85")]
+    data = to_json(sweep, rows, outcomes)
+    assert data["rows"][2]["figures"]["perplexity te_xt"]["source"] == "Someone 2024, Table 1"
+    assert data["cells"][-1]["error"] == "out of luck"
+    text = to_markdown(sweep, rows)
+    assert "17.00 ± 0.58 (paper 20.00, ×0.85)" in text
+    assert "over 3 seeds" in text
+    assert "Paper: Someone 2024, Table 1." in text
+    assert "demo:opt, wanda, 2:4 (failed)" in text
+    latex = to_latex(sweep, rows)
+    assert r"17.00 $\pm$ 0.58 (paper 20.00, $\times$0.85)" in latex
+    assert r"perplexity te\_xt" in latex
+    assert latex.count(r"\\") == 1 + 4
+
+
+def test_an_axis_may_be_the_columns(tmp_path: Path) -> None:
+    sweep, outcomes = with_figures(tmp_path, columns="sparsity")
+    head, lines = grid(sweep, table(sweep, outcomes))
+    assert head == ["model", "method", "70%", "2:4"]
+    assert lines[1] == ["demo:opt", "wanda", "17.00 ± 0.58 (paper 20.00, ×0.85)", "19.50 ± 0.50"]
+
+
+def test_a_published_figure_must_have_its_cell(tmp_path: Path) -> None:
+    entry = {"source": "x", "measure": "perplexity", "axes": ["method"], "values": {"wnada": 1}}
+    with pytest.raises(InvalidSetting, match="unknown label of `method`: 'wnada'"):
+        read_sweep(written(tmp_path, published=[entry]))
+    with pytest.raises(InvalidSetting, match="must have source, measure, axes, values"):
+        read_sweep(written(tmp_path, published=[{"source": "x"}]))
+
+
+def test_a_saved_sweep_is_the_same(tmp_path: Path, tiny: dict[str, Path]) -> None:
+    entry = {"source": "x", "measure": "perplexity", "axes": ["method"], "values": {"magnitude": 3.5}}
+    axes = {"model": {"opt": str(tiny["opt"])}, "method": ["magnitude"]}
+    sweep = read_sweep(written(tmp_path, axes=axes, published=[entry], note="n"))
+    run_sweep(sweep, tmp_path / "out", quiet)
+    assert saved_sweep(tmp_path / "out") == sweep
+
+
+def test_the_list_runs_nothing(tmp_path: Path, command: Command) -> None:
+    done = command("sweep", written(tmp_path), tmp_path / "out", "--list")
+    assert done.exit_code == 0
+    assert done.stdout.count("open") >= 4
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_recipe_s_patterns_read_as_in_a_recipe(tmp_path: Path) -> None:
+    """YAML would read 2:4 as a number to the base 60."""
+    file = tmp_path / "s.yaml"
+    file.write_text("recipe: {calibration: demo}\naxes: {model: ['demo:opt'], sparsity: [2:4, 3:4]}\n", encoding="utf-8")
+    assert [cell.recipe for cell in read_sweep(file).cells] == [
+        read_recipe({"model": "demo:opt", "calibration": "demo", "sparsity": pattern}) for pattern in ("2:4", "3:4")
+    ]
+
+
+@pytest.mark.slow
+def test_killed_twice_by_the_system_and_continued_by_two_processes(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    sweep = small({"model": {"opt": small().cells[0].recipe.model}, "method": ["sparsegpt", "alps"], "seed": [0, 1, 2]})
+    whole = told(run_sweep(sweep, tmp_path / "whole", quiet))
+    words = [sys.executable, "-m", "sparsellm", "sweep", tmp_path / "sweep.yaml", tmp_path / "out"]
+    out = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    for wanted in (1, 3):  # killed once so many cells are finished, wherever it is in the next
+        process = subprocess.Popen(words, **out)
+        ends = time.monotonic() + 120
+        while len(list((tmp_path / "out").glob("cells/*/result.json"))) < wanted and time.monotonic() < ends:
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    both = [subprocess.Popen(words, **out) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert told(read_outcomes(sweep, tmp_path / "out")) == whole
