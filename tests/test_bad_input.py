@@ -207,7 +207,7 @@ def test_no_tokenizer(damaged: Path, text_file: Path, tmp_path: Path, command: C
 def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:
     """Algorithm 1 refuses an activation that it has no closed form for, and says what works; the default prunes without it."""
     config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    (damaged / "config.json").write_text(json.dumps({**config, "hidden_act": "tanh"}))
     words = ("prune", damaged, tmp_path / "out", "--calibration", text_file, "--samples", 4, "--length", 32)
     refused(command(*words, "--as-published"), "activation", "--couple none")
     result = command(*words)

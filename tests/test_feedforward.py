@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import relu, silu
+from transformers.activations import ACT2FN
 
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
 
 PLAIN = PlainFeedForward(reader="fc1", writer="fc2")
 GATED = GatedFeedForward(gate="gate", up="up", writer="down")
+FORMS = {
+    "plain": PLAIN,
+    "gated": GATED,
+    "plain-gelu": replace(PLAIN, activation="gelu_new"),
+    "gated-gelu": replace(GATED, activation="gelu_pytorch_tanh"),
+    "plain-erf": replace(PLAIN, activation="gelu"),
+}
+every_form = pytest.mark.parametrize("ff", FORMS.values(), ids=FORMS)
 RATIOS = [0.01, 0.1, 1.0, 5.0, 100.0]
 DTYPES = [torch.float32, torch.float64]
 MODEL, HIDDEN, TOKENS = 12, 30, 40
@@ -37,11 +47,16 @@ def plain_cost(z: Tensor, m: Tensor, p: Tensor, ratio: float) -> Tensor:
 
 
 def objective(
-    ff: FeedForward, hidden: tuple[Tensor, ...], outputs: tuple[Tensor, ...], p: Tensor, fit: Tensor, ratio: float
+    ff: PlainFeedForward | GatedFeedForward,
+    hidden: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    p: Tensor,
+    fit: Tensor,
+    ratio: float,
 ) -> float:
     """The paper's whole objective over alpha, for W_out p already compared with y in `fit`, (tokens,)."""
     apart = sum((signal - output).square().sum() for signal, output in zip(hidden, outputs, strict=True))
-    phi = relu(hidden[0]) if ff is PLAIN else silu(hidden[0]) * hidden[1]
+    phi = ACT2FN[ff.activation](hidden[0]) * (hidden[1] if isinstance(ff, GatedFeedForward) else 1)
     return float(fit.sum() + ratio * (p - phi).square().sum() + apart)
 
 
@@ -152,8 +167,8 @@ def test_gated_hidden_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("ff", [PLAIN, GATED], ids=["plain", "gated"])
-def test_no_update_raises_the_objective(ff: FeedForward, ratio: float) -> None:
+@every_form
+def test_no_update_raises_the_objective(ff: PlainFeedForward | GatedFeedForward, ratio: float) -> None:
     """From any signals of any size: moving p, then each hidden signal, never raises the whole objective."""
     for seed in range(12):
         draw, size = drawer(100 + seed), 10.0 ** (seed % 5 / 2 - 1)
@@ -168,7 +183,7 @@ def test_no_update_raises_the_objective(ff: FeedForward, ratio: float) -> None:
             fit = (target - p @ weight.T).square().sum(1)
             steps = [objective(ff, hidden, outputs, p, fit, ratio)]
             fresh = ff.fit_hidden(hidden, outputs, p, ratio)
-            if ff is GATED:  # up moves before the gate
+            if isinstance(ff, GatedFeedForward):  # up moves before the gate
                 steps.append(objective(ff, (hidden[0], fresh[1]), outputs, p, fit, ratio))
             steps.append(objective(ff, fresh, outputs, p, fit, ratio))
             for now in steps:
@@ -177,7 +192,7 @@ def test_no_update_raises_the_objective(ff: FeedForward, ratio: float) -> None:
             hidden = fresh
 
 
-@pytest.mark.parametrize("ff", [PLAIN, GATED], ids=["plain", "gated"])
+@every_form
 def test_a_solution_stays(ff: FeedForward) -> None:
     """At signals with objective zero nothing moves."""
     draw = drawer(9)
@@ -185,6 +200,13 @@ def test_a_solution_stays(ff: FeedForward) -> None:
     p = ff.activate(*outputs)
     for signal, output in zip(ff.fit_hidden(outputs, outputs, p, 0.7), outputs, strict=True):
         torch.testing.assert_close(signal, output, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu"])
+def test_activations_are_those_of_transformers(activation: str) -> None:
+    """What a name in a configuration means there, it means here."""
+    z = 3 * drawer(11)(40, 5)
+    torch.testing.assert_close(replace(PLAIN, activation=activation).activate(z), ACT2FN[activation](z))
 
 
 def test_what_activate_computes() -> None:

@@ -7,38 +7,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import silu
 
-from sparsellm.gate import CHUNK, FLOOR, LOWEST, SHARPEST, STEEPEST, best_gate
+from sparsellm.curves import CURVES, SILU, Curve
+from sparsellm.gate import CHUNK, best_gate
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]
+CURVE_NAMES = ["silu", "gelu", "gelu_tanh", "quick_gelu"]
 SLACK = 1e-4
 """How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
 
 
-def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> Tensor:
+def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve = SILU) -> Tensor:
     """The objective in float64, entry by entry."""
     s, m, z, p = (signal.double() for signal in (s, m, z, p))
-    return (s - m).square() + ratio * (p - silu(s) * z).square()
+    return (s - m).square() + ratio * (p - curve.value(s) * z).square()
 
 
-def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2) -> Tensor:
+def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2, curve: Curve = SILU) -> Tensor:
     """The best gate that a search finds, for flat arguments, in float64.
 
     A grid over [-30, 30] and a finer one around m, with m itself and the best linear answer, since beyond the first grid
-    silu(s) is 0 or s; then `rounds` times twenty times finer around the five best places.
+    the curve is 0 or s; then `rounds` times twenty times finer around the five best places.
     """
     m, z, p = (signal.double()[:, None] for signal in (m, z, p))
     span = torch.linspace(-30, 30, 2001, dtype=torch.float64)
     places = torch.cat([span.expand(len(m), -1), m + span / 3, m, (m + ratio * z * p) / (1 + ratio * z.square())], dim=1)
     width = float(span[1] - span[0])
     for _ in range(rounds + 1):
-        best = places.gather(1, cost(places, m, z, p, ratio).topk(5, dim=1, largest=False).indices)
+        best = places.gather(1, cost(places, m, z, p, ratio, curve).topk(5, dim=1, largest=False).indices)
         fine = torch.linspace(-width, width, 41, dtype=torch.float64)
         places = torch.cat([best, (best[:, :, None] + fine).flatten(1)], dim=1)
         width /= 20
-    return places.gather(1, cost(places, m, z, p, ratio).argmin(1, keepdim=True))[:, 0]
+    return places.gather(1, cost(places, m, z, p, ratio, curve).argmin(1, keepdim=True))[:, 0]
 
 
 def draws(count: int, scales: tuple[float, float, float], seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -47,13 +48,13 @@ def draws(count: int, scales: tuple[float, float, float], seed: int = 0, dtype: 
     return [(scale * torch.randn(count, generator=generator, dtype=torch.float64)).to(dtype) for scale in scales]
 
 
-def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> None:
+def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve = SILU) -> None:
     """s is finite, of m's shape and dtype, and costs at most the grid's best and SLACK."""
     assert s.shape == m.shape
     assert s.dtype == m.dtype
     assert bool(s.isfinite().all())
     s, m, z, p = (signal.flatten() for signal in (s, m, z, p))
-    found, wanted = cost(s, m, z, p, ratio), cost(grid_best(m, z, p, ratio), m, z, p, ratio)
+    found, wanted = cost(s, m, z, p, ratio, curve), cost(grid_best(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
     excess = found - wanted - SLACK * (1 + wanted)
     worst = int(excess.argmax())
     assert float(excess[worst]) <= 0, (
@@ -62,17 +63,56 @@ def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float) -> 
     )
 
 
-def test_constants_of_silu() -> None:
-    """silu has its minimum FLOOR at LOWEST, and nowhere a steeper slope or a sharper bend than stated."""
+every_curve = pytest.mark.parametrize("curve", {id(curve): curve for curve in CURVES.values()}.values(), ids=CURVE_NAMES)
+
+
+@every_curve
+def test_constants_of_the_curves(curve: Curve) -> None:
+    """Each is lowest where stated, nowhere steeper or sharper than stated, and its bends are its derivatives."""
     s = torch.linspace(-20, 20, 400_001, dtype=torch.float64, requires_grad=True)
-    value = silu(s)
+    value = curve.value(s)
     (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
     (bend,) = torch.autograd.grad(slope.sum(), s)
+    for got, wanted in zip(curve.bends(s.detach()), (value, slope, bend), strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=1e-9, atol=1e-9)
     value, slope, s = value.detach(), slope.detach(), s.detach()
-    assert float(value.min()) == pytest.approx(FLOOR, abs=1e-6)
-    assert float(s[value.argmin()]) == pytest.approx(LOWEST, abs=1e-4)
-    assert 0.999 * STEEPEST < float(slope.abs().max()) <= STEEPEST
-    assert 0.999 * SHARPEST < float(bend.abs().max()) <= SHARPEST
+    assert float(value.min()) == pytest.approx(curve.floor, abs=1e-6)
+    assert float(s[value.argmin()]) == pytest.approx(curve.lowest, abs=1e-4)
+    assert 0.999 * curve.steepest < float(slope.abs().max()) <= curve.steepest
+    assert 0.999 * curve.sharpest < float(bend.abs().max()) <= curve.sharpest
+
+
+@every_curve
+def test_meetings(curve: Curve) -> None:
+    """Right and left of the lowest place, the curve is there what was asked for, or the place is the lowest itself."""
+    right = torch.linspace(curve.floor + 1e-3, 40, 500, dtype=torch.float64)
+    torch.testing.assert_close(curve.value(curve.right_meeting(right)), right, rtol=1e-2, atol=2e-3)
+    left = torch.linspace(curve.floor + 1e-3, -1e-6, 500, dtype=torch.float64)
+    met = curve.left_meeting(left)
+    assert bool((met <= curve.lowest).all())
+    torch.testing.assert_close(curve.value(met), left, rtol=0.05, atol=1e-3)
+    beyond = torch.tensor([curve.floor - 1, -50.0], dtype=torch.float64)
+    assert bool((curve.left_meeting(beyond) == curve.lowest).all())
+    torch.testing.assert_close(curve.right_meeting(beyond), torch.full_like(beyond, curve.lowest), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0, 100.0])
+@every_curve
+def test_every_curve_against_a_grid(curve: Curve, ratio: float) -> None:
+    """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
+    for size in SCALES:
+        m, z, p = draws(150, (2 * size, size, size * size), dtype=torch.float32)
+        assert_minimal(best_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
+        one = torch.ones_like(m)
+        assert_minimal(best_gate(m, one, p, ratio, curve=curve), m, one, p, ratio, curve)
+    m, z, share = torch.meshgrid(
+        torch.linspace(-8, 1, 10, dtype=torch.float64),
+        torch.tensor([-10.0, -1.0, 0.3, 1.0, 4.0], dtype=torch.float64),
+        torch.tensor([1.2, 1.0, 0.97, 0.7, 0.3, 0.03, 1e-3, -0.2, -5.0], dtype=torch.float64),
+        indexing="ij",
+    )
+    p = share * curve.floor * z
+    assert_minimal(best_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

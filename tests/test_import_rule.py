@@ -28,11 +28,13 @@ STOREYS = {
         "solvers/column_loop",
         "solvers/sparsegpt",
         "solvers/alps",
+        "curves",
         "gate",
     ],
     "Modules": [
         "storage",
         "feedforward",
+        "views",
         "architectures",
         "calls",
         "blocks",

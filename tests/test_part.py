@@ -125,7 +125,14 @@ def mean_cost(errors: Tensor, metric: Tensor) -> float:
 
 
 @pytest.mark.parametrize("gate", [-3.0, -0.4, 0.6, 5.0])
-@pytest.mark.parametrize("form", [PlainFeedForward("a", "b"), GatedFeedForward("a", "b", "c")], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        PlainFeedForward("a", "b"), GatedFeedForward("a", "b", "c"),
+        PlainFeedForward("a", "b", "gelu_new"), GatedFeedForward("a", "b", "c", "gelu"),
+    ],
+    ids=["plain", "gated", "plain-gelu", "gated-gelu"],
+)  # fmt: skip
 def test_slopes_against_autograd(form: FeedForward, gate: float) -> None:
     """The derivative of `activate` by each reader's output, entry by entry."""
     hidden = tuple((draw(7, 5, seed=seed).double() + gate).requires_grad_() for seed in range(len(form.readers)))

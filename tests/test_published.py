@@ -43,7 +43,7 @@ def tiny(family: str) -> PreTrainedModel:
     shared = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
     if family.startswith("opt"):
         sizes = {"ffn_dim": 64, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.2}
-        config = OPTConfig(**shared, **sizes, activation_function="gelu" if family == "opt-gelu" else "relu")
+        config = OPTConfig(**shared, **sizes, activation_function="tanh" if family == "opt-tanh" else "relu")
         model: PreTrainedModel = OPTForCausalLM(config)
     else:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.25}
@@ -288,7 +288,7 @@ def test_incomplete_feed_forward_is_pruned_layer_wise() -> None:
 
 def test_other_activations_are_refused() -> None:
     """A feed-forward part that is not solved in closed form raises, unless Omega leaves it out."""
-    model = tiny("opt-gelu")
+    model = tiny("opt-tanh")
     plan = uniform(blocks_of(model), parse_pattern("50%"))
     with pytest.raises(UnsupportedModel, match=r"layers\.0 has an activation"):
         list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT()), plan))

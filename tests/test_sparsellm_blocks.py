@@ -58,8 +58,8 @@ def test_what_moves_is_told_and_all_else_stays(family: str, refine: int, couple:
 @pytest.mark.parametrize(
     ("family", "choice", "couple", "note"),
     [
-        ("opt-gelu", {}, "feedforward", "its layers were pruned one by one, since its activation is none that is coupled"),
-        ("opt-gelu", {}, "none", ""),
+        ("opt-tanh", {}, "feedforward", "its layers were pruned one by one, since its activation is none that is coupled"),
+        ("opt-tanh", {}, "none", ""),
         ("opt", {"skip": ["fc1"]}, "feedforward", "its feed-forward layers were pruned one by one, since fc1 stays dense"),
         ("llama", {"only": ["up_proj"]}, "block", "one by one, since mlp.down_proj, mlp.gate_proj stays dense"),
         ("llama", {"only": ["up_proj"]}, "none", ""),

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsellm import devices
-from sparsellm.blocks import Block, computed_in, replaced
+from sparsellm.blocks import Block, computed_in, instead, replaced
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
 from sparsellm.linalg import all_finite
 from sparsellm.storage import Kept, Storage
+from sparsellm.views import Rows, routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +41,52 @@ class Seen:
     outputs: dict[str, Tensor]
 
 
+class Routes:
+    """Which tokens each expert of a block is shown: those that are routed to it, and others where these are too few.
+
+    An expert with fewer tokens than its layers have inputs cannot tell what it does to them. It is also shown tokens of the
+    layer, evenly spaced over all batches, as if they were routed to it, until there are as many: its Gram matrices then hold a
+    share of the layer's.
+
+    counts: how many tokens are routed to each expert, over all batches. tokens: of the layer. least: how many each is shown.
+    """
+
+    def __init__(self, counts: Tensor, tokens: int, least: int) -> None:
+        self.counts, self.tokens = counts, tokens
+        self._others = [tokens - int(count) for count in counts]
+        lacking = [max(0, least - int(count)) for count in counts]
+        self._lacking = [min(some, others) for some, others in zip(lacking, self._others, strict=True)]
+        self._passed = [0] * len(counts)  # tokens that are not routed to the expert, so far in this pass
+        self._shown: list[Tensor] = []
+
+    @property
+    def most(self) -> int:
+        """How many tokens an expert is shown, at most."""
+        return max(int(count) + lacking for count, lacking in zip(self.counts, self._lacking, strict=True))
+
+    def restart(self) -> None:
+        """A pass over the batches begins."""
+        self._passed = [0] * len(self._passed)
+
+    def choose(self, chosen: Tensor) -> list[Tensor]:
+        """The tokens that each expert is shown of the next batch. chosen: (tokens, top-k), as the router has it."""
+        self._shown = []
+        for number, mine in enumerate(routed(chosen, len(self._lacking))):
+            lacking, others = self._lacking[number], self._others[number]
+            if lacking:
+                (rest,) = torch.where((chosen != number).all(-1))
+                place = torch.arange(len(rest), device=rest.device) + self._passed[number]
+                self._passed[number] += len(rest)
+                extra = rest[(place + 1) * lacking // others > place * lacking // others]
+                mine = torch.cat([mine, extra]).sort().values  # noqa: PLW2901  (in the order of the tokens)
+            self._shown.append(mine)
+        return self._shown
+
+    def again(self, chosen: Tensor) -> list[Tensor]:
+        """The same tokens once more, however they are routed now: so that two streams can be held against each other."""
+        return self._shown
+
+
 class Activations:
     """The hidden states that enter the present block, batch by batch, in one stream or two.
 
@@ -58,6 +106,7 @@ class Activations:
         self.storage = storage or Storage()
         self.tokens = 0
         self._calls = calls  # by block, then by batch
+        self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
 
     @classmethod
     def entering(
@@ -82,11 +131,18 @@ class Activations:
         body, (pruned, *dense) = model.base_model, streams or ([],)
         with computed_in(model, dtype, without=blocks):
             for batch in batches:
-                entered: list[Tensor] = []
-                with _recording(blocks, entered, calls):
-                    body(input_ids=batch.to(home(model)), use_cache=False)
+                entered: dict[int, tuple[Tensor, Call]] = {}
+
+                def record(block: Block, hidden: Tensor, call: Call, entered: dict[int, Any] = entered) -> Tensor:
+                    entered[block.index] = hidden, call
+                    return hidden
+
+                _standing_in(blocks, record, partial(body, input_ids=batch.to(home(model)), use_cache=False))
+                for index, (_, call) in sorted(entered.items()):
+                    alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
+                    calls[index].append(next((other for other in alike if same(other, call)), call))
                 for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
-                    stream.append(cast(entered[0], dtype))
+                    stream.append(cast(entered[0][0], dtype))
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         again = {key: cast(call, dtype) for key, call in distinct.items()}
         recast = [[again[id(call)] for call in row] for row in calls]
@@ -107,19 +163,58 @@ class Activations:
         """Keep the block as it is now, to carry the dense stream; nothing where there is none."""
         self.teacher = block.copy() if self.dense is not None else None
 
+    def routed(self, block: Block, name: str) -> int | None:
+        """How many tokens the router sends to the expert that a layer belongs to; None for a layer of no expert, or unknown."""
+        view = block.views.get(name)
+        if view is None or view.expert is None or self._routes is None or self._routes[0] != block.index:
+            return None
+        return int(self._routes[1].counts[view.expert])
+
+    @torch.no_grad()
+    def routes(self, block: Block, names: Sequence[str]) -> Routes | None:
+        """Which tokens the experts are shown that these layers belong to, from a pass of its own; None where there are none.
+
+        Found once for a block, when it is first asked for: by then the layers before its experts may be pruned.
+        """
+        views = [block.views[name] for name in names if name in block.views and block.views[name].expert is not None]
+        if not views:
+            return None
+        if self._routes is None or self._routes[0] != block.index:
+            experts = [view for view in block.views.values() if view.expert is not None]
+            counts = torch.zeros(len(experts) // 3, dtype=torch.int64)
+
+            def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+                counts.add_(torch.stack([torch.tensor(len(mine)) for mine in routed(top_k_index, len(counts))]))
+                raise _Enough
+
+            with instead(views[0].owner, count):
+                for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
+                    with suppress(_Enough):
+                        block(hidden, call)
+            self._routes = block.index, Routes(counts, self.tokens, max(view.in_features for view in experts[:3]))
+        found = self._routes[1]
+        found.restart()
+        return found
+
     @torch.no_grad()
     def passes(self, block: Block, names: Sequence[str]) -> Iterator[Seen]:
         """Batch by batch through the block, as far as the last of the named layers; nothing travels on."""
+        routes = self.routes(block, names)
         for hidden, call in zip(self.pruned, self.calls(block), strict=True):
-            yield _look(block, names, hidden, call)
+            yield _look(block, names, hidden, call, routes.choose if routes else None)
 
     @torch.no_grad()
     def pairs(self, block: Block, names: Sequence[str]) -> Iterator[tuple[Seen, Seen]]:
-        """As `passes`, each batch twice: the pruned stream's pass through the block, the dense one's through its teacher."""
+        """As `passes`, each batch twice: the pruned stream's pass through the block, the dense one's through its teacher.
+
+        Experts see the same tokens in both: those that the pruned stream's router sends them.
+        """
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
+        routes = self.routes(block, names)
+        first, second = (routes.choose, routes.again) if routes else (None, None)
         for pruned, dense, call in zip(self.pruned, self.dense, self.calls(block), strict=True):
-            yield _look(block, names, pruned, call), _look(self.teacher, names, dense, call)
+            yield _look(block, names, pruned, call, first), _look(self.teacher, names, dense, call, second)
 
     @torch.no_grad()
     def watch(self, block: Block, reads: Looks, writes: Looks | None = None) -> None:
@@ -128,6 +223,8 @@ class Activations:
         reads: who is shown what layers read. writes: who is shown what they write.
         """
         wanted = [(name, False) for name in reads] + [(name, True) for name in writes or {}]
+        names = list(dict.fromkeys(name for name, _ in wanted))
+        routes = self.routes(block, names)
         missing = set(wanted)
 
         def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
@@ -144,10 +241,11 @@ class Activations:
         hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
         hooks += [block.layer(name).register_forward_hook(shows(name, True, many)) for name, many in (writes or {}).items()]
         try:
-            for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                missing.update(wanted)
-                with suppress(_Enough):
-                    block(hidden, call)
+            with block.opened(names, routes.choose if routes else None):
+                for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
+                    missing.update(wanted)
+                    with suppress(_Enough):
+                        block(hidden, call)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -169,14 +267,26 @@ class Activations:
     def adds(self, writers: Sequence[str]) -> bool:
         """Whether the present block's output is its input plus what its writers write, so that these can mend the stream.
 
-        Seen on the first batch of the dense stream: blocks that normalise after adding are not of that form.
+        writers: layers or modules of the block. Seen on the first batch of the dense stream: blocks that normalise or scale
+        before adding are not of that form.
         """
-        if self.dense is None or self.teacher is None:
+        if self.dense is None or self.teacher is None or not writers:
             return False
         hidden, call = self.dense[0], self.calls(self.teacher)[0]
-        seen = _look(self.teacher, writers, hidden, call)
-        expected = sum(seen.outputs.values(), seen.entering)
-        found = self.teacher(hidden, call).flatten(0, -2)
+        outputs: list[Tensor] = []
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            written = output[0] if isinstance(output, tuple) else output
+            outputs.append(written.flatten(0, -2).clone())  # some families add to it in place
+
+        hooks = [self.teacher.run(name).register_forward_hook(hook) for name in writers]
+        try:
+            with self.teacher.opened(writers):
+                found = self.teacher(hidden, call).flatten(0, -2)
+        finally:
+            for one in hooks:
+                one.remove()
+        expected = sum((output.view_as(found) for output in outputs), hidden.flatten(0, -2))
         return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
 
     def _advance(self, stream: Kept, block: Block) -> None:
@@ -215,24 +325,60 @@ def predicting(
     It runs the model as it is, with blocks that do nothing but the last, which gives the output that it was told; so whatever
     stands behind the blocks in this family is done. dtype: what that is computed in, if not its own.
     """
-    given: list[Tensor] = []
-
-    def stands_in(block: Block) -> Callable[..., Tensor]:
-        return lambda hidden, *arguments, **keywords: given[0] if block is blocks[-1] else hidden
 
     def predict(tokens: Tensor, output: Tensor) -> Tensor:
-        given[:] = [output]
-        return model(input_ids=tokens.to(output.device), use_cache=False).logits  # type: ignore[no-any-return]
+        def answer(block: Block, hidden: Tensor, call: Call) -> Tensor:
+            return output if block is blocks[-1] else hidden
 
-    with computed_in(model, dtype, without=blocks), replaced(blocks, stands_in):
+        run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
+        return _standing_in(blocks, answer, run).logits  # type: ignore[no-any-return]
+
+    with computed_in(model, dtype, without=blocks):
         yield predict
+
+
+class _Indexed(Exception):
+    """The model took the first of what a block answered: its blocks answer with tuples."""
+
+
+def _standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]) -> Any:
+    """What a run of the model gives with each block's forward replaced by a function of the block, its input and its call.
+
+    Some models take a block's answer as it is, some the first of a tuple. Which is seen where it goes: the hidden states keep
+    their shape from block to block.
+    """
+
+    def once(wrap: bool) -> Any:
+        shapes: list[torch.Size] = []
+
+        def forward_of(block: Block) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+                shapes.append(hidden.shape)
+                if hidden.shape != shapes[0]:
+                    raise _Indexed
+                found = answer(block, hidden, Call(arguments, keywords))
+                return (found,) if wrap else found
+
+            return forward
+
+        with replaced(blocks, forward_of):
+            return run()
+
+    try:
+        return once(wrap=False)
+    except _Indexed:
+        return once(wrap=True)
+    except (RuntimeError, IndexError, ValueError):
+        if len(blocks) > 1:
+            raise
+        return once(wrap=True)  # a single block's answer goes to no other block
 
 
 class _Enough(Exception):
     """All that was asked for was seen: the rest of the block need not run."""
 
 
-def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> Seen:
+def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
     """One batch through a block, as far as the last of the named layers."""
     seen = Seen(hidden.flatten(0, -2), {}, {})
 
@@ -246,9 +392,8 @@ def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call) -> See
 
     hooks = [block.layer(name).register_forward_hook(shows(name)) for name in names]
     try:
-        block(hidden, call)
-    except _Enough:
-        pass
+        with block.opened(names, rows), suppress(_Enough):
+            block(hidden, call)
     finally:
         for hook in hooks:
             hook.remove()
@@ -275,27 +420,9 @@ def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
 
     hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in block.layers.items()]
     try:
-        block(hidden, call)
+        with block.opened(block.layers):
+            block(hidden, call)
     finally:
         for hook in hooks:
             hook.remove()
     return found[0] if found else block.name
-
-
-@contextmanager
-def _recording(blocks: Sequence[Block], entered: list[Tensor], calls: list[list[Call]]) -> Iterator[None]:
-    """Blocks that record how they are called and pass the hidden states through, within the context."""
-
-    def recorder(block: Block) -> Callable[..., Tensor]:
-        def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-            if block.index == 0:
-                entered.append(hidden)
-            call = Call(arguments, keywords)
-            seen = [*calls[block.index][-1:], *(calls[block.index - 1][-1:] if block.index else [])]
-            calls[block.index].append(next((other for other in seen if same(other, call)), call))
-            return hidden
-
-        return forward
-
-    with replaced(blocks, recorder):
-        yield

@@ -1,34 +1,146 @@
 """The table of model families: where the blocks are, which layers they hold, and what their feed-forward part computes.
 
 A family is a line of data. `groups` lists the linear layers of a block in the order in which they run; the layers of one group
-read the same input and share its moments.
+read the same input and share its moments. A family that the table lacks still has blocks and linear layers: `discovered`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from sparsellm.curves import CURVES
 from sparsellm.errors import UnsupportedModel
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.views import EXPERT, is_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""What linear layers are called that choose experts: they are left as they are."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A layer that holds several, whose outputs are, `repeated` times over, so many of each piece.
+
+    pieces: their names; "qkv_proj" with a piece "q" holds the layer "qkv_proj.q". shares: how many outputs of each, in
+    proportion; equal ones by default. A word is a number in the configuration.
+    """
+
+    pieces: tuple[str, ...]
+    shares: tuple[str | int, ...] = ()
+    repeated: str | int = 1
+
+    def resolved(self, config: Any) -> Split:
+        """With the configuration's numbers."""
+        shares = tuple(_number(config, share) for share in self.shares) or (1,) * len(self.pieces)
+        return replace(self, shares=shares, repeated=_number(config, self.repeated))
+
+
+def _number(config: Any, value: str | int) -> int:
+    """A number, or the configuration's number of that name."""
+    return int(getattr(config, value)) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
 class Architecture:
     """Where a family keeps what this package prunes; every name but `blocks` is relative to a block.
 
-    blocks: path of the module list of decoder blocks. groups: linear layers that share an input, in running order.
-    feed_forward: the part that SparseLLM couples, or None where its activation is none that is solved in closed form.
-    activation: the configuration's key that names the activation.
+    blocks: path of the module list of decoder blocks. groups: linear layers that share an input, in running order: attention's
+    readers, its writer, then the feed-forward's. A group of which a block has none is left out there.
+    feed_forward: the part that SparseLLM couples, or None where its activation is none that is solved.
+    activation: the configuration's key that names the activation, or its name where the family has only one.
+    splits: layers that hold several, by name. experts: the module that holds experts as three-dimensional tensors, or nothing.
+    known: whether the table or a user describes the family; if not, blocks and layers are what was found.
     """
 
     blocks: str
     groups: tuple[tuple[str, ...], ...]
     feed_forward: FeedForward | None
     activation: str
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    experts: str = ""
+    known: bool = True
+    expert_parts: tuple[FeedForward, ...] = ()
+
+    @property
+    def parts(self) -> tuple[FeedForward, ...]:
+        """The feed-forward parts that SparseLLM couples, each by itself: the block's own, or each expert's."""
+        return (*((self.feed_forward,) if self.feed_forward else ()), *self.expert_parts)
+
+    @property
+    def adders(self) -> tuple[str, ...]:
+        """What writes to the stream: attention's writer, then the feed-forward's or all experts' module. None where unknown."""
+        if not self.known or len(self.groups) < 2:
+            return ()
+        return self.groups[1][0], self.experts.rpartition(".")[0] if self.expert_parts else self.groups[-1][0]
+
+    def resolved(self, config: Any) -> Architecture:
+        """With what the configuration says: its activation, and its numbers in `splits`."""
+        activation = getattr(config, self.activation, self.activation)
+        return replace(
+            self,
+            feed_forward=_with_activation(self.feed_forward, activation),
+            activation=activation,
+            splits={name: split.resolved(config) for name, split in self.splits.items()},
+        )
+
+    def of(self, block: nn.Module) -> Architecture:
+        """As far as a block has it: blocks of one model may differ, some with experts and some without."""
+        experts = self.experts
+        there = dict(block.named_modules())
+        if not self.known:
+            experts = next((name for name, module in there.items() if is_experts(module)), "")
+        elif experts not in there:
+            experts = ""
+        elif experts and not is_experts(there[experts]):
+            raise UnsupportedModel(
+                f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned: "
+                "three-dimensional gate_up_proj and down_proj, gate above up, without biases."
+            )
+        groups = self.groups if self.known else tuple((name,) for name in _linear_names(there))
+        groups = tuple(group for group in groups if any(_module_of(name, self.splits) in there for name in group))
+        part = self.feed_forward
+        parts: tuple[FeedForward, ...] = ()
+        if part and not any(part.writer in group for group in groups):
+            part = None
+        if experts:
+            count = len(there[experts].get_parameter("gate_up_proj"))
+            names = [[f"{experts}.{number}.{name}" for name in EXPERT] for number in range(count)]
+            groups += tuple(group for gate, up, down in names for group in ((gate, up), (down,)))
+            if self.known and self.activation in CURVES:
+                parts = tuple(GatedFeedForward(gate, up, down, self.activation) for gate, up, down in names)
+        return replace(self, groups=groups, feed_forward=part, experts=experts, expert_parts=parts)
+
+
+def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
+    """A feed-forward part with the activation that a configuration names; None where that one is not solved."""
+    if isinstance(part, PlainFeedForward) and (activation == "relu" or activation in CURVES):
+        return replace(part, activation=activation)
+    if isinstance(part, GatedFeedForward) and activation in CURVES:
+        return replace(part, activation=activation)
+    return None
+
+
+def _module_of(name: str, splits: Mapping[str, Split]) -> str:
+    """The module that holds a layer."""
+    whole, _, piece = name.rpartition(".")
+    return whole if whole in splits and piece in splits[whole].pieces else name
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer, whichever way its weight lies."""
+    return type(module) is nn.Linear or type(module).__name__ in ("FalconLinear", "Conv1D")
+
+
+def _linear_names(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The linear layers among a block's modules, in the order in which they stand there; routers are none."""
+    return [name for name, module in modules.items() if is_linear(module) and name.rpartition(".")[2] not in ROUTERS]
 
 
 _LLAMA = Architecture(
@@ -42,6 +154,26 @@ _LLAMA = Architecture(
     feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", writer="mlp.down_proj"),
     activation="hidden_act",
 )
+_GEMMA = replace(_LLAMA, activation="hidden_activation")
+_EXPERTS = replace(_LLAMA, experts="mlp.experts")
+_QKV = ("q", "k", "v")
+
+
+def _plain(
+    blocks: str, attention: str, fused: str, out: str, reader: str, writer: str, activation: str, heads: str | int = 1
+) -> Architecture:
+    """A family of GPT's form: one layer for queries, keys and values, head by head or one after the other, and a plain part."""
+    qkv = f"{attention}.{fused}"
+    return Architecture(
+        blocks=blocks,
+        groups=(tuple(f"{qkv}.{piece}" for piece in _QKV), (f"{attention}.{out}",), (reader,), (writer,)),
+        feed_forward=PlainFeedForward(reader=reader, writer=writer),
+        activation=activation,
+        splits={qkv: Split(_QKV, repeated=heads)},
+    )
+
+
+_WIDE = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "opt": Architecture(
@@ -57,24 +189,96 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "ministral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "smollm3": _LLAMA,
+    "stablelm": _LLAMA,
+    "olmo": _LLAMA,
+    "olmo2": _LLAMA,
+    "olmo3": _LLAMA,
+    "cohere": _LLAMA,
+    "cohere2": _LLAMA,
+    "granite": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "qwen2_vl_text": _LLAMA,
+    "qwen2_5_vl_text": _LLAMA,
+    "mixtral": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "phi": Architecture(
+        blocks="model.layers",
+        groups=(
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("self_attn.dense",),
+            ("mlp.fc1",),
+            ("mlp.fc2",),
+        ),
+        feed_forward=PlainFeedForward(reader="mlp.fc1", writer="mlp.fc2"),
+        activation="hidden_act",
+    ),
+    "phi3": Architecture(
+        blocks="model.layers",
+        groups=(
+            ("self_attn.qkv_proj.q", "self_attn.qkv_proj.k", "self_attn.qkv_proj.v"),
+            ("self_attn.o_proj",),
+            ("mlp.gate_up_proj.gate", "mlp.gate_up_proj.up"),
+            ("mlp.down_proj",),
+        ),
+        feed_forward=GatedFeedForward(gate="mlp.gate_up_proj.gate", up="mlp.gate_up_proj.up", writer="mlp.down_proj"),
+        activation="hidden_act",
+        splits={
+            "self_attn.qkv_proj": Split(_QKV, ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")),
+            "mlp.gate_up_proj": Split(("gate", "up")),
+        },
+    ),
+    "gpt2": _plain("transformer.h", "attn", "c_attn", "c_proj", "mlp.c_fc", "mlp.c_proj", "activation_function"),
+    "gpt_neox": _plain(
+        "gpt_neox.layers", "attention", "query_key_value", "dense", *_WIDE, "hidden_act", heads="num_attention_heads"
+    ),
+    "bloom": _plain(
+        "transformer.h", "self_attention", "query_key_value", "dense", *_WIDE, "gelu_pytorch_tanh", heads="num_attention_heads"
+    ),
+    "gptj": Architecture(
+        blocks="transformer.h",
+        groups=(("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("attn.out_proj",), ("mlp.fc_in",), ("mlp.fc_out",)),
+        feed_forward=PlainFeedForward(reader="mlp.fc_in", writer="mlp.fc_out"),
+        activation="activation_function",
+    ),
+    "falcon": Architecture(  # how its three forms fuse queries, keys and values differs: that layer stays one
+        blocks="transformer.h",
+        groups=(("self_attention.query_key_value",), ("self_attention.dense",), _WIDE[:1], _WIDE[1:]),
+        feed_forward=PlainFeedForward(*_WIDE),
+        activation="activation",
+    ),
 }
 
 
-def architecture_of(config: PretrainedConfig) -> Architecture:
-    """The table's line for a model's configuration, without its feed-forward where the activation is another one.
+def architecture_of(config: PretrainedConfig) -> Architecture | None:
+    """The table's line for a model's configuration, with its numbers and activation; None for a family that it lacks.
 
-    Raises UnsupportedModel, with the list of families, for one that the table lacks.
+    For a model that sees, the line of its language tower.
     """
-    family = config.model_type
-    if family not in ARCHITECTURES:
+    text = config.get_text_config()
+    found = ARCHITECTURES.get(text.model_type) or ARCHITECTURES.get(config.model_type)
+    return found.resolved(text) if found else None
+
+
+def discovered(model: nn.Module) -> Architecture:
+    """What can be told of a model of an unknown family: its blocks are the longest list of like modules with linear layers.
+
+    Raises UnsupportedModel where there is no such list.
+    """
+    best, length = "", 0
+    for name, module in model.named_modules():
+        like = isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+        if like and len(module) > length and any(is_linear(some) for some in module[0].modules()):
+            best, length = name, len(module)
+    if not best:
         raise UnsupportedModel(
-            f"Models of type {family!r} are not supported. Supported: {', '.join(ARCHITECTURES)}. "
-            "A new family is one line in sparsellm/architectures.py."
+            f"A {type(model).__name__} has no list of like modules with linear layers in them, so its blocks are not found. "
+            "Describe it with --architecture file.yaml (docs/families.md)."
         )
-    architecture = ARCHITECTURES[family]
-    activation = getattr(config, architecture.activation)
-    if architecture.feed_forward and activation != architecture.feed_forward.activation:
-        return replace(architecture, feed_forward=None)
-    return architecture
+    return Architecture(blocks=best, groups=(), feed_forward=None, activation="", known=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparsellm.architectures import Architecture, architecture_of
+from sparsellm.architectures import Architecture, architecture_of, discovered, is_linear
 from sparsellm.calls import Call
 from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.linalg import all_finite
+from sparsellm.views import Layer, Rows, View, by_experts, by_pieces, expert_views, piece_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+TOWERS = ("", "model.language_model.", "language_model.")
+"""Where the language model is in a model that sees: the path of its blocks begins anew there."""
+
+DESCRIBED = "sparsellm_architecture"
+"""The attribute of a model that holds what its user says of its form."""
 
 
 @dataclass(frozen=True)
 class Block:
     """One decoder block of a model.
 
-    index: from 0. name: its path in the model. module: what runs. architecture: the family's line of the table.
-    dtypes: what each parameter is stored in, which may be less than what the block is computed in.
+    index: from 0. name: its path in the model. module: what runs. architecture: the family's line of the table, as far as the
+    block has it. dtypes: what each parameter is stored in, which may be less than what the block is computed in. views: by
+    name, the layers that are part of a parameter.
     """
 
     index: int
@@ -35,9 +44,10 @@ class Block:
     module: nn.Module
     architecture: Architecture
     dtypes: Mapping[str, torch.dtype]
+    views: Mapping[str, View] = field(default_factory=dict)
 
     @property
-    def layers(self) -> dict[str, nn.Linear]:
+    def layers(self) -> dict[str, Layer]:
         """The linear layers by their name within the block, in running order."""
         return {name: self.layer(name) for group in self.architecture.groups for name in group}
 
@@ -46,15 +56,59 @@ class Block:
         """Where the block computes."""
         return next(self.module.parameters()).device
 
-    def layer(self, name: str) -> nn.Linear:
+    def layer(self, name: str) -> Layer:
         """The layer of that name within the block; raises UnsupportedModel for anything but a plain linear layer."""
-        layer = self.module.get_submodule(name)
-        if type(layer) is not nn.Linear:
+        if name in self.views:
+            return self.views[name]
+        try:
+            layer = self.module.get_submodule(name)
+        except AttributeError:
+            raise UnsupportedModel(f"{self.name} has no layer {name}, which its family's form calls for.") from None
+        if not is_linear(layer):
             raise UnsupportedModel(
                 f"{self.full_name(name)} is a {type(layer).__name__}, not a torch.nn.Linear. "
                 "Quantised and adapted models cannot be pruned: load the plain checkpoint, or merge its adapters."
             )
+        assert isinstance(layer, nn.Linear)
         return layer
+
+    def run(self, name: str) -> nn.Module:
+        """The layer or the module of that name within the block: what can be hooked."""
+        return self.views[name] if name in self.views else self.module.get_submodule(name)
+
+    def parameter(self, name: str) -> str:
+        """The name, within the block, of the parameter that holds a layer's weight."""
+        view = self.views.get(name)
+        if view is None:
+            return f"{name}.weight"
+        owner = next(path for path, module in self.module.named_modules() if module is view.owner)
+        return f"{owner}.{view.stored}"
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """A layer's part, (out, in), of a tensor that is shaped as the parameter that holds it."""
+        view = self.views.get(name)
+        return whole if view is None else view.seen(whole)
+
+    def masks(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By parameter, the masks of all its layers together, from those by layer; True where a parameter has no layer."""
+        found: dict[str, Tensor] = {}
+        parameters = dict(self.module.named_parameters())
+        for name, mask in keep.items():
+            parameter = self.parameter(name)
+            if name not in self.views:
+                found[parameter] = mask
+                continue
+            whole = found.setdefault(parameter, torch.ones_like(parameters[parameter], dtype=torch.bool))
+            self.views[name].put(whole, mask)
+        return found
+
+    def held(self, names: Iterable[str]) -> set[str]:
+        """The parameters that hold these layers, weights and biases, by name within the block."""
+        found: set[str] = set()
+        for name in names:
+            parameter = self.parameter(name)
+            found |= {parameter, _bias_of(parameter)}
+        return found
 
     def write(self, name: str, weight: Tensor) -> None:
         """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored.
@@ -64,17 +118,44 @@ class Block:
         rounded = self.rounded(name, weight)
         if not all_finite(rounded):
             raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
-        with torch.no_grad():
-            self.layer(name).weight.copy_(rounded)
+        self.put(name, rounded)
 
     def rounded(self, name: str, weight: Tensor) -> Tensor:
         """A weight in the dtype in which the layer's will be stored."""
-        return weight.to(self.dtypes[f"{name}.weight"])
+        return weight.to(self.dtypes[self.parameter(name)])
+
+    def put(self, name: str, weight: Tensor) -> None:
+        """Put a weight, (out, in), into a layer as it is."""
+        layer = self.layer(name)
+        with torch.no_grad():
+            if isinstance(layer, View):
+                layer.put(self.module.get_parameter(self.parameter(name)), weight)
+            else:
+                layer.weight.copy_(weight)
 
     def write_bias(self, name: str, bias: Tensor) -> None:
         """Put a bias, (out,), into a layer that has one, rounded as its weight is."""
+        layer = self.layer(name)
+        rounded = bias.to(self.dtypes[_bias_of(self.parameter(name))])
         with torch.no_grad():
-            self.layer(name).bias.copy_(bias.to(self.dtypes[f"{name}.bias"]))
+            if isinstance(layer, View):
+                layer.put_bias(rounded)
+            else:
+                layer.bias.copy_(rounded)
+
+    @contextmanager
+    def opened(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:
+        """Within the context the modules that hold these layers as views run layer by layer, so that hooks on views are called.
+
+        rows: which tokens each expert is shown, if not those that are routed to it.
+        """
+        owners = {id(self.views[name].owner): self.views[name].owner for name in names if name in self.views}
+        with ExitStack() as stack:
+            for owner in owners.values():
+                views = [view for view in self.views.values() if view.owner is owner]
+                forward = by_pieces(views) if views[0].expert is None else by_experts(views, rows)
+                stack.enter_context(instead(owner, forward))
+            yield
 
     def settle(self) -> None:
         """Round every parameter to the dtype in which it will be stored, so that what travels on is what will be written."""
@@ -84,7 +165,8 @@ class Block:
 
     def copy(self) -> Block:
         """The block as it stands, with weights of its own."""
-        return replace(self, module=copy.deepcopy(self.module))
+        module = copy.deepcopy(self.module)
+        return replace(self, module=module, views=_views(module, self.architecture))
 
     def full_name(self, name: str) -> str:
         """The layer's path in the model."""
@@ -97,19 +179,60 @@ class Block:
 
 
 def blocks_of(model: PreTrainedModel) -> list[Block]:
-    """All decoder blocks of a model, in order. Raises UnsupportedModel for a family that the table lacks."""
-    architecture = architecture_of(model.config)
-    try:
-        modules = model.get_submodule(architecture.blocks)
-    except AttributeError:
-        raise UnsupportedModel(
-            f"A {type(model).__name__} has no {architecture.blocks}. Load it with AutoModelForCausalLM."
-        ) from None
+    """All decoder blocks of a model, in order; of a model that sees, its language tower's.
+
+    Their form is what the user says (`describe`), or the table, or what can be found. Raises UnsupportedModel where none is.
+    """
+    architecture = getattr(model, DESCRIBED, None) or architecture_of(model.config) or discovered(model)
+    paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
+    modules = dict(model.named_modules())
+    path = next((path for path in paths if path in modules), None)
+    if path is None:
+        raise UnsupportedModel(f"A {type(model).__name__} has no {architecture.blocks}. Load it with AutoModelForCausalLM.")
     blocks = []
-    for index, module in enumerate(modules.children()):
+    for index, module in enumerate(modules[path].children()):
         dtypes = {name: tensor.dtype for name, tensor in module.named_parameters()}
-        blocks.append(Block(index, f"{architecture.blocks}.{index}", module, architecture, dtypes))
+        own = architecture.of(module)
+        try:
+            views = _views(module, own)
+        except (AttributeError, ValueError) as error:
+            raise UnsupportedModel(f"{path}.{index} is not of the form that is described: {error}.") from None
+        blocks.append(Block(index, f"{path}.{index}", module, own, dtypes, views))
     return blocks
+
+
+def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:
+    """The model, with what its user says of its form; unchanged where nothing is said."""
+    if architecture is not None:
+        setattr(model, DESCRIBED, architecture.resolved(model.config.get_text_config()))
+    return model
+
+
+def _bias_of(parameter: str) -> str:
+    """What the bias beside a weight is called."""
+    return f"{parameter.removesuffix('weight')}bias"
+
+
+def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
+    """By name, the layers of a block that are part of a parameter."""
+    found: dict[str, View] = {}
+    for whole, split in architecture.splits.items():
+        if not any(name.startswith(f"{whole}.") for group in architecture.groups for name in group):
+            continue
+        owner = module.get_submodule(whole)
+        transposed = type(owner).__name__ == "Conv1D"
+        total = owner.get_parameter("weight").shape[1 if transposed else 0]
+        shares = [int(share) for share in split.shares]
+        for piece, rows in zip(split.pieces, piece_rows(total, shares, int(split.repeated)), strict=True):
+            found[f"{whole}.{piece}"] = View(owner, rows=rows, transposed=transposed)
+    for name in (name for group in architecture.groups for name in group if name not in found):
+        if not (architecture.experts and name.startswith(f"{architecture.experts}.")):
+            layer = module.get_submodule(name)
+            if type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
+                found[name] = View(layer, transposed=True)
+    if architecture.experts:
+        found |= expert_views(module.get_submodule(architecture.experts), architecture.experts)
+    return found
 
 
 @contextmanager
@@ -158,16 +281,23 @@ def checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
 @contextmanager
 def replaced(blocks: Sequence[Block], forward: Callable[[Block], Callable[..., Any]]) -> Iterator[None]:
     """Within the context each block runs another function in place of its own forward."""
-    before = {block.index: block.module.__dict__.get("forward") for block in blocks}  # set by libraries that wrap modules
-    for block in blocks:
-        setattr(block.module, "forward", forward(block))  # noqa: B010  (mypy forbids the plain assignment)
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(instead(block.module, forward(block)))
+        yield
+
+
+@contextmanager
+def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the context a module runs another function in place of its own forward."""
+    before = module.__dict__.get("forward")  # set by libraries that wrap modules
+    setattr(module, "forward", forward)  # noqa: B010  (mypy forbids the plain assignment)
     try:
         yield
     finally:
-        for block in blocks:
-            delattr(block.module, "forward")
-            if before[block.index] is not None:
-                setattr(block.module, "forward", before[block.index])  # noqa: B010
+        delattr(module, "forward")
+        if before is not None:
+            setattr(module, "forward", before)  # noqa: B010
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations import Activations
-from sparsellm.blocks import Block
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import gather, problem_of, solve
@@ -69,7 +69,8 @@ def share_out(
         densities = by_error(model, batches, plan, compute, metrics, weights, storage)
     else:
         densities = {"owl": owl, "dlp": dlp}[rule](model, batches, plan, compute, weights, storage)
-    sizes = {name: model.get_submodule(name).weight.numel() for name in plan}
+    layers = {block.full_name(name): layer for block in blocks_of(model) for name, layer in block.layers.items()}
+    sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     asked = next(iter(plan.values()))
     total = asked.removed(sum(sizes.values()))
     removed = exactly({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)

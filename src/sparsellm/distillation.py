@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsellm.blocks import blocks_of, checkpointed, computed_in, evaluating, only_trained
 from sparsellm.methods import Plan
+from sparsellm.methods.layerwise import planned
 from sparsellm.refinement import Descent, Refined
 
 if TYPE_CHECKING:
@@ -120,14 +121,14 @@ def distil(
     Every block keeps only its inputs for the backward pass. Memory: see `sparsellm.memory`.
     """
     blocks = [block for block in blocks_of(model) if any(block.full_name(name) in plan for name in block.layers)]
-    fixed = {block.full_name(name) for block in blocks for name in block.layers} - set(plan)
-    parameters = {
-        block.full_name(name): parameter
-        for block in blocks
-        for name, parameter in block.module.named_parameters()
-        if block.full_name(name).rsplit(".", 1)[0] not in fixed
-    }
-    keep = {f"{name}.weight": parameters[f"{name}.weight"] != 0 for name in plan}
+    parameters: dict[str, nn.Parameter] = {}
+    keep: dict[str, Tensor] = {}
+    for block in blocks:
+        fixed = block.held(name for name in block.layers if block.full_name(name) not in plan)
+        mine = {name: parameter for name, parameter in block.module.named_parameters() if name not in fixed}
+        masks = block.masks({name: block.layer(name).weight != 0 for name in planned(block, plan)})
+        parameters |= {block.full_name(name): parameter for name, parameter in mine.items()}
+        keep |= {block.full_name(name): mask for name, mask in masks.items() if name in mine}
     small = {name: parameter.detach().clone() for name, parameter in parameters.items() if parameter.ndim == 1}
     head = model.get_output_embeddings()
     with evaluating(model), computed_in(model, torch.float32), only_trained(model, parameters.values()), checkpointed(blocks):

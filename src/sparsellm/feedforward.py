@@ -5,23 +5,24 @@ The signals minimise, one at a time, with the weights held (paper eqs. 5 and 6; 
 writer's inputs, biases included in $W x$):
 
 $$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + \alpha \lVert z - W_{in} x \rVert^2
-  \qquad \text{plain: } \varphi = \text{ReLU}$$
+  \qquad \text{plain}$$
 
-$$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \text{silu}(s) \odot z \rVert^2
+$$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \varphi(s) \odot z \rVert^2
   + \alpha \lVert z - W_{up} x \rVert^2 + \alpha \lVert s - W_{gate} x \rVert^2 \qquad \text{gated}$$
 
-Every update divides by alpha and works with the one ratio beta / alpha.
+with $\varphi$ the ReLU (plain only), SiLU or a GELU. Every update divides by alpha and works with the one ratio beta / alpha.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu, silu
+from torch.nn.functional import relu
 
+from sparsellm.curves import CURVES
 from sparsellm.gate import best_gate
 from sparsellm.linalg import cholesky
 
@@ -31,9 +32,6 @@ Hidden = tuple[Tensor, ...]
 
 class FeedForward(Protocol):
     """What SparseLLM needs to know of a feed-forward part."""
-
-    activation: ClassVar[str]
-    """The activation's name in a configuration."""
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -63,29 +61,36 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True)
 class PlainFeedForward:
-    """fc2(relu(fc1(x))), as in OPT."""
+    """writer(φ(reader(x))): with a ReLU as in OPT, with a GELU as in GPT-2.
 
-    activation: ClassVar[str] = "relu"
+    activation: φ, by its name in a configuration; "relu" or one of `CURVES`.
+    """
 
     reader: str
     writer: str
+    activation: str = "relu"
 
     @property
     def readers(self) -> tuple[str, ...]:
         return (self.reader,)
 
     def activate(self, *hidden: Tensor) -> Tensor:
-        return relu(hidden[0])
+        return relu(hidden[0]) if self.activation == "relu" else CURVES[self.activation].value(hidden[0])
 
     def slopes(self, *hidden: Tensor) -> Hidden:
+        if self.activation != "relu":
+            return (CURVES[self.activation].bends(hidden[0])[1],)
         return ((hidden[0] > 0).to(hidden[0].dtype),)
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""The better of the two branches, entry by entry (paper eq. 12):
+        r"""For a ReLU the better of the two branches, entry by entry (paper eq. 12); else the gate's minimiser with z = 1.
 
         $z = \max((m + r p) / (1 + r), 0)$ where the ReLU passes, $z = \min(m, 0)$ where it does not.
         """
         (reached,) = outputs
+        if self.activation != "relu":
+            curve = CURVES[self.activation]
+            return (best_gate(reached, torch.ones_like(reached), activated, ratio, present=hidden[0], curve=curve),)
         passing = ((reached + ratio * activated) / (1 + ratio)).clamp_(min=0)
         blocked = reached.clamp(max=0)
         passing_cost = ratio * (activated - passing).square_() + (passing - reached).square()
@@ -95,36 +100,39 @@ class PlainFeedForward:
 
 @dataclass(frozen=True)
 class GatedFeedForward:
-    """down(silu(gate(x)) * up(x)), as in Llama. The signals are (s, z): the gate's output and the up projection's."""
+    """writer(φ(gate(x)) * up(x)): with SiLU as in Llama, with a GELU as in Gemma.
 
-    activation: ClassVar[str] = "silu"
+    The signals are (s, z): the gate's output and the up projection's. activation: φ, one of `CURVES` by its name.
+    """
 
     gate: str
     up: str
     writer: str
+    activation: str = "silu"
 
     @property
     def readers(self) -> tuple[str, ...]:
         return (self.gate, self.up)
 
     def activate(self, *hidden: Tensor) -> Tensor:
-        return silu(hidden[0]) * hidden[1]
+        return CURVES[self.activation].value(hidden[0]) * hidden[1]
 
     def slopes(self, *hidden: Tensor) -> Hidden:
         gate, up = hidden
-        opening = gate.sigmoid()
-        return opening * (1 + gate * (1 - opening)) * up, opening * gate
+        value, slope, _ = CURVES[self.activation].bends(gate)
+        return slope * up, value
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""First $z = (m + r \, \text{silu}(s) \, p) / (1 + r \, \text{silu}(s)^2)$, then the gate by its global minimiser.
+        r"""First $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, then the gate by its global minimiser.
 
         The paper writes the first for alpha = beta; its code drops the factor, and takes two gradient steps for the second.
         """
         gate_reached, up_reached = outputs
-        opened = silu(hidden[0])
+        curve = CURVES[self.activation]
+        opened = curve.value(hidden[0])
         up = (up_reached + ratio * opened * activated) / (1 + ratio * opened.square())
         # The present gate competes too: a minimiser found to rounding must never be a step back.
-        return best_gate(gate_reached, up, activated, ratio, present=hidden[0]), up
+        return best_gate(gate_reached, up, activated, ratio, present=hidden[0], curve=curve), up
 
 
 def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:

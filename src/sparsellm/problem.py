@@ -11,6 +11,7 @@ from sparsellm import devices
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import cholesky, damped, quadratic
 from sparsellm.moments import Gram, InputNorms, NoInputs
+from sparsellm.patterns import Pattern
 
 LEAST_CURVATURE = 1e-6
 """The least curvature of a row, as a share of the mean."""
@@ -27,12 +28,14 @@ class LayerProblem:
     curvature: S, what errors of the outputs cost further down: (out, out), positive semi-definite; (out,), its diagonal, where
     outputs count one by one; None where all count alike.
     start: (out, in), an answer already at hand to a problem much like this one; a solver may begin there.
+    gone: (out, in) bool, weights that are removed already and stay so; None where there are none.
     """
 
     weight: Tensor
     inputs: NoInputs
     curvature: Tensor | None = None
     start: Tensor | None = None
+    gone: Tensor | None = None
 
     @classmethod
     def toward(
@@ -58,6 +61,12 @@ class LayerProblem:
         defect = cross.to(prior.dtype) - prior @ gram
         lower = cholesky(damped(gram, ridge), ridge, "ridge")
         return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature, start)
+
+    def keep(self, pattern: Pattern, score: Tensor, *, per_row: bool = False) -> Tensor:
+        """`pattern.keep` of a score, (out, in), at least 0, but what is gone is the first to be removed and never stays."""
+        if self.gone is None:
+            return pattern.keep(score, per_row=per_row)
+        return pattern.keep(score.masked_fill(self.gone, -1), per_row=per_row) & ~self.gone
 
     @property
     def gram(self) -> Tensor:

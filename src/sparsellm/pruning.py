@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import blocks_of
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.budgets import share_out
 from sparsellm.distillation import Group, coupling, distil, grouped, held_back, last_states, written
 from sparsellm.events import Observer, note, phase
@@ -24,10 +24,6 @@ from sparsellm.report import Report
 from sparsellm.residence import Residence
 from sparsellm.sensitivity import each_sensitivity, output_sensitivities
 from sparsellm.sequential import prune_blocks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 SENSING = "finding what errors cost"
 """The stage that finds the sensitivities."""
@@ -73,7 +69,7 @@ def prune_model(
     if recipe.couple == "model":
         with phase("coupling the model", report, say):
             report.coupled, moved = distil(model, groups, states, plan, coupling(model, recipe.couple_steps), back)
-            report.blocks = [_with_moved(block, model, moved) for block in report.blocks]
+            report.blocks = [_with_moved(done, blocks[done.index], moved) for done in report.blocks]
         say(report.coupled)
         if report.coupled.note:
             note(f"the model's stage: {report.coupled.note}", report, say)
@@ -145,8 +141,9 @@ def _remembered(journal: Journal, count: int, find: Callable[[], Iterator[tuple[
     return Kept(journal, name, count)
 
 
-def _with_moved(block: BlockResult, model: PreTrainedModel, moved: Sequence[str]) -> BlockResult:
+def _with_moved(done: BlockResult, block: Block, moved: Sequence[str]) -> BlockResult:
     """A block's result after the whole model's stage: what else moved, and its zeros as they now are."""
-    mine = {name for name in moved if name.startswith(f"{block.name}.")}
-    layers = [replace(x, zeros=zeros_in(model.get_submodule(x.name).weight)) for x in block.layers]
-    return replace(block, moved=tuple(sorted({*block.moved, *mine})), layers=tuple(layers))
+    mine = {name for name in moved if name.startswith(f"{done.name}.")}
+    zeros = {block.full_name(name): zeros_in(layer.weight) for name, layer in block.layers.items()}
+    layers = [replace(layer, zeros=zeros[layer.name]) for layer in done.layers]
+    return replace(done, moved=tuple(sorted({*done.moved, *mine})), layers=tuple(layers))

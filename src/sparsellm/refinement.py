@@ -166,7 +166,7 @@ def refine_block(
                 missed = block(inputs.pruned[batch].float(), calls[batch]) - targets[batch].float()
                 yield _weighed(missed, root).square().sum() * share
 
-        masks = {f"{name}.weight": mask for name, mask in keep.items() if f"{name}.weight" in parameters}
+        masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
         return descent.run(parameters, masks, loss, len(groups), seed=block.index)
 
 

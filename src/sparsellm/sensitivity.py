@@ -179,7 +179,7 @@ def layer_sensitivities(
 
     hooks = [block.layer(name).register_forward_hook(keeps(name)) for name in names]
     try:
-        with only_trained(block.module), torch.enable_grad():
+        with only_trained(block.module), block.opened(names), torch.enable_grad():
             for entering, call in zip(hidden, calls, strict=True):
                 if tokens >= TOKENS:
                     break

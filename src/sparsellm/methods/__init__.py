@@ -23,7 +23,8 @@ class LayerResult:
     error: output error relative to what the layer aimed at, over the calibration tokens: the dense layer's own output, or for
     the default the dense stream's, with what the stream had lost. known: what that rests on: "Gram" (exact), "InputNorms"
     (inputs taken as uncorrelated), "NoInputs" (as white). damping: the value really used, None for
-    solvers without. epoch: which epoch's weights these are. seconds: of solving.
+    solvers without. tokens: that it was solved on. epoch: which epoch's weights these are. seconds: of solving. routed: for a
+    layer of an expert, how many tokens the router sends there; fewer than `tokens` where these were too few.
     """
 
     name: str
@@ -36,6 +37,7 @@ class LayerResult:
     tokens: int
     epoch: int
     seconds: float
+    routed: int | None = None
 
     @property
     def sparsity(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from sparsellm import devices
 from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
+from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import all_finite
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
@@ -30,9 +31,11 @@ class LayerWise:
     """Every layer is pruned for its own outputs (paper eq. 2), on what it reads before any layer of its block is pruned.
 
     That is the order of SparseGPT, Wanda and ALPS: one pass through the block for all its moments, then the solves.
+    keep_zeros: weights that are zero already stay zero.
     """
 
     solver: LayerSolver
+    keep_zeros: bool = False
 
     @property
     def needs(self) -> type[NoInputs]:
@@ -47,16 +50,39 @@ class LayerWise:
         return False
 
     def note(self, block: Block, plan: Plan) -> str:
-        return ""
+        return "" if block.architecture.known else FOUND
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
-        if isinstance(self.solver, Unwaiting) and devices.queued(block.device):
-            yield from _prune_unwaiting(block, names, self.solver, moments, plan)
+        if isinstance(self.solver, Unwaiting) and devices.queued(block.device) and not self.keep_zeros:
+            yield from _prune_unwaiting(block, inputs, self.solver, moments, plan)
             return
         for name in names:
-            yield prune_layer(block, name, self.solver, problem_of(block, name, moments[name]), plan)
+            problem = problem_of(block, name, moments[name], self.keep_zeros)
+            yield prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+
+
+def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
+    """The block's feed-forward parts of which every layer is planned: those that can be one problem."""
+    there = set(planned(block, plan))
+    return [part for part in block.architecture.parts if {*part.readers, part.writer} <= there]
+
+
+def missing(block: Block, plan: Plan) -> list[str]:
+    """The layers that the plan lacks of feed-forward parts that it names in part."""
+    there = set(planned(block, plan))
+    wanted = [{*part.readers, part.writer} for part in block.architecture.parts]
+    return sorted(set().union(*(names - there for names in wanted if names & there)))
+
+
+FOUND = "models of its form are not known: all linear layers that were found in it were pruned (docs/families.md)"
+"""What the report of a layer-wise method says of a block of a family that is not in the table."""
+
+UNKNOWN = (
+    "its layers were pruned one by one, since models of its form are not known (docs/families.md says how to describe one)"
+)
+"""What a report says of a block of a family that is not in the table."""
 
 
 def planned(block: Block, plan: Plan) -> list[str]:
@@ -93,29 +119,38 @@ def gather(
     return moments
 
 
-def problem_of(block: Block, name: str, moments: NoInputs) -> LayerProblem:
-    """A layer's local problem, with a float32 copy of its weight as it now is."""
-    return LayerProblem(block.layer(name).weight.detach().to(torch.float32, copy=True), moments)
+def problem_of(block: Block, name: str, moments: NoInputs, keep_zeros: bool = False) -> LayerProblem:
+    """A layer's local problem, with a float32 copy of its weight as it now is. keep_zeros: what is zero in it stays so."""
+    weight = block.layer(name).weight.detach().to(torch.float32, copy=True)
+    return LayerProblem(weight, moments, gone=zeros_of(weight, keep_zeros))
 
 
-def prune_layer(block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan) -> LayerResult:
-    """Solve one layer by itself and write the answer."""
+def zeros_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:
+    """Where a weight is zero, if that is to be kept and there are any."""
+    gone = weight == 0 if keep_zeros else None
+    return None if gone is None or not bool(gone.any()) else gone
+
+
+def prune_layer(
+    block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan, routed: int | None = None
+) -> LayerResult:
+    """Solve one layer by itself and write the answer. routed: tokens that go to its expert, if it belongs to one."""
     started = time.perf_counter()
     full = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full], full)
     block.write(name, weight)
-    return result(block, name, plan, problem, damping, 1, time.perf_counter() - started)
+    return result(block, name, plan, problem, damping, 1, time.perf_counter() - started, routed)
 
 
 def _prune_unwaiting(
-    block: Block, names: Sequence[str], solver: Unwaiting, moments: Mapping[str, NoInputs], plan: Plan
+    block: Block, inputs: Activations, solver: Unwaiting, moments: Mapping[str, NoInputs], plan: Plan
 ) -> Iterator[LayerResult]:
     """Solve all layers with one wait for the device, then write them; one that failed is pruned by itself, as elsewhere."""
     clock = devices.Clock(block.device)
     answers: list[Tensor] = []
     told: list[Tensor] = []
-    for name in names:
-        problem, pattern = problem_of(block, name, moments[name]), plan[block.full_name(name)]
+    for name, known in moments.items():
+        problem, pattern = problem_of(block, name, known), plan[block.full_name(name)]
         if pattern.removed(problem.weight.numel()):
             weight, sound = solver.attempt(problem, pattern)
         else:
@@ -125,15 +160,15 @@ def _prune_unwaiting(
         told += [sound & kept.isfinite().all(), (kept == 0).sum(), *problem.energies(kept)]
         clock.mark()
     values = devices.read(told)
-    for number, (name, answer, seconds) in enumerate(zip(names, answers, clock.seconds(), strict=True)):
+    for number, ((name, known), answer, seconds) in enumerate(zip(moments.items(), answers, clock.seconds(), strict=True)):
         succeeded, zeros, lost, had = values[4 * number : 4 * number + 4]
+        routed = inputs.routed(block, name)
         if not succeeded:
-            yield prune_layer(block, name, solver, problem_of(block, name, moments[name]), plan)
+            yield prune_layer(block, name, solver, problem_of(block, name, known), plan, routed)
             continue
-        with torch.no_grad():
-            block.layer(name).weight.copy_(answer)
+        block.put(name, answer)
         damping = getattr(solver, "damping", None) if plan[block.full_name(name)].removed(answer.numel()) else None
-        yield _result(block, name, plan, moments[name], int(zeros), share_lost(lost, had), damping, 1, seconds)
+        yield _result(block, name, plan, known, int(zeros), share_lost(lost, had), damping, 1, seconds, routed)
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
@@ -142,7 +177,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
     Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
     """
     if pattern.removed(problem.weight.numel()) == 0:
-        return problem.weight.clone(), None
+        return problem.weight.clone() if problem.gone is None else problem.weight.masked_fill(problem.gone, 0), None
     try:
         while True:
             damping: float | None = getattr(solver, "damping", None)
@@ -163,12 +198,19 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
 
 
 def result(
-    block: Block, name: str, plan: Plan, problem: LayerProblem, damping: float | None, epoch: int, seconds: float
+    block: Block,
+    name: str,
+    plan: Plan,
+    problem: LayerProblem,
+    damping: float | None,
+    epoch: int,
+    seconds: float,
+    routed: int | None = None,
 ) -> LayerResult:
     """The result for a layer that was written, as it now stands. problem: the dense weight's."""
     weight = block.layer(name).weight.float()
     zeros, error = zeros_in(weight), problem.error(weight)
-    return _result(block, name, plan, problem.inputs, zeros, error, damping, epoch, seconds)
+    return _result(block, name, plan, problem.inputs, zeros, error, damping, epoch, seconds, routed)
 
 
 def _result(
@@ -181,6 +223,7 @@ def _result(
     damping: float | None,
     epoch: int,
     seconds: float,
+    routed: int | None,
 ) -> LayerResult:
     """What is said of a layer, from what was found of it."""
     layer, full = block.layer(name), block.full_name(name)
@@ -195,4 +238,5 @@ def _result(
         tokens=moments.tokens,
         epoch=epoch,
         seconds=seconds,
+        routed=routed,
     )

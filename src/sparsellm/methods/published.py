@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -13,7 +13,18 @@ from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.feedforward import FeedForward
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import LayerWise, gather, planned, problem_of, prune_layer, result, solve
+from sparsellm.methods.layerwise import (
+    UNKNOWN,
+    LayerWise,
+    coupled_parts,
+    gather,
+    missing,
+    planned,
+    problem_of,
+    prune_layer,
+    result,
+    solve,
+)
 from sparsellm.methods.signals import Signals
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.problem import LayerProblem
@@ -39,6 +50,7 @@ class PublishedSparseLLM:
     activation; only beta / alpha changes the result. ridge: of the least squares, toward the dense weight, as a share of the
     Gram's mean diagonal. couple: the set Omega, as the numbers of the blocks whose feed-forward layers form one problem: None
     for every block, empty for local pruning. keep_best: return the epoch of the smallest true feed-forward error, not the last.
+    keep_zeros: weights that are zero already stay zero.
     """
 
     solver: LayerSolver = field(default_factory=SparseGPT)
@@ -48,6 +60,7 @@ class PublishedSparseLLM:
     ridge: float = 1e-3
     couple: frozenset[int] | None = None
     keep_best: bool = False
+    keep_zeros: bool = False
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0:
@@ -69,49 +82,55 @@ class PublishedSparseLLM:
         return False
 
     def note(self, block: Block, plan: Plan) -> str:
-        missing = self._missing(block, plan)
-        part = block.architecture.feed_forward
-        alone = part is not None and len(missing) == len(part.readers) + 1  # none of them planned: nothing to couple was asked
-        return f"pruned layer-wise, since {', '.join(missing)} stays dense" if missing and not alone else ""
+        if not self._wants(block):
+            return ""
+        if not block.architecture.known:
+            return UNKNOWN
+        left = missing(block, plan)
+        return f"pruned layer-wise, since {', '.join(left)} stays dense" if left else ""
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        feed_forward = block.architecture.feed_forward
-        if not self._wants(block) or self._missing(block, plan):
-            yield from LayerWise(self.solver).prune(block, inputs, plan)
-        elif feed_forward is None:
+        parts = coupled_parts(block, plan) if self._wants(block) else []
+        if self._wants(block) and block.architecture.known and not block.architecture.parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
                 "Use --couple none, or a layer-wise method."
             )
+        if parts:
+            yield from self._prune_coupled(block, parts, inputs, plan)
         else:
-            yield from self._prune_coupled(block, feed_forward, inputs, plan)
-
-    def _missing(self, block: Block, plan: Plan) -> list[str]:
-        """The feed-forward layers that would have to be planned for the block to be coupled, and are not."""
-        part = block.architecture.feed_forward
-        if part is None or not self._wants(block):
-            return []
-        return sorted({*part.readers, part.writer} - set(planned(block, plan)))
+            yield from LayerWise(self.solver, self.keep_zeros).prune(block, inputs, plan)
 
     def _wants(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
         return self.couple is None or block.index in self.couple
 
     def _prune_coupled(
-        self, block: Block, feed_forward: FeedForward, inputs: Activations, plan: Plan
+        self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan
     ) -> Iterator[LayerResult | EpochResult]:
-        """`prune` for a block whose feed-forward layers are all planned."""
-        together = (*feed_forward.readers, feed_forward.writer)
+        """`prune` for a block with feed-forward parts whose layers are all planned."""
+        together = {name for part in parts for name in (*part.readers, part.writer)}
         needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
-        signals = Signals(block, feed_forward, self.beta / self.alpha)
-        moments = gather(block, inputs, needs, *signals.looks())
-        problems = {name: problem_of(block, name, known) for name, known in moments.items()}
+        signals = [Signals(block, part, self.beta / self.alpha) for part in parts]
+        looks = [some.looks() for some in signals]
+        reads = {name: many for looked, _ in looks for name, many in looked.items()}
+        writes = {name: many for _, looked in looks for name, many in looked.items()}
+        moments = gather(block, inputs, needs, reads, writes)
+        problems = {name: problem_of(block, name, known, self.keep_zeros) for name, known in moments.items()}
         for name, problem in problems.items():
             if name not in together:
-                yield prune_layer(block, name, self.solver, problem, plan)
+                yield prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+        for part, some in zip(parts, signals, strict=True):
+            mine = {name: problems[name] for name in (*part.readers, part.writer)}
+            for step in self._prune_part(block, some, mine, plan):
+                yield replace(step, routed=inputs.routed(block, part.writer)) if isinstance(step, LayerResult) else step
 
-        signals.start({name: known for name, known in moments.items() if isinstance(known, Gram)})
-        aims = {name: problems[name] for name in together}
+    def _prune_part(
+        self, block: Block, signals: Signals, problems: dict[str, LayerProblem], plan: Plan
+    ) -> Iterator[LayerResult | EpochResult]:
+        """One feed-forward part: the alternation, then what became of each layer. problems: the dense weights' own."""
+        signals.start({name: problem.inputs for name, problem in problems.items() if isinstance(problem.inputs, Gram)})
+        aims = problems
         best = Answer({}, {}, 0, float("inf"))
         for epoch in range(1, self.epochs + 1):
             answer = self._solve_all(block, aims, plan, epoch)
@@ -123,7 +142,8 @@ class PublishedSparseLLM:
             if better:
                 best = answer
             if not last:
-                aims = signals.problems(self.ridge)
+                fresh = signals.problems(self.ridge)
+                aims = {name: replace(aim, gone=problems[name].gone) for name, aim in fresh.items()}
 
         if not best.weights:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsellm import distributed
@@ -17,6 +17,7 @@ from sparsellm.feedforward import FeedForward, activation_correction, fit_activa
 from sparsellm.linalg import quadratic
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
+from sparsellm.views import Layer
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,11 @@ def _dot(one: Tensor, other: Tensor) -> float:
     return float((one.double() * other.double()).sum())
 
 
-def _bias(layer: nn.Linear) -> Tensor | None:
+def _bias(layer: Layer) -> Tensor | None:
     """The layer's bias in float32, if it has one."""
     return None if layer.bias is None else layer.bias.float()
 
 
-def _unbiased(outputs: Tensor, layer: nn.Linear) -> Tensor:
+def _unbiased(outputs: Tensor, layer: Layer) -> Tensor:
     """Outputs less the layer's bias: the part that its weight has to explain."""
     return outputs if layer.bias is None else outputs - layer.bias.float()

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from sparsellm.activations import Activations, Seen
 from sparsellm.blocks import Block
@@ -16,7 +17,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped, lifted, refit
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import planned, solve
+from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned, solve, zeros_of
 from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import zeros_in
@@ -70,6 +71,7 @@ class SparseLLM:
     if there are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2-4, no S),
     "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
     ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
+    keep_zeros: weights that are zero already stay zero.
     """
 
     solver: LayerSolver = field(default_factory=ALPS.thorough)
@@ -85,6 +87,7 @@ class SparseLLM:
     refine: Descent = NO_REFINEMENT
     couple: Window = "feedforward"
     ridge: float = 1e-3
+    keep_zeros: bool = False
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0 or self.newton < 0:
@@ -111,33 +114,35 @@ class SparseLLM:
         return self.horizon == "model" and self.curvature != "none" and self.couple != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
-        part = block.architecture.feed_forward
-        if self.couple == "none" or not planned(block, plan):
+        if not planned(block, plan):
             return ""
-        if part is None:
+        if not block.architecture.known:
+            return UNKNOWN
+        if self.couple == "none":
+            return ""
+        if not block.architecture.parts:
             return "its layers were pruned one by one, since its activation is none that is coupled"
-        missing = sorted({*part.readers, part.writer} - set(planned(block, plan)))
-        if not missing or len(missing) == len(part.readers) + 1:
-            return ""
-        return f"its feed-forward layers were pruned one by one, since {', '.join(missing)} stays dense"
+        left = missing(block, plan)
+        return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
         names = planned(block, plan)
         metric = inputs.metric(block) if self._follows_loss else None
-        feed_forward = block.architecture.feed_forward
-        together: tuple[str, ...] = () if feed_forward is None else (*feed_forward.readers, feed_forward.writer)
-        coupled = self.couple != "none" and bool(together) and set(together) <= set(names)
-        weighed = [name for name in names if not (coupled and name in together)]  # the part finds its own, exactly
+        parts = coupled_parts(block, plan) if self.couple != "none" else []
+        together = {name for part in parts for name in (*part.readers, part.writer)}
+        weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
         run = _Run(self, block, inputs, plan, metric, sensitivities)
         for group in block.architecture.groups:
             mine = [name for name in group if name in weighed]
             if mine:
                 run.solve_group(mine)
-        if coupled and feed_forward is not None:
-            yield from run.solve_part(feed_forward)
+        if parts == [block.architecture.feed_forward]:
+            yield from run.solve_part(parts[0])
+        elif parts:
+            yield from run.solve_experts(parts)
         if self.refine.steps and self.couple != "none":
-            yield run.refine(together if self.couple == "feedforward" else None)
+            yield run.refine(sorted(together) if self.couple == "feedforward" else None)
         block.settle()
         yield from run.results()
 
@@ -164,9 +169,10 @@ class _Run:
         self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
         self._keep: dict[str, Tensor] = {}
         self._results: dict[str, LayerResult] = {}
-        groups = block.architecture.groups
-        self._adder, self._writer = groups[1][0], groups[-1][0]  # what writes to the stream: attention, then feed-forward
-        self._repairs = settings.residual and inputs.adds((self._adder, self._writer))
+        adders = block.architecture.adders
+        self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
+        self._repairs = settings.residual and inputs.adds(adders)
+        self._gone = {name: zeros_of(block.layer(name).weight, settings.keep_zeros) for name in planned(block, plan)}
         self._sensitivities = sensitivities
 
     def solve_group(self, names: Sequence[str]) -> None:
@@ -182,11 +188,54 @@ class _Run:
         with self._inputs.storage.lists(2, size) as (inputs, targets):
             yield from self._solve_part(feed_forward, inputs, targets)
 
+    def solve_experts(self, parts: Sequence[FeedForward]) -> Iterator[EpochResult]:
+        """Solve experts one after the other, each as a feed-forward part of its own on the tokens that it is shown.
+
+        Each aims at what the dense expert makes of the dense stream's same tokens. What the stream has lost is not laid on
+        experts: which of them a token goes to is the router's matter.
+        """
+        routes = self._inputs.routes(self._block, parts[0].readers)
+        shown = 0 if routes is None else routes.most
+        with self._inputs.storage.lists(
+            2 * len(parts), 4 * shown * self._block.layer(parts[0].readers[0]).in_features
+        ) as lists:
+            seen = list(zip(lists[::2], lists[1::2], strict=True))
+            for pruned, dense in self._inputs.pairs(self._block, [part.readers[0] for part in parts]):
+                source = dense if self._settings.targets == "teacher" else pruned
+                for part, (inputs, targets) in zip(parts, seen, strict=True):
+                    inputs.append(pruned.inputs[part.readers[0]].float())
+                    targets.append(source.inputs[part.readers[0]].float())
+            for part, (inputs, targets) in zip(parts, seen, strict=True):
+                regressions = self._regress_expert(part, inputs, targets)
+                yield from self._solve_together(part, inputs, targets, regressions)
+
+    def _regress_expert(self, part: FeedForward, inputs: Kept, targets: Kept) -> dict[str, Regression]:
+        """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
+        dense = {name: weights_of(self._block, (name,))[name] for name in (*part.readers, part.writer)}
+        gram = Gram(inputs[0].shape[1], inputs[0].device)
+        found = {name: Regression(gram, len(dense[name][0]), dense[name][1] is not None) for name in part.readers}
+        for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
+            gram.update(x)
+            hidden = [linear(aimed, *dense[name]) for name in part.readers]
+            for name, target in zip(part.readers, hidden, strict=True):
+                found[name].update(target, x)
+            targets[number] = linear(part.activate(*hidden), *dense[part.writer])
+        gram.reduce()
+        for regression in found.values():
+            regression.reduce()
+        return found
+
     def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
         """As `solve_part`, with empty lists for what the part reads and should write."""
+        _, regressions = self._regress(feed_forward.readers, (inputs, targets))
+        yield from self._solve_together(feed_forward, inputs, targets, regressions)
+
+    def _solve_together(
+        self, feed_forward: FeedForward, inputs: Kept, targets: Kept, regressions: Mapping[str, Regression]
+    ) -> Iterator[EpochResult]:
+        """Solve a part's layers, given what it reads and should write and its readers' regressions."""
         settings, block = self._settings, self._block
         names = (*feed_forward.readers, feed_forward.writer)
-        _, regressions = self._regress(feed_forward.readers, (inputs, targets))
         part = Part(feed_forward, self._metric, inputs, targets, settings.sampled)
         dense = weights_of(block, names)
         curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
@@ -234,12 +283,13 @@ class _Run:
             error = found
             self._write(moved)
 
-    def refine(self, only: tuple[str, ...] | None) -> Refined:
+    def refine(self, only: Sequence[str] | None) -> Refined:
         """Gradient steps over the parameters of these layers, or of the whole block but its layers that stay dense."""
-        fixed = set(self._block.layers) - set(planned(self._block, self._plan))
-        names = [name for name, _ in self._block.module.named_parameters() if name.rsplit(".", 1)[0] not in fixed]
+        block = self._block
+        fixed = block.held(set(block.layers) - set(planned(block, self._plan)))
         if only is not None:
-            names = [name for name in names if name.rsplit(".", 1)[0] in only]
+            fixed |= {name for name, _ in block.module.named_parameters()} - block.held(only)
+        names = [name for name, _ in block.module.named_parameters() if name not in fixed]
         return refine_block(self._block, self._inputs, self._keep, names, self._metric, self._settings.refine)
 
     def results(self) -> Iterator[LayerResult]:
@@ -293,7 +343,7 @@ class _Run:
         started = time.perf_counter()
         full, layer = self._block.full_name(name), self._block.layer(name)
         dense = layer.weight.detach().to(torch.float32, copy=True) if prior is None else prior
-        problem = regression.problem(dense, self._settings.ridge, curvature, prior)
+        problem = replace(regression.problem(dense, self._settings.ridge, curvature, prior), gone=self._gone[name])
         weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
         self._keep[name] = weight != 0
         self._write({name: (weight, regression.bias(weight))})
@@ -309,6 +359,7 @@ class _Run:
             tokens=regression.inputs.tokens,
             epoch=epoch,
             seconds=time.perf_counter() - started,
+            routed=self._inputs.routed(self._block, name),
         )
 
     def _refit_writer(self, part: Part, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,9 @@ SETTLED = 3e-4
 
 WARM_PENALTY = 1.0
 """The first rho where an answer is at hand: high enough to stay near it."""
+
+Keep = Callable[[Tensor], Tensor]
+"""The mask that scores of (out, in) decide."""
 
 Shifted = Callable[[Tensor], Tensor]
 """Maps a right-hand side (out, in) to the W with S W G + rho W = that side, for the present rho."""
@@ -94,19 +98,20 @@ class ALPS:
         scale = scale if rows is None else rows * scale
         target = problem.weight.masked_fill(dead, 0) * scale
         start = None if problem.start is None else problem.start.masked_fill(dead, 0) * scale
-        chosen = self._search(target, gram, curvature, pattern, start)
-        keep = pattern.keep(chosen.abs())
+        kept = partial(problem.keep, pattern)
+        chosen = self._search(target, gram, curvature, kept, start)
+        keep = kept(chosen.abs())
         weight = refit(chosen * keep, target, gram, keep, self.refit_steps, curvature=curvature)
         return weight / scale
 
-    def _search(self, target: Tensor, gram: Tensor, curvature: Tensor | None, pattern: Pattern, start: Tensor | None) -> Tensor:
+    def _search(self, target: Tensor, gram: Tensor, curvature: Tensor | None, kept: Keep, start: Tensor | None) -> Tensor:
         """The final ADMM iterate, (out, in): its largest entries are the mask, and the start of the refit."""
         aim = target @ gram if curvature is None else curvature @ target @ gram
         shifted = _shifted_by_cholesky(gram, self.damping) if curvature is None else _shifted_by_eigenvectors(curvature, gram)
         penalty = PENALTY_START if start is None else WARM_PENALTY
         solve = shifted(penalty)
         dual = torch.zeros_like(target)
-        keep = pattern.keep((target if start is None else start).abs())
+        keep = kept((target if start is None else start).abs())
         sparse = (target if start is None else start) * keep
         seen = keep  # the kept set at the last look
         moved_before = start is not None
@@ -115,7 +120,7 @@ class ALPS:
             weight = solve(aim - dual + penalty * sparse)
             relaxed = weight if self.relaxation == 1 else torch.lerp(sparse, weight, self.relaxation)
             sparse = relaxed + dual / penalty
-            keep = pattern.keep(sparse.abs())
+            keep = kept(sparse.abs())
             sparse *= keep
             dual += penalty * (relaxed - sparse)
             if iteration % CHECK_EVERY:

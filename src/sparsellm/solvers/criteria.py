@@ -23,7 +23,7 @@ class Magnitude:
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs()
-        return problem.weight * pattern.keep(score if problem.rows is None else score * problem.rows)
+        return problem.weight * problem.keep(pattern, score if problem.rows is None else score * problem.rows)
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ class Wanda:
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs() * problem.norms
-        return problem.weight * pattern.keep(score, per_row=True)
+        return problem.weight * problem.keep(pattern, score, per_row=True)

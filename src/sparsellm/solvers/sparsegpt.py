@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -69,14 +71,17 @@ class SparseGPT:
         for start in range(0, inputs, block):
             end = min(start + block, inputs)
             here = columns[start:end]
+            gone = None if problem.gone is None else problem.gone.T[start:end]
             diagonal_block = factor[start:end, start:end]
             keep = None
             if pattern.span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
-                keep = keep_largest(_scores(here, diagonal_block) * height, removed)
-            sweep = column_loop.sweep if column_loop.serves(here, pattern) else _sweep
-            errors = sweep(here, diagonal_block, keep, pattern)
+                keep = _without(gone, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed))
+            if gone is None and column_loop.serves(here, pattern):
+                errors = column_loop.sweep(here, diagonal_block, keep, pattern)
+            else:
+                errors = _sweep(here, diagonal_block, keep, pattern, gone)
             columns[end:] -= factor[start:end, end:].T @ errors
         return columns.T.contiguous()
 
@@ -95,29 +100,42 @@ def _scores(columns: Tensor, factor: Tensor) -> Tensor:
     return (columns / factor.diagonal().unsqueeze(1)).square()
 
 
-def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> Tensor:
+def _without(gone: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor]) -> Tensor:
+    """What is kept by a score, where what is gone counts first among the removed and never stays."""
+    return kept(score) if gone is None else kept(score.masked_fill(gone, -1)) & ~gone
+
+
+def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None) -> Tensor:
     """Prune a block of columns (columns, out) in place; the errors, scaled, for the columns beyond it.
 
     keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
+    gone: what is removed already, (columns, out).
     """
     errors = torch.empty_like(columns)
     step = PANEL if pattern.span is None else max(pattern.span, PANEL // pattern.span * pattern.span)
     for start in range(0, len(columns), step):
         panel, rest = slice(start, start + step), slice(start + step, None)
-        _sweep_panel(columns[panel], factor[panel, panel], None if keep is None else keep[panel], pattern, errors[panel])
+        mask, lost = (None if some is None else some[panel] for some in (keep, gone))
+        _sweep_panel(columns[panel], factor[panel, panel], mask, pattern, lost, errors[panel])
         columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
     return errors
 
 
-def _sweep_panel(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, errors: Tensor) -> None:
+def _sweep_panel(
+    columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None, errors: Tensor
+) -> None:
     """As `_sweep`, for few enough columns that each one's error goes to all the others at once. errors: is written."""
     span = pattern.span or len(columns)  # a mask at hand is one decision
     for start in range(0, len(columns), span):
         group = slice(start, start + span)
         here = columns[group]
-        stays = pattern.keep(_scores(here, factor[group, group]).T).T if keep is None else keep
-        gone = (~stays).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
-        for j, share in enumerate(gone, start):
+        if keep is None:
+            score, lost = _scores(here, factor[group, group]), None if gone is None else gone[group]
+            stays = _without(lost, score, lambda some: pattern.keep(some.T).T)
+        else:
+            stays = keep
+        shares = (~stays).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
+        for j, share in enumerate(shares, start):
             torch.mul(columns[j], share, out=errors[j])
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         here.masked_fill_(~stays, 0)

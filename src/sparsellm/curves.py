@@ -1,0 +1,135 @@
+"""Activations that fall once and then rise: value, slope, curvature, and where they meet a value. SiLU and the GELUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+BISECTIONS = 24
+"""Of a meeting's bracket, which is 30 wide at most: to 2e-6. Newton steps begin there."""
+
+TANH_SCALE, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
+"""The constants of GELU's approximation by tanh (Hendrycks & Gimpel, 2016)."""
+
+QUICK = 1.702
+"""The constant of GELU's approximation by a sigmoid, from the same paper."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An activation that falls until `lowest`, where it is `floor`, and rises after it; far to the right it is s itself.
+
+    value: entry by entry. bends: value, slope and curvature, entry by entry. steepest, sharpest: bounds on the slope and on the
+    curvature, in absolute value; the tests measure them.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    lowest: float
+    floor: float
+    steepest: float
+    sharpest: float
+
+    def right_meeting(self, target: Tensor) -> Tensor:
+        """Roughly the s >= lowest where the value is `target`; lowest where that is out of reach."""
+        low, high = torch.full_like(target, self.lowest), target.clamp(min=0) + 0.5
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            below = self.value(middle) < target
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    def left_meeting(self, target: Tensor) -> Tensor:
+        """Roughly the s <= lowest where the value is `target`, for target in (floor, 0); lowest for others."""
+        inside = (target > self.floor) & (target < 0)
+        low, high = torch.full_like(target, -30.0), torch.full_like(target, self.lowest)
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            above = self.value(middle) > target
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return torch.where(inside, high, self.lowest)
+
+
+@dataclass(frozen=True)
+class SiLU(Curve):
+    """s times its sigmoid. Its meetings have closed starts, which are quicker than bisection."""
+
+    def right_meeting(self, target: Tensor) -> Tensor:
+        gap = (target - self.floor).clamp(min=0)
+        # Near the lowest place a parabola of curvature 0.22; far to the right s itself: blend, then two Newton steps.
+        near = self.lowest + (gap / 0.22).sqrt() * (1 + 0.12 * gap)
+        s = torch.where(gap < 0.6, near, target + 0.9 * torch.exp(-target.clamp(min=0)))
+        for _ in range(2):
+            sigma = torch.sigmoid(s)
+            rise = (sigma * (1 + s * (1 - sigma))).clamp(min=1e-3)
+            s = (s - (s * sigma - target) / rise).clamp(min=self.lowest)
+        return s
+
+    def left_meeting(self, target: Tensor) -> Tensor:
+        inside = (target > self.floor) & (target < 0)
+        depth = (-target).clamp(min=1e-12, max=-self.floor)
+        s = torch.log(depth) - torch.log(-torch.log(depth).clamp(max=-1.0))
+        s = torch.minimum(s, self.lowest - ((target - self.floor).clamp(min=0) / 0.22).sqrt() * 0.5)
+        for _ in range(3):
+            sigma = torch.sigmoid(s)
+            rise = (sigma * (1 + s * (1 - sigma))).clamp(max=-1e-6)
+            s = (s - ((s * sigma - target) / rise).clamp(-2, 2)).clamp(min=-30, max=self.lowest)
+        return torch.where(inside, s, self.lowest)
+
+
+def _silu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sigma = torch.sigmoid(s)
+    return s * sigma, sigma * (1 + s * (1 - sigma)), sigma * (1 - sigma) * (2 + s * (1 - 2 * sigma))
+
+
+def _gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    share = 0.5 * (1 + torch.erf(s * math.sqrt(0.5)))
+    density = torch.exp(-0.5 * s.square()) * (1 / math.sqrt(2 * math.pi))
+    return s * share, share + s * density, density * (2 - s.square())
+
+
+def _gelu_tanh(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    square = s.square()
+    t = torch.tanh(TANH_SCALE * s * (1 + TANH_CUBIC * square))
+    inner, inner_slope = TANH_SCALE * (1 + 3 * TANH_CUBIC * square), 6 * TANH_SCALE * TANH_CUBIC * s
+    steep = 1 - t.square()
+    bend = steep * inner + 0.5 * s * steep * (inner_slope - 2 * t * inner.square())
+    return 0.5 * s * (1 + t), 0.5 * (1 + t) + 0.5 * s * steep * inner, bend
+
+
+def _quick_gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    value, slope, bend = _silu(QUICK * s)
+    return value / QUICK, slope, QUICK * bend
+
+
+SILU = SiLU(silu, _silu, lowest=-1.2784645, floor=-0.2784645, steepest=1.1, sharpest=0.5)
+GELU = Curve(gelu, _gelu, lowest=-0.7517916, floor=-0.1699712, steepest=1.129, sharpest=0.798)
+GELU_TANH = Curve(
+    lambda s: gelu(s, approximate="tanh"), _gelu_tanh, lowest=-0.7524614, floor=-0.1700410, steepest=1.1292, sharpest=0.798
+)
+QUICK_GELU = Curve(
+    lambda s: s * torch.sigmoid(QUICK * s),
+    _quick_gelu,
+    lowest=SILU.lowest / QUICK,
+    floor=SILU.floor / QUICK,
+    steepest=1.1,
+    sharpest=0.5 * QUICK,
+)
+
+CURVES = {
+    "silu": SILU,
+    "swish": SILU,
+    "gelu": GELU,
+    "gelu_python": GELU,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_accurate": GELU_TANH,
+    "quick_gelu": QUICK_GELU,
+}
+"""By the activation's name in a configuration."""

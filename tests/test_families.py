@@ -1,0 +1,255 @@
+"""Every family of the table, as a tiny random model of its class: seen as it computes, pruned exactly, written, read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from sparsellm.allocation import uniform
+from sparsellm.architectures import ARCHITECTURES
+from sparsellm.blocks import blocks_of
+from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
+from sparsellm.methods.layerwise import LayerWise
+from sparsellm.methods.published import PublishedSparseLLM
+from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.moments import Gram
+from sparsellm.patterns import parse_pattern
+from sparsellm.sequential import prune_blocks, walk
+from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+SHARED = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+GATED = {**SHARED, "intermediate_size": 48, "num_key_value_heads": 2}
+GPT = {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "initializer_range": 0.2}
+GPT |= {"bos_token_id": 1, "eos_token_id": 2}
+OPT = {**{key: value for key, value in SHARED.items() if key != "initializer_range"}, "ffn_dim": 64, "init_std": 0.2}
+MOE = {**GATED, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    """A configuration of that class of transformers."""
+    return partial(getattr(transformers, f"{name}Config"), **settings)
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "opt": config("OPT", **OPT, word_embed_proj_dim=32),
+    "opt-350m": config("OPT", **OPT, word_embed_proj_dim=16, do_layer_norm_before=False),
+    "llama": config("Llama", **GATED),
+    "llama3": config("Llama", **GATED, attention_bias=True, tie_word_embeddings=True, head_dim=16),
+    "mistral": config("Mistral", **GATED, sliding_window=4),
+    "ministral": config("Ministral", **GATED, head_dim=8),
+    "qwen2": config("Qwen2", **GATED),
+    "qwen3": config("Qwen3", **GATED, head_dim=16),
+    "smollm3": config("SmolLM3", **GATED),
+    "stablelm": config("StableLm", **GATED),
+    "stablelm-parallel": config("StableLm", **GATED, use_parallel_residual=True),
+    "olmo": config("Olmo", **GATED),
+    "olmo2": config("Olmo2", **GATED),
+    "olmo3": config("Olmo3", **GATED),
+    "cohere": config("Cohere", **GATED),
+    "cohere2": config("Cohere2", **GATED),
+    "granite": config("Granite", **GATED, residual_multiplier=0.5),
+    "gemma": config("Gemma", **GATED, head_dim=8),
+    "gemma2": config("Gemma2", **GATED, head_dim=8),
+    "gemma3_text": config("Gemma3Text", **GATED, head_dim=8, layer_types=["sliding_attention", "full_attention"]),
+    "phi": config("Phi", **GATED),
+    "phi3": config("Phi3", **GATED),
+    "gpt2": config("GPT2", **GPT),
+    "gptj": config("GPTJ", **GPT, rotary_dim=4),
+    "gpt_neox": config("GPTNeoX", **SHARED, intermediate_size=64),
+    "gpt_neox-serial": config("GPTNeoX", **SHARED, intermediate_size=64, use_parallel_residual=False),
+    "bloom": config("Bloom", vocab_size=96, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2),
+    "falcon": config("Falcon", **SHARED),
+    "falcon-new": config("Falcon", **SHARED, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-rw": config("Falcon", **SHARED, multi_query=False, parallel_attn=False, alibi=True, bias=True),
+    "mixtral": config("Mixtral", **GATED, num_local_experts=4),
+    "qwen3_moe": config("Qwen3Moe", **MOE, moe_intermediate_size=16, head_dim=8, mlp_only_layers=[1]),
+    "olmoe": config("Olmoe", **MOE),
+}
+EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+every_family = pytest.mark.parametrize("name", CONFIGS)
+
+METHODS: dict[str, BlockMethod] = {
+    "sparsegpt": LayerWise(SparseGPT()),
+    "published": PublishedSparseLLM(SparseGPT(), epochs=2),
+    "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), newton=1),
+}
+
+
+def tiny(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of two blocks."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).eval()
+
+
+def batches() -> list[Tensor]:
+    """Two batches of different sizes: 80 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, shape, generator=generator) for shape in ((3, 20), (1, 20))]
+
+
+def entering(model: PreTrainedModel) -> list[list[Tensor]]:
+    """What enters each block, batch by batch, in ordinary passes of the whole model."""
+    found: list[list[Tensor]] = [[] for _ in blocks_of(model)]
+    hooks = [
+        block.module.register_forward_pre_hook(
+            lambda _, args, kwargs, many=many: many.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+        )
+        for block, many in zip(blocks_of(model), found, strict=True)
+    ]
+    with torch.no_grad():
+        for batch in batches():
+            model(input_ids=batch)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_every_line_of_the_table_is_tried() -> None:
+    """Each family has a tiny model here, or is the text tower of one in test_towers.py."""
+    tried = {make().model_type for make in CONFIGS.values()}
+    towers = {"qwen2_vl_text", "qwen2_5_vl_text"}
+    assert set(ARCHITECTURES) == tried | towers
+
+
+@every_family
+def test_blocks_are_called_as_the_model_calls_them(name: str) -> None:
+    """Every block's inputs on the walk are bit for bit those of an ordinary forward pass, and all of it is described."""
+    model = tiny(name)
+    wanted = entering(model)
+    for block, inputs in walk(model, batches()):
+        assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, wanted[block.index], strict=True))
+    for block in blocks_of(model):
+        assert block.architecture.known
+        assert block.architecture.parts
+        covered = {block.parameter(layer) for layer in block.layers}
+        matrices = {key for key, tensor in block.module.named_parameters() if tensor.ndim > 1}
+        assert matrices - covered <= {"mlp.gate.weight"}  # all but routers
+        sizes = {key: tensor.numel() for key, tensor in block.module.named_parameters()}
+        parts = sum(layer.in_features * layer.out_features for layer in block.layers.values())
+        assert parts == sum(sizes[key] for key in covered)  # views neither overlap nor leave a gap
+
+
+@every_family
+@torch.no_grad()
+def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
+    """With fused layers and experts opened a block computes the same, and every layer W x + b of what it is shown."""
+    model = tiny(name)
+    for block, inputs in walk(model, batches()):
+        shown: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def hook(layer: Any, read: tuple[Tensor, ...], written: Tensor, shown: dict = shown) -> None:
+            shown[next(key for key, one in block.layers.items() if one is layer)] = read[0].clone(), written.clone()  # noqa: B023
+
+        hooks = [layer.register_forward_hook(hook) for layer in block.layers.values()]
+        for hidden, call in zip(inputs.pruned, inputs.calls(block), strict=True):
+            before = block(hidden, call)
+            shown.clear()
+            with block.opened(block.layers):
+                torch.testing.assert_close(block(hidden, call), before, rtol=1e-4, atol=1e-5)
+            assert set(shown) == set(block.layers)
+            for key, (read, written) in shown.items():
+                layer = block.layer(key)
+                wanted = read @ layer.weight.T + (0 if layer.bias is None else layer.bias)
+                torch.testing.assert_close(written, wanted, rtol=1e-4, atol=1e-5)
+            assert torch.equal(block(hidden, call), before)
+        for one in hooks:
+            one.remove()
+
+
+@pytest.mark.parametrize("pattern", ["60%", "2:4"])
+@pytest.mark.parametrize("method", METHODS)
+@every_family
+def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
+    """Every layer has its zeros, also within fused parameters; what is not planned keeps its bits; outputs are finite."""
+    model, dense = tiny(name), tiny(name)
+    plan = uniform(blocks_of(model), parse_pattern(pattern))
+    steps = list(prune_blocks(model, batches(), METHODS[method], plan))
+    results = {step.name: step for step in steps if isinstance(step, LayerResult)}
+    assert set(results) == set(plan)
+    moved = {full for step in steps if isinstance(step, BlockResult) for full in step.moved}
+    pruned = set()
+    for block in blocks_of(model):
+        for layer in block.layers:
+            full, weight = block.full_name(layer), block.layer(layer).weight
+            pruned.add(block.full_name(block.parameter(layer)))
+            wanted = plan[full].removed(weight.numel())
+            assert int((weight == 0).sum()) == wanted == results[full].zeros, full
+            if pattern == "2:4":
+                assert bool(((weight.unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()), full
+            assert results[full].shape == tuple(weight.shape)
+    for full, parameter in dense.named_parameters():
+        if full not in pruned | moved:
+            assert torch.equal(parameter, model.get_parameter(full)), full
+    coupled = any(isinstance(step, EpochResult) for step in steps)
+    assert coupled == (method != "sparsegpt")
+    with torch.no_grad():
+        assert all(bool(model(input_ids=batch).logits.isfinite().all()) for batch in batches())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("method", ["published", "sparsellm"])
+def test_opt_350m_without_nan(method: str, dtype: torch.dtype) -> None:
+    """The post-norm form with projections in and out, in every dtype: finite, exact, and stored as it was."""
+    model = tiny("opt-350m", dtype)
+    plan = uniform(blocks_of(model), parse_pattern("2:4"))
+    compute = None if dtype is torch.float32 else torch.float32
+    results = [s for s in prune_blocks(model, batches(), METHODS[method], plan, compute) if isinstance(s, LayerResult)]
+    assert len(results) == 12
+    assert all(0 <= step.error < 1.5 for step in results)
+    for parameter in model.parameters():
+        assert parameter.dtype == dtype
+        assert bool(parameter.isfinite().all())
+    with torch.no_grad():
+        assert bool(model.float()(input_ids=batches()[0]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@torch.no_grad()
+def test_each_token_goes_to_its_experts(name: str) -> None:
+    """Routed tokens add up to tokens times top-k; an expert's Gram is that of its tokens, and of others where these are few."""
+    model = tiny(name)
+    for block, inputs in walk(model, batches(), stop=1):
+        seen: list[tuple[Tensor, Tensor]] = []
+        experts = block.module.get_submodule("mlp.experts")
+        hook = experts.register_forward_pre_hook(lambda _, arguments, seen=seen: seen.append(arguments[:2]))
+        for hidden, call in zip(inputs.pruned, inputs.calls(block), strict=True):
+            block(hidden, call)
+        hook.remove()
+        x, chosen = (torch.cat(some) for some in zip(*seen, strict=True))
+        wanted = [int((chosen == number).any(-1).sum()) for number in range(4)]
+        least = max(block.layer("mlp.experts.0.down_proj").in_features, 32)
+        tokens = []
+        for number in range(4):
+            name, gram = f"mlp.experts.{number}.up_proj", Gram(32)
+            gram.update(torch.cat([shown.inputs[name] for shown in inputs.passes(block, [name])]))
+            own = x[(chosen == number).any(-1)]
+            if wanted[number] >= least:
+                torch.testing.assert_close(gram.matrix, own.T @ own / len(own), rtol=1e-4, atol=1e-4)
+            else:
+                assert gram.tokens == min(least, 80)
+            tokens.append(gram.tokens)
+        results = LayerWise(SparseGPT()).prune(block, inputs, uniform([block], parse_pattern("50%")))
+        found = {step.name.removeprefix(f"{block.name}."): step for step in results if isinstance(step, LayerResult)}
+        experts_found = [found[f"mlp.experts.{number}.gate_proj"] for number in range(4)]
+        assert [step.routed for step in experts_found] == wanted
+        assert [step.tokens for step in experts_found] == tokens
+        assert sum(wanted) == 80 * 2 == len(x) * 2
+        assert found["self_attn.q_proj"].routed is None
