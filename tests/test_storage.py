@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.storage import OnFile, Rows, Storage, lengths
+from sparsellm.storage import Kept, OnFile, OnHost, Rows, Storage, lengths
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -20,10 +20,18 @@ def some(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [(8 * torch.randn(length, 4, generator=generator)).to(dtype) for length in (5, 1, 7)]
 
 
+def list_of(kind: str, folder: Path) -> Kept:
+    return OnFile(folder / "one") if kind == "files" else OnHost()
+
+
+every_kind = pytest.mark.parametrize("kind", ["files", "host"])
+
+
+@every_kind
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_files_give_back_what_was_put(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_lists_give_back_what_was_put(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit for bit, also parts of larger tensors and transposed ones; a tensor read is its reader's own."""
-    kept = OnFile(tmp_path / "one")
+    kept = list_of(kind, tmp_path)
     for tensor in some(dtype):
         kept.append(tensor)
     assert len(kept) == 3
@@ -37,15 +45,69 @@ def test_files_give_back_what_was_put(dtype: torch.dtype, tmp_path: Path) -> Non
     assert lengths(kept) == [2, 1, 4]
 
 
-def test_files_do_no_more_than_that(tmp_path: Path) -> None:
-    """What a list on files cannot do is refused, not done by halves."""
-    kept = OnFile(tmp_path)
+@every_kind
+def test_lists_do_no_more_than_that(kind: str, tmp_path: Path) -> None:
+    """What such a list cannot do is refused, not done by halves."""
+    kept = list_of(kind, tmp_path)
     kept.append(some()[0])
     with pytest.raises(IndexError):
         kept[1]
     for wrong in (lambda: kept.insert(0, some()[0]), lambda: kept[0:1], lambda: kept.__delitem__(0), kept.pop):
         with pytest.raises(TypeError):
             wrong()
+
+
+@every_kind
+def test_what_is_on_its_way_is_not_what_was_there_before(kind: str, tmp_path: Path) -> None:
+    """Written while the next is fetched already, read in any order, written with another shape: always what was put last."""
+    kept = list_of(kind, tmp_path)
+    for number in range(4):
+        kept.append(torch.full((3,), float(number)))
+    for number in range(4):
+        assert float(kept[number][0]) == number
+        kept[(number + 1) % 4] = torch.full((3,), float(number) + 1)
+    assert [float(tensor[0]) for tensor in kept] == [4, 1, 2, 3]
+    kept[1] = torch.ones(5, 2)
+    assert kept[0].shape == (3,)
+    assert kept[1].shape == (5, 2)
+    assert lengths(kept) == [3, 5, 3, 3]
+    assert [float(kept[number].flatten()[0]) for number in (3, 0, 2, 2, 1)] == [3, 4, 2, 2, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_a_gpu_copies_while_it_works() -> None:
+    """Pinned memory; what is read, worked on and written back many times over is what it would be on the GPU alone."""
+    kept, plain = OnHost(), []
+    for number in range(6):
+        tensor = torch.randn(1000, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(number)) / 30
+        kept.append(tensor)
+        plain.append(tensor)
+    for _ in range(5):
+        for number in range(6):
+            kept[number] = (kept[number] @ kept[number]).tanh()
+            plain[number] = (plain[number] @ plain[number]).tanh()
+    assert all(some.is_pinned() for some in kept._kept)
+    assert all(torch.equal(a, b) and a.is_cuda for a, b in zip(kept, plain, strict=True))
+
+
+def test_a_gpu_has_the_processors_memory_too(tmp_path: Path) -> None:
+    """What its own has no room for goes there, and to files only after that; what was given back can be used again."""
+    storage = Storage(100, tmp_path, host=150)
+
+    def kinds(count: int) -> list[str]:
+        with storage.lists(count, 50) as kept:
+            return [type(some).__name__ for some in kept]
+
+    assert kinds(2) == ["list"] * 2
+    assert kinds(3) == ["OnHost"] * 3
+    assert kinds(4) == ["OnFile"] * 4
+    with storage.lists(1, 60):
+        with storage.lists(1, 60) as (kept,):
+            assert isinstance(kept, OnHost)
+            assert kinds(2) == ["OnFile"] * 2
+        assert storage.most_kept == 60 + 60 + 100
+        assert storage.most_written == 4 * 50
+    assert kinds(2) == ["list"] * 2
 
 
 @pytest.mark.parametrize(("budget", "files"), [(None, [0, 0, 0]), (0, [2, 3, 2]), (250, [0, 1, 0]), (100, [2, 2, 2])])
@@ -77,13 +139,13 @@ def test_files_go_when_something_fails(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("on_file", [False, True])
+@pytest.mark.parametrize("kind", ["memory", "files", "host"])
 @pytest.mark.parametrize(
     "wanted", [slice(0, 13), slice(0, 11), slice(11, 13), slice(5, 6), slice(0, 13, 4), slice(2, 12, 3)], ids=str
 )
-def test_rows(on_file: bool, wanted: slice, tmp_path: Path) -> None:
+def test_rows(kind: str, wanted: slice, tmp_path: Path) -> None:
     """Rows are counted over the whole list; tensors without any are left out; cuts of cuts too."""
-    source = OnFile(tmp_path) if on_file else []
+    source = [] if kind == "memory" else list_of(kind, tmp_path)
     for tensor in some():
         source.append(tensor)
     found = Rows(source, wanted)

@@ -29,7 +29,7 @@ RESIDENT_SHARE = 0.5
 """Of its memory, how much a run fills with the model; a larger one is read block by block."""
 
 STREAMS_SHARE = 0.25
-"""Of its memory, how much holds hidden states; what is more goes to files."""
+"""Of its memory, how much holds hidden states; what is more goes to files, a GPU's to such a share of the processor's first."""
 
 
 AMPLE = 2**30
@@ -128,7 +128,8 @@ def settle(
     folder: where a run may keep files; without one the model must fit, and what travels too. place: from `place_of`.
     """
     place = place or place_of(recipe, source, device, folder is not None)
-    storage = Storage(int(STREAMS_SHARE * place.memory) if folder else None, folder)
+    host = available(torch.device("cpu")) if device.type == "cuda" else None
+    storage = Storage(int(STREAMS_SHARE * place.memory) if folder else None, folder, int(STREAMS_SHARE * SHARE * (host or 0)))
     if isinstance(source, Loaded) or not place.streamed:
         model = source.load(recipe.dtype, device)
         return Residence(model, InMemory(), storage, compute_dtype(model), place.memory, place.note)

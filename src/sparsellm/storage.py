@@ -1,4 +1,4 @@
-"""Lists of tensors that are kept in memory while a budget lasts, and in files after that."""
+"""Lists of tensors that are kept in memory while a budget lasts, a GPU's in the processor's memory, and in files after that."""
 
 from __future__ import annotations
 
@@ -16,51 +16,54 @@ from torch import Tensor
 Kept = MutableSequence[Tensor]
 """A list of tensors, wherever they are."""
 
+HELD, HOSTED, WRITTEN = "held", "hosted", "written"
+"""Where tensors are: where they were made, in the processor's memory, in files."""
+
 
 class Storage:
     """Where lists of tensors are kept.
 
-    budget: bytes of memory for all lists together; None for any number. folder: where files may be made, in a folder of their
-    own that is removed with the last list; None for the system's own place for temporary files. most_written, most_kept: the
-    most bytes that were in files at once, and in memory and files together.
+    budget: bytes of memory for all lists together, where their tensors are; None for any number. host: bytes of the processor's
+    memory for what a GPU's budget has no room for. folder: where files may be made, in a folder of their own that is removed
+    with the last list; None for the system's own place for temporary files. most_written, most_kept: the most bytes that were
+    in files at once, and in memory and files together.
     """
 
-    def __init__(self, budget: int | None = None, folder: Path | None = None) -> None:
-        self.budget, self._folder = budget, folder
-        self._held = self._written = 0  # bytes in memory and in files, as far as they were announced
+    def __init__(self, budget: int | None = None, folder: Path | None = None, host: int = 0) -> None:
+        self.budget, self.host, self._folder = budget, host, folder
+        self._taken = dict.fromkeys((HELD, HOSTED, WRITTEN), 0)  # bytes by place, as far as they were announced
         self.most_written = self.most_kept = 0
 
     @contextmanager
     def lists(self, count: int, size: int) -> Iterator[list[Kept]]:
-        """Empty lists, within the context. size: bytes that each will hold; those that do not fit the budget are files."""
-        with self._room(count * size) as folder:
-            yield [[] if folder is None else OnFile(folder / str(number)) for number in range(count)]
+        """Empty lists, within the context. size: bytes that each will hold; those that do not fit elsewhere are files."""
+        with self._room(count * size) as (place, folder):
+            files = (OnFile(folder / str(number)) for number in range(count))
+            yield list(files) if place == WRITTEN else [[] if place == HELD else OnHost() for _ in range(count)]
 
     @contextmanager
-    def _room(self, size: int) -> Iterator[Path | None]:
-        """A folder for files, or None where there is memory, which is taken from the budget within the context."""
-        fits = self.budget is None or self._held + size <= self.budget
-        self._count(size, fits)
-        folder = None
+    def _room(self, size: int) -> Iterator[tuple[str, Path]]:
+        """Where there is room, which is taken within the context; and a folder, which is there if that is in files."""
+        limits = {HELD: self.budget, HOSTED: self.host, WRITTEN: None}
+        place = next(where for where, limit in limits.items() if limit is None or self._taken[where] + size <= limit)
+        self._count(size, place)
+        folder = Path()
         try:
-            if not fits:
+            if place == WRITTEN:
                 if self._folder is not None:
                     self._folder.mkdir(parents=True, exist_ok=True)
                 folder = Path(tempfile.mkdtemp(prefix="activations-", dir=self._folder))
-            yield folder
+            yield place, folder
         finally:
-            self._count(-size, fits)
-            if folder is not None:
+            self._count(-size, place)
+            if folder != Path():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _count(self, size: int, fits: bool) -> None:
+    def _count(self, size: int, place: str) -> None:
         """Bytes that are taken, or given back if negative."""
-        if fits:
-            self._held += size
-        else:
-            self._written += size
-        self.most_written = max(self.most_written, self._written)
-        self.most_kept = max(self.most_kept, self._held + self._written)
+        self._taken[place] += size
+        self.most_written = max(self.most_written, self._taken[WRITTEN])
+        self.most_kept = max(self.most_kept, sum(self._taken.values()))
 
 
 class Rows(Sequence[Tensor]):
@@ -97,9 +100,105 @@ class Rows(Sequence[Tensor]):
 
 def lengths(source: Sequence[Tensor]) -> list[int]:
     """How many rows each tensor of a list has; nothing is read for it."""
-    if isinstance(source, (OnFile, Rows)):
+    if isinstance(source, (OnFile, OnHost, Rows)):
         return source.lengths
     return [len(some) for some in source]
+
+
+class OnHost(MutableSequence[Tensor]):
+    """A list of tensors in the processor's memory; a read gives a tensor of its own, on the device it came from.
+
+    A GPU's are in pinned memory, and have a stream of their own for copies: while one is worked on, the next is on its way and
+    the one before goes back. Whoever reads is at most a batch of work ahead of the device, so that what was read can be freed.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._devices: list[torch.device] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._read_before: torch.cuda.Event | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many rows each tensor has."""
+        return [len(kept) for kept in self._kept]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> MutableSequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | MutableSequence[Tensor]:
+        if isinstance(index, slice):
+            raise TypeError("A list in the processor's memory is read one by one.")
+        number = range(len(self))[index]
+        coming = self._coming if self._coming is not None and self._coming[0] == number else self._fetch(number)
+        _, tensor, arrived = coming
+        if arrived is not None:
+            present = torch.cuda.current_stream(tensor.device)
+            present.wait_event(arrived)
+            tensor.record_stream(present)
+            if self._read_before is not None:
+                self._read_before.synchronize()
+            self._read_before = present.record_event()
+        self._coming = self._fetch(number + 1) if number + 1 < len(self) else None
+        return tensor
+
+    @overload
+    def __setitem__(self, index: int, value: Tensor) -> None: ...
+    @overload
+    def __setitem__(self, index: slice, value: object) -> None: ...
+    def __setitem__(self, index: int | slice, value: object) -> None:
+        if isinstance(index, slice) or not isinstance(value, Tensor):
+            raise TypeError("A list in the processor's memory is written one by one.")
+        number = range(len(self))[index]
+        if self._coming is not None and self._coming[0] == number:
+            self._coming = None
+        kept = self._kept[number]
+        self._devices[number] = value.device
+        self._kept[number] = self._stored(value, kept if kept.shape == value.shape and kept.dtype == value.dtype else None)
+
+    def insert(self, index: int, value: Tensor) -> None:
+        """Only at the end."""
+        if index != len(self):
+            raise TypeError("A list in the processor's memory grows at its end only.")
+        self._kept.append(self._stored(value))
+        self._devices.append(value.device)
+
+    def __delitem__(self, index: int | slice) -> None:
+        raise TypeError("A list in the processor's memory does not shrink.")
+
+    def _fetch(self, number: int) -> tuple[int, Tensor, torch.cuda.Event | None]:
+        """A tensor on its way to its device, and what tells that it has arrived."""
+        kept, device = self._kept[number], self._devices[number]
+        if device.type != "cuda":
+            return number, kept.to(device, copy=True), None
+        stream = self._stream(device)
+        with torch.cuda.stream(stream):
+            return number, kept.to(device, non_blocking=True), stream.record_event()
+
+    def _stored(self, value: Tensor, room: Tensor | None = None) -> Tensor:
+        """A tensor on its way to the processor's memory, to `room` if there is any: reads follow in the same stream."""
+        value = value.detach()
+        pinned = value.device.type == "cuda"
+        room = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned) if room is None else room
+        if not pinned:
+            return room.copy_(value)
+        stream = self._stream(value.device)
+        stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(stream):
+            room.copy_(value, non_blocking=True)
+        value.record_stream(stream)
+        return room
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream for copies from and to a device."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
 
 class OnFile(MutableSequence[Tensor]):

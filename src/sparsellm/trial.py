@@ -26,7 +26,7 @@ from sparsellm.pruning import SENSING, prune_model
 from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.refinement import cut
 from sparsellm.report import Report
-from sparsellm.residence import STREAMS_SHARE, Place, Residence, batch_to_measure, settle
+from sparsellm.residence import Place, Residence, batch_to_measure, settle
 from sparsellm.sensitivity import TOKENS
 from sparsellm.storage import Storage
 
@@ -74,7 +74,7 @@ class Trial:
                 nonlocal done
                 if isinstance(event, Stage):
                     most = min(self.samples, -(-TOKENS // ready.length)) if event.name == SENSING else self.samples
-                    stages.begin(event.name, self._budget(windows, most))
+                    stages.begin(event.name, self._share(windows, most))
                 elif isinstance(event, BlockResult):
                     done += 1
                     if done == VISITED:
@@ -98,7 +98,7 @@ class Trial:
             stages = _Stages(meter, home.storage)
             for batches in (1, 2):
                 count = min(most, batches * self.measured)
-                stages.begin(str(batches), self._budget(count, most))
+                stages.begin(str(batches), self._share(count, most))
                 home.measured(self._draw(count), batch=self.measured)
             return list(stages.end().values())
 
@@ -121,9 +121,9 @@ class Trial:
         shape = (count, self.small.length(self.ready.length))
         return torch.randint(self.small.checkpoint.config.get_text_config().vocab_size, shape, generator=generator)
 
-    def _budget(self, windows: int, most: int) -> int:
-        """What may be kept in memory of so many windows where the real run has `most`: the same lists then go to files."""
-        return int(STREAMS_SHARE * self.place.memory / self.small.scale**2 * min(1.0, windows / most))
+    def _share(self, windows: int, most: int) -> float:
+        """Of the real run's room for lists, that of so many windows where it has `most`: the same lists then go to files."""
+        return min(1.0, windows / most) / self.small.scale**2
 
     def _plan(self, blocks: Sequence[Block]) -> Plan:
         """The recipe's plan, or as many zeros without order where its groups do not fit the miniature."""
@@ -152,13 +152,14 @@ class _Stages:
 
     def __init__(self, meter: Meter, storage: Storage) -> None:
         self._meter, self._storage, self._name = meter, storage, ""
+        self._budget, self._host = storage.budget or 0, storage.host
         self._seen: dict[str, Seen] = {}
 
-    def begin(self, name: str, budget: int) -> None:
-        """A stage begins, in which so many bytes may be kept in memory."""
+    def begin(self, name: str, share: float) -> None:
+        """A stage begins, in which this share of the room may be taken."""
         self.end()
         self._name = name
-        self._storage.budget = budget
+        self._storage.budget, self._storage.host = int(share * self._budget), int(share * self._host)
         self._storage.most_written = self._storage.most_kept = 0
         self._meter.restart()
 
