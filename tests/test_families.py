@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from sparsellm.allocation import uniform
 from sparsellm.architectures import ARCHITECTURES
 from sparsellm.blocks import blocks_of
+from sparsellm.inspection import inspect
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
+from sparsellm.recipe_file import read_recipe
+from sparsellm.run import run
 from sparsellm.sequential import prune_blocks, walk
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.work import working
+from tests.conftest import byte_tokenizer
 
 SHARED = {
-    "vocab_size": 96,
+    "vocab_size": 260,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
@@ -37,7 +45,7 @@ SHARED = {
     "initializer_range": 0.2,
 }
 GATED = {**SHARED, "intermediate_size": 48, "num_key_value_heads": 2}
-GPT = {"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "initializer_range": 0.2}
+GPT = {"vocab_size": 260, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "initializer_range": 0.2}
 GPT |= {"bos_token_id": 1, "eos_token_id": 2}
 OPT = {**{key: value for key, value in SHARED.items() if key != "initializer_range"}, "ffn_dim": 64, "init_std": 0.2}
 MOE = {**GATED, "num_experts": 4, "num_experts_per_tok": 2}
@@ -75,7 +83,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gptj": config("GPTJ", **GPT, rotary_dim=4),
     "gpt_neox": config("GPTNeoX", **SHARED, intermediate_size=64),
     "gpt_neox-serial": config("GPTNeoX", **SHARED, intermediate_size=64, use_parallel_residual=False),
-    "bloom": config("Bloom", vocab_size=96, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2),
+    "bloom": config("Bloom", vocab_size=260, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2),
     "falcon": config("Falcon", **SHARED),
     "falcon-new": config("Falcon", **SHARED, new_decoder_architecture=True, num_kv_heads=2),
     "falcon-rw": config("Falcon", **SHARED, multi_query=False, parallel_attn=False, alibi=True, bias=True),
@@ -102,7 +110,7 @@ def tiny(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def batches() -> list[Tensor]:
     """Two batches of different sizes: 80 tokens."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 96, shape, generator=generator) for shape in ((3, 20), (1, 20))]
+    return [torch.randint(3, 250, shape, generator=generator) for shape in ((3, 20), (1, 20))]
 
 
 def entering(model: PreTrainedModel) -> list[list[Tensor]]:
@@ -202,6 +210,51 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     assert coupled == (method != "sparsegpt")
     with torch.no_grad():
         assert all(bool(model(input_ids=batch).logits.isfinite().all()) for batch in batches())
+
+
+def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
+    """A checkpoint pruned to 60 % as a whole run does it, with its files."""
+    tokens = torch.cat([batch[:, :20] for batch in batches()])
+    chosen = {"method": method, "sparsity": "60%", "calibration": "given in memory", "allocation": "uniform", **settings}
+    if method == "sparsellm":
+        chosen |= {"solver": "sparsegpt", "newton": 0}
+    recipe = read_recipe({"model": str(source), "batch": 2, **chosen})
+    said: list[str] = []
+    with working(output) as work:
+        result = run(recipe, lambda event: said.append(str(event)), tokens, work=work)
+        assert any("read block by block" in told for told in said) == bool(settings.get("stream"))
+        return result.save_pretrained(output)
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All that its weight files hold."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "sparsellm"])
+@every_family
+def test_streamed_as_in_memory(name: str, method: str, tmp_path: Path) -> None:
+    """Read block by block it ends in the same tensors of the same names; read again it is the same model."""
+    source = tmp_path / "dense"
+    tiny(name).save_pretrained(source, max_shard_size="40kB")
+    byte_tokenizer().save_pretrained(source)
+    folders = [written(source, tmp_path / place, method, stream=place == "streamed") for place in ("whole", "streamed")]
+    whole, streamed = (tensors_of(folder) for folder in folders)
+    assert whole.keys() == streamed.keys()
+    assert all(torch.equal(whole[key], streamed[key]) for key in whole)
+    assert (
+        json.loads((folders[1] / "sparsellm.json").read_text())["notes"]
+        == json.loads((folders[0] / "sparsellm.json").read_text())["notes"]
+    )
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders]
+    with torch.no_grad():
+        logits = [model(input_ids=batches()[0]).logits for model in models]
+    assert torch.equal(*logits)
+    found = inspect(str(folders[1]), str(source), "60%")
+    assert found.as_expected
+    assert len(found.layers) == sum(len(block.layers) for block in blocks_of(models[0]))
+    assert not found.only_here
+    assert not found.only_there
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -75,9 +75,9 @@ class Checkpoint:
             model.tie_weights()
             return model
 
-        places = locate(self.files(), empty(torch.float32))
         kind = self.dtype(dtype)
         model = empty(kind)
+        places = locate(self.files(), model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)

@@ -10,13 +10,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.inspection import REPORT, Tensors, compare, follows
+from sparsellm.methods import LayerResult
 from sparsellm.patterns import parse_pattern, zeros_in
 from sparsellm.report import Report, strict_json
 from sparsellm.weights import OnDisk
@@ -106,7 +109,7 @@ def save(
         (work / "README.md").write_text(report.to_markdown(), encoding="utf-8")
         written = report.to_dict() | {"files": sorted(_files(work) | {REPORT})}
         (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
-        verify(work, report, dense)
+        verify(work, report, dense, model)
         _share(work)
         _put(work, path)
     except SafetensorError as error:
@@ -125,19 +128,26 @@ def _of_system(error: SafetensorError, path: Path) -> Exception:
 
 
 def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
-    """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings."""
+    """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings.
+
+    Names and forms are those of the dense model's files, as `save_pretrained` would have it.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
     blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
     pieces = [*blocks, *([name] for name in weights.end_names())]
     placed: dict[str, str] = {}
     total = 0
     for number, names in enumerate(pieces, 1):
         file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
-        tensors = {name: weights.read(name).contiguous() for name in names}
+        read = {name: weights.read(name).contiguous() for name in names}
+        tensors = revert_weight_conversion(model, read)
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        placed |= dict.fromkeys(names, file)
-        written = weights.file_of(names)
+        placed |= dict.fromkeys(tensors, file)
+        written = weights.file_of(names) if tensors.keys() == read.keys() else None
         if written is None or written.parent.name != WORK or not _linked(written, work / file):
-            save_file(tensors, work / file, metadata={"format": "pt"})
+            owned = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+            save_file(owned if tensors.keys() != read.keys() else tensors, work / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
     (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model.config.save_pretrained(work)
@@ -154,29 +164,51 @@ def _linked(file: Path, other: Path) -> bool:
     return True
 
 
-def verify(folder: Path, report: Report, dense: Path | None) -> None:
+def verify(folder: Path, report: Report, dense: Path | None, model: PreTrainedModel) -> None:
     """Read a written checkpoint back; raise VerificationFailed unless it holds what the report says.
 
     Every pruned layer has the zeros reported and its pattern; every tensor that the report does not call
     moved is bit-identical to the one in `dense`, after conversion where the model was loaded in another dtype than its file's.
+    Of a parameter that holds several layers, so are those that were not pruned. model: of that form, for its names.
     """
-    here = Tensors(folder)
-    for layer in report.layers:
-        weight = here[f"{layer.name}.weight"]
-        zeros = zeros_in(weight)
-        if zeros != layer.zeros or not follows(weight, parse_pattern(layer.pattern)):
-            raise VerificationFailed(
-                f"{layer.name} was written with {zeros} zeros, {layer.zeros} were meant ({layer.pattern}). "
-                "The disk or the file system is at fault: nothing was kept."
-            )
-    if dense is None:
+    here = Tensors(folder, model)
+    there = None if dense is None else Tensors(dense, model)
+    results = {layer.name: layer for layer in report.layers}
+    pruned = {name for block in report.blocks for name in block.moved}
+    for block in blocks_of(model):
+        parameters: dict[str, list[str]] = {}
+        for name in block.layers:
+            parameters.setdefault(block.full_name(block.parameter(name)), []).append(name)
+        for parameter, names in parameters.items():
+            mine = [name for name in names if block.full_name(name) in results]
+            if not mine:
+                continue
+            pruned.add(parameter)
+            whole = here[parameter]
+            other = None if there is None or len(mine) == len(names) else there[parameter].to(whole.dtype)
+            for name in names:
+                weight = block.part(name, whole)
+                if name in mine:
+                    _check_zeros(weight, results[block.full_name(name)])
+                elif other is not None and not torch.equal(weight, block.part(name, other)):
+                    raise VerificationFailed(f"{block.full_name(name)} was not pruned and differs from the dense model's.")
+    if there is None:
         return
-    pruned = {f"{layer.name}.weight" for layer in report.layers} | {name for block in report.blocks for name in block.moved}
-    found = compare(here, Tensors(dense), as_stored=False)
+    found = compare(here, there, as_stored=False)
     changed = [key for key in (*found["changed"], *found["only_here"]) if key not in pruned]
     if changed:
         raise VerificationFailed(
             f"{len(changed)} tensors that were not pruned differ from the dense model's, {changed[0]} first."
+        )
+
+
+def _check_zeros(weight: Tensor, layer: LayerResult) -> None:
+    """Raise VerificationFailed unless a written layer has its zeros."""
+    zeros = zeros_in(weight)
+    if zeros != layer.zeros or not follows(weight, parse_pattern(layer.pattern)):
+        raise VerificationFailed(
+            f"{layer.name} was written with {zeros} zeros, {layer.zeros} were meant ({layer.pattern}). "
+            "The disk or the file system is at fault: nothing was kept."
         )
 
 

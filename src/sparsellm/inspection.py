@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sparsellm.blocks import blocks_of
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
+from sparsellm.files import check_files
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern, zeros_in
+from sparsellm.weights import NotStreamable, Place, Stored, named, read_stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPORT = "sparsellm.json"
 """The file in which a run leaves its report beside the weights."""
@@ -77,24 +82,26 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
     """
     checkpoint = open_checkpoint(model)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
-    here = Tensors(checkpoint.folder)
-    full = [block.full_name(name) for block in blocks_of(checkpoint.skeleton()) for name in block.layers]
-    names = {_bare(f"{name}.weight"): name for name in full}
+    skeleton = checkpoint.skeleton()
+    here = Tensors(checkpoint.folder, skeleton)
+    within: dict[str, list[tuple[Block, str]]] = {}  # the layers that each parameter holds
+    for block in blocks_of(skeleton):
+        for name in block.layers:
+            within.setdefault(block.full_name(block.parameter(name)), []).append((block, name))
     planned = planned_layers(checkpoint.folder)
     shared = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     layers: list[LayerZeros] = []
     parameters = zeros = 0
     for key, tensor in here:
         parameters += tensor.numel()
-        zero = zeros_in(tensor)
-        zeros += zero
-        name = names.get(_bare(key))
-        if name is not None:
+        zeros += zeros_in(tensor)
+        for block, part in within.get(key, ()):
+            name, weight = block.full_name(part), block.part(part, tensor)
             checked = pattern is not None and (planned is None or name in planned)
             own = parse_pattern(planned[name]) if shared and planned and name in planned else pattern
-            holds = follows(tensor, own) if checked and own is not None else None
-            layers.append(LayerZeros(name, (tensor.shape[0], tensor.shape[1]), zero, holds))
-    changes = compare(here, Tensors(open_checkpoint(against).folder)) if against else {}
+            holds = follows(weight, own) if checked and own is not None else None
+            layers.append(LayerZeros(name, (weight.shape[0], weight.shape[1]), zeros_in(weight), holds))
+    changes = compare(here, _other(against)) if against else {}
     checked_layers = [layer for layer in layers if layer.holds is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
     # Layers round their shares one by one.
@@ -150,42 +157,41 @@ def planned_layers(folder: Path) -> dict[str, str] | None:
         raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
 
 
-class Tensors:
-    """The tensors of a checkpoint by name, read one at a time; sharded or single safetensors, or `.bin` (weights only)."""
+def _other(name: str) -> Tensors:
+    """The tensors of another checkpoint."""
+    checkpoint = open_checkpoint(name)
+    return Tensors(checkpoint.folder, checkpoint.skeleton())
 
-    def __init__(self, folder: Path) -> None:
-        self.files: dict[str, Path] = dict(sorted(_tensor_files(folder)))
-        self._loaded: Mapping[str, Tensor] = {}
-        self._from: Path | None = None
+
+class Tensors:
+    """The tensors of a checkpoint, read one at a time; sharded or single safetensors, or `.bin` (weights only).
+
+    By the names that the model gives them, as `from_pretrained` would have it; what the model does not know, and all of a
+    checkpoint that must be loaded as a whole, by the names in the files.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        files = check_files(folder.name, folder)
+        self._whole: dict[str, Tensor] = {}
+        try:
+            places, unknown, _ = named(files, model)
+            self.files: dict[str, Stored] = dict(sorted({**unknown, **places}.items()))
+        except NotStreamable:
+            self.files = {}
+            for file in files:
+                if file.suffix == ".safetensors":
+                    with safe_open(file, framework="pt") as stream:
+                        self.files |= {key: Place(file, key) for key in stream.keys()}  # noqa: SIM118  (a file, not a dict)
+                else:
+                    loaded = torch.load(file, map_location="cpu", weights_only=True)
+                    self._whole |= loaded
+                    self.files |= {key: Place(file, key) for key in loaded}
 
     def __getitem__(self, key: str) -> Tensor:
-        file = self.files[key]
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as stream:
-                tensor: Tensor = stream.get_tensor(key)
-                return tensor
-        if self._from != file:
-            self._loaded, self._from = torch.load(file, map_location="cpu", weights_only=True), file
-        return self._loaded[key]
+        return self._whole[key] if key in self._whole else read_stored(self.files[key])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((key, self[key]) for key in self.files)
-
-
-def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each tensor's name and file."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file() and not (folder / "model.safetensors").is_file():
-            for key, file in json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].items():
-                yield key, folder / file
-            return
-    single = folder / "model.safetensors"
-    if single.is_file():
-        with safe_open(single, framework="pt") as stream:
-            yield from ((key, single) for key in stream.keys())  # noqa: SIM118  (a file, not a dict)
-        return
-    single = folder / "pytorch_model.bin"
-    yield from ((key, single) for key in torch.load(single, map_location="meta", weights_only=True))
 
 
 def _identical(one: Tensor, other: Tensor, as_stored: bool) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -54,6 +55,34 @@ class Place:
     key: str
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """A tensor that is stored in pieces, such as one for each expert, and put together when it is loaded.
+
+    sources: each piece and the pattern of its name, in the order in which transformers collects them. converter: its way to put
+    them together. model: whose tensor it is.
+    """
+
+    name: str
+    sources: tuple[tuple[Place, str], ...]
+    converter: Any
+    model: PreTrainedModel
+
+    @property
+    def file(self) -> Path:
+        """Where the first piece is stored."""
+        return self.sources[0][0].file
+
+    @property
+    def key(self) -> str:
+        """The first piece's name there."""
+        return self.sources[0][0].key
+
+
+Stored = Place | Gathered
+"""Where a tensor is stored, in one piece or several."""
+
+
 class OnDisk:
     """Tensors on the meta device, filled from files while they are needed.
 
@@ -68,7 +97,7 @@ class OnDisk:
     def __init__(
         self,
         model: PreTrainedModel,
-        places: Mapping[str, Place],
+        places: Mapping[str, Stored],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         ahead: bool = False,
@@ -106,7 +135,9 @@ class OnDisk:
     def file_of(self, names: Iterable[str]) -> Path | None:
         """The one safetensors file that holds these tensors under their own names, and nothing else; None if there is none."""
         wanted = set(names)
-        places = {self._places[name] for name in wanted}
+        places = {place for name in wanted if isinstance(place := self._places[name], Place)}
+        if len(places) < len(wanted):
+            return None
         files = {place.file for place in places}
         if len(files) != 1 or {place.key for place in places} != wanted or next(iter(files)).suffix != ".safetensors":
             return None
@@ -123,7 +154,7 @@ class OnDisk:
     def read(self, name: str) -> Tensor:
         """One tensor, in its stored shape and in the model's dtype, on the processor."""
         place = self._places[name]
-        tensor = _read(place)
+        tensor = read_stored(place)
         if tensor.is_floating_point():
             if not all_finite(tensor):
                 raise BadCheckpoint(
@@ -205,27 +236,13 @@ class OnDisk:
                 _put(module, leaf, empty)
 
 
-def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Place]:
+def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
 
-    Raises NotStreamable, saying why, where a tensor must be converted (fused or split on the way in) or has no place.
+    Raises NotStreamable, saying why, where a tensor is split on the way in or has no place.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    known = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    places: dict[str, Place] = {}
-    for file in files:
-        for key in _keys(file):
-            name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            if converted is not None and name in known:
-                raise NotStreamable(f"{key} is converted when it is loaded")
-            if name in known:
-                places[name] = Place(file, key)
-    owners = _owners(model)
+    places, _, model._weight_conversions = named(files, model)  # so that it is written as it was read
+    known, owners = model.state_dict(), _owners(model)
     there = {owners[name] for name in places}
     missing = [name for name in known if owners[name] not in there]
     if missing:
@@ -233,6 +250,41 @@ def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Place]:
     if any(getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")):
         raise NotStreamable("some of its tensors stay in float32 whatever the dtype")
     return places
+
+
+def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stored], dict[str, Place], list[Any]]:
+    """Where tensors are stored: by the model's names, and by their own those that the model does not know.
+
+    And what transformers changes of their names and forms when it loads them. Raises NotStreamable where it splits one.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    known = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    places: dict[str, Stored] = {}
+    pieces: dict[str, list[tuple[Place, str]]] = {}
+    unknown: dict[str, Place] = {}
+    stored = [Place(file, key) for file in files for key in _keys(file)]
+    for place in sorted(stored, key=lambda some: dot_natural_key(some.key)):
+        name, pattern = rename_source_key(place.key, renamings, converters, model.base_model_prefix, known)
+        if name not in known:
+            name, pattern = rename_source_key(place.key, [], [], model.base_model_prefix, known)
+        if name not in known:
+            unknown[place.key] = place
+        elif pattern is not None:
+            pieces.setdefault(name, []).append((place, pattern))
+        else:
+            places[name] = place
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for name, sources in pieces.items():
+        converter = by_pattern[sources[0][1]]
+        if len(converter.target_patterns) > 1:
+            raise NotStreamable(f"{sources[0][0].key} is split when it is loaded")
+        places[name] = Gathered(name, tuple(sources), converter, model)
+    return places, unknown, [entry for entry in mapping if entry.was_used()]
 
 
 class NotStreamable(Exception):
@@ -282,6 +334,23 @@ def _keys(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     return list(_unpickled(file))
+
+
+def read_stored(stored: Stored) -> Tensor:
+    """A tensor as the model has it, in the dtype of its file, with memory of its own."""
+    if isinstance(stored, Place):
+        return _read(stored)
+    converter = copy.deepcopy(stored.converter)
+    for place, pattern in stored.sources:
+        converter.add_tensor(stored.name, place.key, pattern, _read(place))
+    try:
+        found = converter.convert(stored.name, model=stored.model, config=stored.model.config)[stored.name]
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise BadCheckpoint(
+            f"{stored.name} cannot be put together from {stored.key} and its like: {str(error).splitlines()[0]}"
+        ) from error
+    tensor: Tensor = found[0] if isinstance(found, list) else found
+    return tensor
 
 
 def _read(place: Place) -> Tensor:
