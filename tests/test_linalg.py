@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SingularGram
-from sparsellm.linalg import all_finite, cholesky, damped, dead_inputs, inverse_factor, quadratic, refit
+from sparsellm.linalg import all_finite, cholesky, damped, dead_inputs, inverse_factor, quadratic, refit, zeros_in
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -216,3 +216,13 @@ def test_all_finite(dtype: torch.dtype) -> None:
         sound[5, 1] = -bad
         assert not all_finite(sound)
         sound[5, 1] = 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_zeros_in(dtype: torch.dtype) -> None:
+    """Zeros of either sign count, the smallest other number does not; of a view, only its own."""
+    weight = torch.full((6, 8), torch.finfo(dtype).smallest_normal, dtype=dtype)
+    assert zeros_in(weight) == 0
+    weight[1, :3], weight[4, 0] = 0.0, -0.0
+    assert zeros_in(weight) == 4
+    assert zeros_in(weight[:, 1:]) == 2

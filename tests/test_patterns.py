@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, SparseLLMError
-from sparsellm.patterns import NM, Pattern, Unstructured, keep_largest, parse_pattern, zeros_in
+from sparsellm.patterns import NM, Pattern, Unstructured, keep_largest, parse_pattern
 
 PARSED: list[tuple[str | float, Pattern]] = [
     ("70%", Unstructured(0.7)),
@@ -196,13 +196,3 @@ def test_keep_largest_is_a_stable_sort(values: list[int], data: st.DataObject) -
     removed = data.draw(st.integers(0, len(values)))
     keep = keep_largest(torch.tensor(values, dtype=torch.float32), removed)
     assert keep.tolist() == brute_keep([float(value) for value in values], removed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_zeros_in(dtype: torch.dtype) -> None:
-    """Zeros of either sign count, the smallest other number does not; of a view, only its own."""
-    weight = torch.full((6, 8), torch.finfo(dtype).smallest_normal, dtype=dtype)
-    assert zeros_in(weight) == 0
-    weight[1, :3], weight[4, 0] = 0.0, -0.0
-    assert zeros_in(weight) == 4
-    assert zeros_in(weight[:, 1:]) == 2

@@ -19,8 +19,9 @@ from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.inspection import REPORT, Tensors, compare, follows
+from sparsellm.linalg import zeros_in
 from sparsellm.methods import LayerResult
-from sparsellm.patterns import parse_pattern, zeros_in
+from sparsellm.patterns import parse_pattern
 from sparsellm.report import Report, strict_json
 from sparsellm.weights import OnDisk
 

@@ -16,7 +16,8 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.files import check_files
-from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern, zeros_in
+from sparsellm.linalg import zeros_in
+from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.weights import NotStreamable, Place, Stored, named, read_stored
 
 if TYPE_CHECKING:

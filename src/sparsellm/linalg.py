@@ -20,6 +20,11 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
+def zeros_in(weight: Tensor) -> int:
+    """How many entries are exactly zero. Without a copy: the sum of a comparison would take eight bytes for each entry."""
+    return weight.numel() - int(weight.count_nonzero())
+
+
 def dead_inputs(gram: Tensor) -> Tensor:
     """(in,) bool: True for inputs that were zero on every token. Their weights do nothing."""
     return gram.diagonal() == 0

@@ -129,11 +129,6 @@ class NM:
 Pattern = Unstructured | NM
 
 
-def zeros_in(weight: Tensor) -> int:
-    """How many entries are exactly zero. Without a copy: the sum of a comparison would take eight bytes for each entry."""
-    return weight.numel() - int(weight.count_nonzero())
-
-
 def keep_largest(score: Tensor, removed: int) -> Tensor:
     """True on all of `score` (any shape, finite) but the `removed` smallest; of equals the earlier positions go."""
     if removed <= 0:

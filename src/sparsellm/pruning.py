@@ -16,8 +16,9 @@ from sparsellm.budgets import share_out
 from sparsellm.distillation import Group, coupling, distil, grouped, held_back, last_states, written
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
+from sparsellm.linalg import zeros_in
 from sparsellm.methods import BlockMethod, BlockResult, Plan
-from sparsellm.patterns import Unstructured, zeros_in
+from sparsellm.patterns import Unstructured
 from sparsellm.preparation import coupling_step, coupling_written
 from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.report import Report

@@ -13,8 +13,8 @@ from sparsellm.blocks import blocks_of, computed_in
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
+from sparsellm.linalg import zeros_in
 from sparsellm.memory import available, human_bytes
-from sparsellm.patterns import zeros_in
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
 from sparsellm.weights import InMemory, NotStreamable, OnDisk, Weights

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from sparsellm.ahead import Ahead
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
-from sparsellm.linalg import all_finite
+from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.memory import give_back
-from sparsellm.patterns import zeros_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

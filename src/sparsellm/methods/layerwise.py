@@ -15,10 +15,10 @@ from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.feedforward import FeedForward
-from sparsellm.linalg import all_finite
+from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
-from sparsellm.patterns import Pattern, zeros_in
+from sparsellm.patterns import Pattern
 from sparsellm.problem import LayerProblem, share_lost
 from sparsellm.solvers import LayerSolver, Unwaiting
 

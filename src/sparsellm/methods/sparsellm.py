@@ -15,12 +15,11 @@ from sparsellm.activations import Activations, Seen
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting
 from sparsellm.feedforward import FeedForward
-from sparsellm.linalg import damped, lifted, refit
+from sparsellm.linalg import damped, lifted, refit, zeros_in
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned, solve, zeros_of
 from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import zeros_in
 from sparsellm.refinement import Descent, Refined, refine_block
 from sparsellm.regression import Regression
 from sparsellm.sensitivity import layer_sensitivities
