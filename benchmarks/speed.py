@@ -118,6 +118,11 @@ class Phases(TorchDispatchMode):
         self._settle()
         self._stack[0] = name if name != "pruning" else "other"
 
+    def restart(self) -> None:
+        """Forget the seconds so far."""
+        self._settle()
+        self.seconds.clear()
+
     def _settle(self) -> None:
         now = time.perf_counter()
         self.seconds[self._stack[-1]] += now - self._since
@@ -214,6 +219,7 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
             phases.stage(event.name)
 
     with watched(phases), phases if operations else torch.no_grad():
+        phases.restart()  # the imports are no part of it
         done = run(recipe, observe)
     phases.enter("end")
     left_out = {"opening", "reading texts", "loading", "end"}
