@@ -204,6 +204,28 @@ def test_how_often_a_block_waits(
     assert others == [(0, 3), (0, 3)]
 
 
+class NoDoubles(TorchDispatchMode):
+    """Within its context, as on a device without float64."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Sequence = (), keywords: Mapping | None = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        assert not (isinstance(result, Tensor) and result.dtype == torch.float64), function
+        return result
+
+
+def test_apples_gpus_have_no_float64(queued: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """SparseGPT does without: the same weights, and errors that differ by rounding."""
+    one, other = model_of("llama"), model_of("llama")
+    said = results(one, "60%")
+    queued()
+    monkeypatch.setattr(devices, "widest", lambda device: torch.float32)
+    with NoDoubles():
+        told = results(other, "60%")
+    assert same(one, other)
+    assert [layer.zeros for layer in told] == [layer.zeros for layer in said]
+    assert [layer.error for layer in told] == pytest.approx([layer.error for layer in said], rel=1e-4)
+
+
 @needs_gpu
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_gpu_is_never_waited_for(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:

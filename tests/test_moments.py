@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.moments import Cross, Gram, InputNorms, NoInputs
 
 TOKENS, FEATURES, OUTPUTS = 600, 24, 10
@@ -171,3 +172,19 @@ def test_panels(features: int) -> None:
     assert torch.equal(found, found.T)
     assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.max())
     assert torch.allclose(gram.centred().matrix.double(), torch.cov(x.double().T, correction=0), atol=1e-5)
+
+
+def test_moments_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and sums of both count: another process that saw the same doubles the sums and leaves the means."""
+    x, y = inputs(), targets()
+    gram, cross, norms = Gram(FEATURES), Cross(OUTPUTS, FEATURES), InputNorms(FEATURES)
+    gram.update(x)
+    cross.update(y, x)
+    norms.update(x)
+    alone = gram.matrix, cross.matrix, norms.norms
+    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
+    for some in (gram, cross, norms):
+        some.reduce()
+    assert gram.tokens == norms.tokens == 2 * TOKENS
+    assert all(torch.equal(a, b) for a, b in zip(alone, (gram.matrix, cross.matrix, norms.norms), strict=True))
