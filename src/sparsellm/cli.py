@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from sparsellm import __version__, options
-from sparsellm.commands.comparing import sweep
+from sparsellm.commands.comparing import report, sweep
 from sparsellm.commands.looking import demo, evaluate, inspect, methods
 from sparsellm.commands.pruning import plan, prune
 
@@ -34,7 +34,7 @@ def root(
         raise typer.Exit
 
 
-for command in (prune, plan, sweep, evaluate, inspect, methods, demo):
+for command in (prune, plan, sweep, report, evaluate, inspect, methods, demo):
     app.command()(command)
 
 

@@ -8,12 +8,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.journal import durable
 from sparsellm.report import strict_json
-from sparsellm.sweep_file import Sweep
+from sparsellm.sweep_file import Sweep, in_words
 from sparsellm.sweeping import Outcome
 
 SEED = "seed"
@@ -48,12 +48,15 @@ class Row:
 
 
 def measures(report: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """What a run's report measures, by name, each with its standard error."""
+    """What a run's report measures, by name, each with its standard error. Of a text that is a file, the file's name."""
     found: dict[str, tuple[float, float | None]] = {}
+    last = [PurePath(text).name for text in report["perplexity"]]
     for text, values in report["perplexity"].items():
+        short = PurePath(text).name
+        shown = short if last.count(short) == 1 else text
         for when, name in (("dense", "dense perplexity"), ("pruned", "perplexity")):
             if values.get(when):
-                found[f"{name} {text}"] = _number(values[when]["value"]), values[when]["standard_error"]
+                found[f"{name} {shown}"] = _number(values[when]["value"]), values[when]["standard_error"]
     blocks = report["blocks"]
     found["sparsity"] = report["totals"]["sparsity_of_pruned_layers"], None
     found["seconds"] = sum(block["seconds"] for block in blocks), None  # also of blocks that an earlier process finished
@@ -228,7 +231,7 @@ def _legend(sweep: Sweep, rows: Sequence[Row]) -> str:
     ]
     if sweep.smoke:
         told.append("This is the sweep's small form, for a try: no figure of a paper belongs beside it.")
-    if missing := [f"{', '.join(row.labels.values())} ({row.trouble})" for row in rows if row.trouble]:
+    if missing := [f"{in_words(row.labels)} ({row.trouble})" for row in rows if row.trouble]:
         told.append(f"Missing or incomplete: {'; '.join(missing)}.")
     return "\n".join(told)
 

@@ -7,6 +7,7 @@ SparseLLMError
 ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
 ├── OutputExists        (FileExistsError)  a folder that would be overwritten
 ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
 ├── CannotResume        (RuntimeError)     an unfinished output that was begun otherwise, or that another process works on
 ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
 ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
@@ -49,6 +50,10 @@ class OutputExists(SparseLLMError, FileExistsError):
 
 class Unreachable(SparseLLMError, ConnectionError):
     """A hub name that is neither cached nor reachable."""
+
+
+class MissingPackage(SparseLLMError, ImportError):
+    """An optional package that is not installed; the message names the extra that brings it."""
 
 
 class CannotResume(SparseLLMError, RuntimeError):

@@ -95,6 +95,7 @@ Written = Annotated[int | None, _texts(help="Calibration windows more, that the 
 Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
+Prompt = Annotated[list[str] | None, _texts(help="Let the model continue this, before and after, for the report.")]
 
 Memory = Annotated[str | None, _machine(help="What the run may take, as 16GiB.", default="four fifths of what is free")]
 Stream = Annotated[
@@ -136,3 +137,7 @@ Changes = Annotated[
 ]
 Retry = Annotated[bool, typer.Option("--retry", help="Try failed cells again.")]
 ListCells = Annotated[bool, typer.Option("--list", help="List the cells and what has become of each; run nothing.")]
+
+Reported = Annotated[str, typer.Argument(metavar="RUN", help="A pruned model's folder, or a sweep's.")]
+Page = Annotated[str | None, typer.Option("--output", help="The HTML file to write.", show_default="RUN.html, beside RUN")]
+Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there too, as SVG and PNG.")]

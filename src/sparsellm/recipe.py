@@ -116,13 +116,14 @@ class Recipe(BaseModel):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
     evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")
+    prompt: tuple[str, ...] = Field((), description="what the model continues, before and after, for the report")
 
     @field_validator("sparsity", "blocks", "couple", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("only", "skip", "evaluate", mode="before")
+    @field_validator("only", "skip", "evaluate", "prompt", mode="before")
     @classmethod
     def _as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value

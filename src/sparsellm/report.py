@@ -27,7 +27,8 @@ class Report:
     """Everything known of a run. Filled as the run goes on.
 
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
-    calibration: how the windows were drawn. perplexity: by text, before and after. notes: what a reader should know.
+    calibration: how the windows were drawn. perplexity: by text, before and after. samples: by prompt, how the models go on.
+    notes: what a reader should know.
     seconds: by phase. peak_memory: of this process, in bytes.
     """
 
@@ -37,6 +38,7 @@ class Report:
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
     perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     coupled: Refined | None = None
@@ -80,6 +82,7 @@ class Report:
                 "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
             },
             "perplexity": self.perplexity,
+            "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,

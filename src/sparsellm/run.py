@@ -18,6 +18,7 @@ from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
 from sparsellm.events import Note, Observer, note, phase
 from sparsellm.export import save
+from sparsellm.generation import continuation
 from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.patterns import parse_pattern
@@ -176,6 +177,9 @@ def _measure(
             known = _circumstances(ready.source, home, test, None, report)
             found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
             report.perplexity.setdefault(text, {})[when] = found
+    for prompt in report.recipe.prompt:
+        with phase("writing samples", report, say):
+            report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)
 
 
 def _circumstances(

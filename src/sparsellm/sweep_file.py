@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -30,7 +31,13 @@ class Cell:
     @property
     def name(self) -> str:
         """Its labels in a row."""
-        return ", ".join(self.labels.values())
+        return in_words(self.labels)
+
+
+def in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
+    """Labels in a row, numbers with the names of their axes. without: axes to leave out."""
+    shown = {axis: label for axis, label in labels.items() if axis not in without}
+    return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in shown.items())
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ def _cells(
         try:
             yield Cell(where, read_recipe({**shared, **fields}))
         except InvalidSetting as error:
-            error.add_note(f"in the cell {', '.join(labels)} of {path}; `leave_out` takes cells out of a sweep")
+            error.add_note(f"in the cell {in_words(where)} of {path}; `leave_out` takes cells out of a sweep")
             raise
 
 

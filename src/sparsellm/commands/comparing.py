@@ -1,4 +1,4 @@
-"""`sweep`: the command that runs many recipes and compares them."""
+"""`sweep` and `report`: the commands that compare many runs, and that explain one or many."""
 
 from __future__ import annotations
 
@@ -60,3 +60,26 @@ def sweep(
             told_of = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
             stderr.print(Text(f"{told_of} Pass --retry to try them again.", style="red"), soft_wrap=True)
             raise typer.Exit(1)
+
+
+def report(
+    context: typer.Context,
+    run: options.Reported,
+    output: options.Page = None,
+    figures: options.Figures = None,
+) -> None:
+    """Explain a run or a sweep in one HTML file: words, tables and plots. It fetches nothing, and works from a file.
+
+    Example: sparsellm report pruned-demo
+    """
+    with told(context):
+        from sparsellm.page import report_page, write_figures
+
+        page, plots = report_page(run)
+        file = Path(output or f"{Path(run)}.html")  # beside a run's folder: within, `--overwrite` would find a foreign file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
+        written = write_figures(plots, figures) if figures else []
+        stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)
+        if written:
+            stdout.print(f"Wrote {len(plots)} plots as SVG and PNG to {figures}.", highlight=False, soft_wrap=True)

@@ -48,6 +48,7 @@ def prune(
     length: options.Length = None,
     seed: options.Seed = None,
     evaluate: options.Evaluate = None,
+    prompt: options.Prompt = None,
     memory: options.Memory = None,
     stream: options.Stream = None,
     device: options.Device = None,

@@ -1,0 +1,307 @@
+"""Plots of what a run did, drawn by matplotlib as SVG; each comes with the same in words and as a table."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparsellm.errors import MissingPackage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Data = Mapping[str, Any]
+"""A run's report, as `Report.to_dict` gives it."""
+
+INK, FAINT = "#22262e", "#c9ced6"
+"""Of text and axes, and of grid lines. On the page they become the page's own colours, light or dark."""
+
+COLOURS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
+"""Of lines and bars: told apart on white and on black, also by most who do not see all colours."""
+
+MARKERS = "osD^vPX*"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot and what it says. name: of its files. text: what it shows, in words. head, rows: the same as a table.
+    svg: the picture. png: makes the same as pixels."""
+
+    name: str
+    title: str
+    text: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    svg: str
+    png: Callable[[], bytes]
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """matplotlib set to the page's look. Raises MissingPackage where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingPackage("Plots are drawn by matplotlib, which is not installed: pip install 'sparsellm[plots]'.") from None
+    look: dict[str, Any] = {
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    look |= {
+        "grid.color": FAINT,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    look |= {"svg.fonttype": "none", "svg.hashsalt": "sparsellm", "font.size": 10, "font.family": "sans-serif"}
+    with matplotlib.rc_context(look | {"legend.frameon": False, "lines.markersize": 5, "savefig.bbox": "tight"}):
+        yield
+
+
+def drawn(
+    name: str,
+    title: str,
+    text: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    draw: Callable[[Figure], None],
+    size: tuple[float, float] = (5.4, 3.4),
+) -> Plot:
+    """A plot that `draw` puts into a figure of `size` inches."""
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+
+        def saved(kind: str, **words: Any) -> bytes:
+            with _style():
+                stream = io.BytesIO()
+                figure.savefig(stream, format=kind, **words)
+                return stream.getvalue()
+
+        svg = saved("svg", transparent=True, metadata={"Date": None, "Creator": None})
+        return Plot(name, title, text, head, rows, svg.decode(), lambda: saved("png", dpi=200, facecolor="white"))
+
+
+def inline(plot: Plot) -> str:
+    """The picture as part of a page: its own names apart from other pictures', its colours the page's, read out by its text."""
+    svg = plot.svg[plot.svg.index("<svg") :]
+    svg = re.sub(r'(\sid=")', rf"\1{plot.name}-", svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\1{plot.name}-", svg)
+    svg = svg.replace(INK, "currentColor").replace(FAINT, "var(--line)")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    head, rest = svg.split(">", 1)
+    head = re.sub(r'\s(width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-labelledby="{plot.name}-title">{rest}'
+
+
+def run_plots(report: Data) -> list[Plot]:
+    """All plots of one run that its report has something for."""
+    blocks = [block for block in report["blocks"] if block["layers"]]
+    found = [before_and_after(report), *_maps(blocks), convergence(blocks), where_time_went(report)]
+    return [plot for plot in found if plot is not None]
+
+
+def before_and_after(report: Data) -> Plot | None:
+    """The dense and the pruned model's perplexity on each text, with standard errors."""
+    texts = [text for text, values in report["perplexity"].items() if values.get("dense") and values.get("pruned")]
+    if not texts:
+        return None
+    pairs = [[report["perplexity"][text][when] for when in ("dense", "pruned")] for text in texts]
+    rows = [
+        [_short(text), *(with_error(x["value"], x["standard_error"]) for x in pair)]
+        for text, pair in zip(texts, pairs, strict=True)
+    ]
+    text = "; ".join(f"{row[0]}: the perplexity goes from {row[1]} to {row[2]}" for row in rows)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        for place, (when, colour) in enumerate((("dense", COLOURS[0]), ("pruned", COLOURS[1]))):
+            values = [_finite(pair[place]["value"]) for pair in pairs]
+            errors = [pair[place]["standard_error"] or 0.0 for pair in pairs]
+            at = [number + 0.38 * (place - 0.5) for number in range(len(texts))]
+            bars = axes.barh(at, values, 0.34, xerr=errors, color=colour, label=when, ecolor=INK, capsize=2)
+            axes.bar_label(bars, [f" {value:.4g}" for value in values], padding=6)
+        axes.set_yticks(range(len(texts)), [_short(text) for text in texts])
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("perplexity")
+        figure.legend(loc="outside upper right", ncols=2)
+
+    return drawn(
+        "before-and-after",
+        "Before and after",
+        f"{text}.",
+        ["text", "dense", "pruned"],
+        rows,
+        draw,
+        (5.4, 1.3 + 0.7 * len(texts)),
+    )
+
+
+def _maps(blocks: Sequence[Data]) -> list[Plot | None]:
+    """Error and sparsity of every layer, over the blocks."""
+    if not blocks:
+        return []
+    errors = heat_map(blocks, "error", "Error of each layer", "relative output error", logarithmic=True)
+    return [errors, heat_map(blocks, "sparsity", "Sparsity of each layer", "share of zeros", logarithmic=False)]
+
+
+def heat_map(blocks: Sequence[Data], field: str, title: str, what: str, logarithmic: bool) -> Plot:
+    """A field of the layers' results as colours: a column for each block, a row for each kind of layer."""
+    kinds = list(dict.fromkeys(_kind(block, layer) for block in blocks for layer in block["layers"]))
+    values = [{_kind(block, layer): _finite(layer[field]) for layer in block["layers"]} for block in blocks]
+    numbers = [block["index"] for block in blocks]
+    every = [(number, kind, x) for number, found in zip(numbers, values, strict=True) for kind, x in found.items()]
+    least, most = min(every, key=lambda x: x[2]), max(every, key=lambda x: x[2])
+    text = (
+        f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the least {what} is {least[2]:.3g} "
+        f"({least[1]} of block {least[0]}), the largest {most[2]:.3g} ({most[1]} of block {most[0]})."
+    )
+    rows = [
+        [str(number), *(f"{found[kind]:.3g}" if kind in found else "" for kind in kinds)]
+        for number, found in zip(numbers, values, strict=True)
+    ]
+
+    def draw(figure: Figure) -> None:
+        from matplotlib.colors import LogNorm, Normalize
+
+        axes = figure.subplots()
+        positive = [x for _, _, x in every if x > 0] or [1.0]
+        # A share's scale ends at whole twentieths: what rounding does to one pattern's count should not look like a difference.
+        low, high = math.floor(20 * least[2] - 1e-3) / 20, math.ceil(20 * most[2] + 1e-3) / 20
+        scale = LogNorm(min(positive), max(positive) * (1 + 1e-9)) if logarithmic else Normalize(low, high)
+        cells = [[found.get(kind, math.nan) for found in values] for kind in kinds]
+        mesh = axes.pcolormesh(cells, norm=scale, cmap="viridis", edgecolors="face")
+        axes.set_yticks([number + 0.5 for number in range(len(kinds))], kinds)
+        step = max(1, len(numbers) // 12)
+        axes.set_xticks([place + 0.5 for place in range(0, len(numbers), step)], [str(x) for x in numbers[::step]])
+        axes.set_xlabel("block")
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        figure.colorbar(mesh, label=what, shrink=0.9)
+
+    width = min(10.0, 3.6 + 0.16 * len(blocks))
+    return drawn(f"{field}-map", title, text, ["block", *kinds], rows, draw, (max(width, 5.4), 1.4 + 0.3 * len(kinds)))
+
+
+def convergence(blocks: Sequence[Data]) -> Plot | None:
+    """Error of the feed-forward parts step by step, and Algorithm 1's objective where there is one."""
+    series = {block["index"]: [step for step in block["epochs"] if step["accepted"]] for block in blocks}
+    series = {index: steps for index, steps in series.items() if steps}
+    if not series:
+        return None
+    objective = any(step["after_weights"] is not None for steps in series.values() for step in steps)
+    rows = [
+        [
+            str(index),
+            f"{step['step']} {step['epoch']}",
+            f"{step['feed_forward_error']:.4g}",
+            *([_shown(step["after_weights"])] if objective else []),
+        ]
+        for index, steps in series.items()
+        for step in steps
+    ]
+    ratios = [
+        steps[-1]["feed_forward_error"] / steps[0]["feed_forward_error"]
+        for steps in series.values()
+        if steps[0]["feed_forward_error"]
+    ]
+    text = (
+        f"Steps over the feed-forward parts of {len(series)} blocks: the last step's error is on average "
+        f"{sum(ratios) / max(len(ratios), 1):.3g} times the first's."
+    )
+
+    def lines(axes: Axes, field: str, label: str) -> None:
+        from matplotlib import colormaps
+        from matplotlib.ticker import MaxNLocator
+
+        last = max(len(series) - 1, 1)
+        for place, (index, steps) in enumerate(series.items()):
+            found = [step[field] for step in steps]
+            if None not in found:
+                colour = colormaps["viridis"](0.25 + 0.65 * place / last)
+                axes.plot(range(1, len(found) + 1), found, marker="o", color=colour, label=f"block {index}")
+        axes.set_yscale("log")
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, 2 if objective else 1, squeeze=False)[0]
+        lines(panels[0], "feed_forward_error", "feed-forward error")
+        if objective:
+            lines(panels[1], "after_weights", "objective (mean over tokens)")
+        if len(series) <= 8:
+            handles, labels = panels[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+    head = ["block", "step", "feed-forward error", *(["objective"] if objective else [])]
+    return drawn("convergence", "Convergence", text, head, rows, draw, (7.0 if objective else 5.4, 3.4))
+
+
+def where_time_went(report: Data) -> Plot:
+    """Seconds of each phase, and the most memory that the process held."""
+    phases = {name: seconds for name, seconds in report["seconds"].items() if name != "total"}
+    names = sorted(phases, key=lambda name: -phases[name])
+    total = sum(phases.values()) or 1.0
+    rows = [[name, f"{phases[name]:.1f}", f"{100 * phases[name] / total:.0f} %"] for name in names]
+    peak = report["peak_memory_bytes"]
+    held = f" The process held {peak / 2**30:.2f} GiB at most." if peak else ""
+    text = f"Of {total:.1f} seconds, {names[0]} took {rows[0][2]}.{held}" if names else f"Nothing was timed.{held}"
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        bars = axes.barh(names, [phases[name] for name in names], color=COLOURS[0], height=0.6)
+        axes.bar_label(bars, [f" {phases[name]:.1f}" for name in names])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("seconds")
+
+    return drawn(
+        "time",
+        "Where the time and the memory went",
+        text,
+        ["phase", "seconds", "share"],
+        rows,
+        draw,
+        (5.4, 1.0 + 0.32 * len(names)),
+    )
+
+
+def with_error(value: Any, error: float | None) -> str:
+    """A figure with its standard error."""
+    return f"{float(value):.4g}" + (f" ± {error:.2g}" if error else "")
+
+
+def _kind(block: Data, layer: Data) -> str:
+    """A layer's name within its block."""
+    return str(layer["name"].removeprefix(f"{block['name']}."))
+
+
+def _finite(value: Any) -> float:
+    """A figure of a report; infinity, which stands there as a word, cannot be drawn."""
+    number = float(value)
+    return number if math.isfinite(number) else math.nan
+
+
+def _short(text: str) -> str:
+    """The last part of a path."""
+    return text.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
