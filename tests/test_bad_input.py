@@ -6,11 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
+from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel
 from typer.testing import Result
 
 Command = Callable[..., Result]
@@ -184,17 +187,85 @@ def test_weights_that_are_missing_or_not_finite(damaged: Path, tmp_path: Path, c
 
 
 def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Command) -> None:
-    """Not a causal language model, a family without a line in the table, quantised: refused, with the families that serve."""
+    """Not a causal language model, unknown to transformers, with code of its own, quantised: refused for what each is."""
     BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)).save_pretrained(
         tmp_path / "bert"
     )
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
     words = (tmp_path / "out", "--method", "magnitude")
     refused(command("prune", tmp_path / "bert", *words), "BertModel", "causal")
-    refused(command("prune", tmp_path / "gpt2", *words), "'gpt2'", "opt, llama, mistral, qwen2, qwen3")
     config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    refused(command("prune", damaged, *words), "quantised")
+
+    def changed(**fields: object) -> Result:
+        (damaged / "config.json").write_text(json.dumps({**config, **fields}))
+        return command("prune", damaged, *words)
+
+    refused(changed(architectures=["LlamaForConditionalGeneration"]), "LlamaForConditionalGeneration", "causal")
+    refused(changed(is_encoder_decoder=True), "causal")
+    refused(changed(quantization_config={"quant_method": "gptq"}), "quantised", "plain checkpoint")
+    refused(changed(text_config={"quantization_config": {"quant_method": "awq"}}), "quantised")
+    refused(changed(model_type="gpt_bigger"), "'gpt_bigger'", transformers.__version__)
+    brings = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    refused(changed(model_type="own", auto_map=brings), "its own code", "not run", "'own'", "--trust-remote-code")
+    assert not (tmp_path / "out").exists()
+
+
+LAYERS = "blocks: model.layers\n"
+PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {reader: mlp.up_proj, writer: mlp.down_proj}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ("cannot be read", "form.yaml")),
+        ("blocks: [x\n", ("not YAML",)),
+        ("- a\n", ("field: value", "list", "docs/families.md")),
+        ("block: model.layers\n", ("'block'", "'blocks'")),
+        ("groups: [[a]]\n", ("lacks `blocks`",)),
+        (LAYERS, ("lacks `groups`",)),
+        (f"{LAYERS}groups: [a, b]\n", ("`groups` must be lists",)),
+        (f"{LAYERS}groups: [[1]]\n", ("must be text", "1")),
+        (f"{LAYERS}groups: [[mlp.up_porj]]\n", ("'mlp.up_porj'", "'mlp.up_proj'")),
+        ("blocks: model.layer\ngroups: [[mlp.up_proj]]\n", ("no model.layer",)),
+        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{reader: a}}\n", ("reader and a writer",)),
+        (f"{LAYERS}groups: [[a]]\nfeed_forward: {{reader: a, writer: b}}\n", ("'b'", "in no group")),
+        (f"{LAYERS}{PLAIN}", ("needs `activation`",)),
+        (f"{LAYERS}{PLAIN}activation: hidden_akt\n", ("'hidden_akt'", "relu, silu")),
+        (f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: 3}}\n", ("`splits` of mlp.up_proj", "3")),
+        (
+            f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: 7, b: 6}}}}}}\n",
+            ("not of the form", "48 outputs do not divide into (7, 6)"),
+        ),
+        (f"{LAYERS}groups: [[mlp.up_proj]]\nexperts: mlp.experts\n", ("'mlp.experts'", "in no block")),
+    ],
+)
+def test_faulty_architectures(
+    content: str | None, parts: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    """A description that cannot be read, or that the model does not bear out, is refused with what is wrong in it."""
+    file = tmp_path / "form.yaml"
+    if content is not None:
+        file.write_text(content)
+    words = ("--architecture", file, "--method", "magnitude")
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_revisions(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A revision of a folder, and one that the hub does not have, are refused; one that it has is what is asked for."""
+    words = (tmp_path / "out", "--method", "magnitude", "--revision", "v2")
+    refused(command("prune", tiny["llama"], *words), "`revision`", "'v2'", "hub name")
+    asked: list[object] = []
+
+    def download(name: str, revision: str, **_: object) -> str:
+        asked.append((name, revision))
+        if revision == "v2":
+            raise RevisionNotFoundError("404", response=Mock())
+        return str(tiny["llama"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    refused(command("prune", "some/model", *words), "some/model", "'v2'", "branch")
+    assert command("prune", "some/model", *words[:-1], "main").exit_code == 0
+    assert asked == [("some/model", "v2"), ("some/model", "main")]
 
 
 def test_no_tokenizer(damaged: Path, text_file: Path, tmp_path: Path, command: Command) -> None:

@@ -67,6 +67,7 @@ STOREYS = {
         "recipe",
         "recipe_file",
         "report",
+        "architecture_file",
         "files",
         "checkpoint",
         "inspection",

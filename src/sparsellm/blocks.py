@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsellm.architectures import Architecture, architecture_of, discovered, is_linear
 from sparsellm.calls import Call
-from sparsellm.errors import NonFinite, UnsupportedModel
+from sparsellm.curves import CURVES
+from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
 from sparsellm.linalg import all_finite
 from sparsellm.views import Layer, Rows, View, by_experts, by_pieces, expert_views, piece_rows
 
@@ -189,7 +190,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     path = next((path for path in paths if path in modules), None)
     if path is None:
         raise UnsupportedModel(f"A {type(model).__name__} has no {architecture.blocks}. Load it with AutoModelForCausalLM.")
-    blocks = []
+    blocks: list[Block] = []
     for index, module in enumerate(modules[path].children()):
         dtypes = {name: tensor.dtype for name, tensor in module.named_parameters()}
         own = architecture.of(module)
@@ -198,7 +199,30 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
         except (AttributeError, ValueError) as error:
             raise UnsupportedModel(f"{path}.{index} is not of the form that is described: {error}.") from None
         blocks.append(Block(index, f"{path}.{index}", module, own, dtypes, views))
+    if hasattr(model, DESCRIBED):
+        _check_described(architecture, blocks)
     return blocks
+
+
+def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> None:
+    """Raise InvalidSetting where a user names what no block has: a slip of the pen would leave it dense without a word."""
+    there = {name for block in blocks for group in block.architecture.groups for name in group}
+    modules = {name for block in blocks for name, _ in block.module.named_modules() if name}
+    for name in (name for group in architecture.groups for name in group):
+        if name not in there or not any(_has(block, name) for block in blocks):
+            raise InvalidSetting(f"The architecture names {name!r}, which no block has. {nearest(name, modules)}")
+    if architecture.experts and not any(block.architecture.experts for block in blocks):
+        raise InvalidSetting(f"The architecture's experts, {architecture.experts!r}, are in no block.")
+    if architecture.activation not in ("none", "relu", *CURVES):
+        raise InvalidSetting(
+            f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
+            f"solved: relu, {', '.join(CURVES)}. Leave `feed_forward` and `activation` out to prune its layers one by one."
+        )
+
+
+def _has(block: Block, name: str) -> bool:
+    """Whether a block has a layer of that name."""
+    return name in block.views or any(path == name for path, _ in block.module.named_modules())
 
 
 def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparsellm.architectures import ARCHITECTURES, architecture_of
+from sparsellm.architectures import ARCHITECTURES, Architecture
+from sparsellm.blocks import describe
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.files import check_files, find_checkpoint, first_line
 from sparsellm.linalg import all_finite
@@ -27,11 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found sound on the outside: its folder and its configuration. name: as the user wrote it."""
+    """A checkpoint that was found sound on the outside: its folder and its configuration. name: as the user wrote it.
+
+    trusted: whether code that it brings is run. architecture: what the user says of its form, if anything.
+    """
 
     name: str
     folder: Path
     config: PretrainedConfig
+    trusted: bool = False
+    architecture: Architecture | None = None
 
     @property
     def length(self) -> int:
@@ -40,10 +47,8 @@ class Checkpoint:
 
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its weights: shapes and names only."""
-        from transformers import AutoModelForCausalLM
-
         with quiet_transformers(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            return describe(auto_model(self.config).from_config(self.config, trust_remote_code=self.trusted), self.architecture)
 
     def files(self) -> list[Path]:
         """The files that hold the weights, each there and, for safetensors, as long as its header says."""
@@ -67,13 +72,13 @@ class Checkpoint:
         Raises NotStreamable, saying why, where they must be loaded as a whole.
         """
         from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
 
         def empty(kind: torch.dtype) -> PreTrainedModel:
             with quiet_transformers(), init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=kind)
+                config = copy.deepcopy(self.config)
+                model = auto_model(config).from_config(config, dtype=kind, trust_remote_code=self.trusted)
             model.tie_weights()
-            return model
+            return describe(model, self.architecture)
 
         kind = self.dtype(dtype)
         model = empty(kind)
@@ -85,13 +90,16 @@ class Checkpoint:
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. Raises BadCheckpoint when a weight is missing, misshapen, or not finite."""
-        from transformers import AutoModelForCausalLM
-
         wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
             with quiet_transformers():
-                model, loaded = AutoModelForCausalLM.from_pretrained(
-                    self.folder, config=self.config, dtype=wanted, output_loading_info=True, local_files_only=True
+                model, loaded = auto_model(self.config).from_pretrained(
+                    self.folder,
+                    config=self.config,
+                    dtype=wanted,
+                    output_loading_info=True,
+                    local_files_only=True,
+                    trust_remote_code=self.trusted,
                 )
         except UnpicklingError as error:
             raise BadCheckpoint(
@@ -106,7 +114,7 @@ class Checkpoint:
                 "The download may be incomplete, or config.json belongs to another model."
             )
         _check_finite(self.name, model)
-        return model.to(device).eval()
+        return describe(model.to(device).eval(), self.architecture)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer. Raises BadCheckpoint when the folder has none that works."""
@@ -114,7 +122,7 @@ class Checkpoint:
 
         try:
             with quiet_transformers():
-                return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+                return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=self.trusted)
         except Exception as error:  # transformers raises many kinds, ImportError among them
             raise BadCheckpoint(
                 f"{self.name} has no tokenizer that loads ({first_line(error)}). "
@@ -154,16 +162,27 @@ class Loaded:
         return self.given
 
 
-def open_checkpoint(name: str) -> Checkpoint:
+def open_checkpoint(
+    name: str, revision: str | None = None, trusted: bool = False, architecture: Architecture | None = None
+) -> Checkpoint:
     """The checkpoint of that name: a folder, a bundled model ("demo:opt"), or a hub name.
 
+    revision: of a hub name; a branch, tag or commit. trusted: whether code that it brings may be run. architecture: its form,
+    where the table lacks it or says otherwise.
     Reads the configuration and the weight files' headers, not the weights. Raises BadCheckpoint for a folder that is missing
     or half-written, Unreachable for a hub name without network, UnsupportedModel for what cannot be pruned.
     """
-    folder = find_checkpoint(name)
-    config = _read_config(name, folder)
+    folder = find_checkpoint(name, revision, trusted)
+    config = _read_config(name, folder, trusted)
     check_files(name, folder)
-    return Checkpoint(name, folder, config)
+    return Checkpoint(name, folder, config, trusted, architecture)
+
+
+def auto_model(config: PretrainedConfig) -> Any:
+    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def device_of(text: str) -> torch.device:
@@ -212,10 +231,10 @@ def _check_finite(name: str, model: nn.Module) -> None:
 
 def _length(config: PretrainedConfig) -> int:
     """The most tokens that a configuration names; 2048 where it names none."""
-    return int(getattr(config, "max_position_embeddings", None) or 2048)
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)
 
 
-def _read_config(name: str, folder: Path) -> PretrainedConfig:
+def _read_config(name: str, folder: Path, trusted: bool) -> PretrainedConfig:
     """The configuration, of a kind that can be pruned."""
     from transformers import AutoConfig
 
@@ -227,19 +246,25 @@ def _read_config(name: str, folder: Path) -> PretrainedConfig:
         family = raw["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         raise BadCheckpoint(f"{name}: config.json is not the configuration of a model (no `model_type`).") from None
-    if "quantization_config" in raw:
+    if any("quantization_config" in some for some in (raw, raw.get("text_config") or {})):
         raise UnsupportedModel(f"{name} is quantised. Prune the plain checkpoint that it was made from.")
-    if "auto_map" in raw and family not in ARCHITECTURES:
-        raise UnsupportedModel(f"{name} brings its own code, which is not run. Supported: {', '.join(ARCHITECTURES)}.")
+    sees = isinstance(raw.get("text_config"), dict) or "vision_config" in raw
     heads = raw.get("architectures") or []
-    if heads and not any(head.endswith(("ForCausalLM", "LMHeadModel")) for head in heads):
-        raise UnsupportedModel(f"{name} is a {heads[0]}, not a causal language model (one that ends in ForCausalLM).")
+    wanted = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if sees else ()))
+    if raw.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(wanted) for head in heads)):
+        what = heads[0] if heads else family
+        raise UnsupportedModel(f"{name} is a {what}, not a causal language model (one that ends in ForCausalLM).")
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if "auto_map" in raw and not trusted:
+            raise UnsupportedModel(
+                f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
+                "If you trust it, pass --trust-remote-code."
+            ) from None
         if family in ARCHITECTURES:
             raise BadCheckpoint(f"{name}: config.json cannot be read: {first_line(error)}.") from error
-        raise UnsupportedModel(f"Models of type {family!r} are not supported. Supported: {', '.join(ARCHITECTURES)}.") from None
-    architecture_of(config)
-    return config
+        raise UnsupportedModel(
+            f"The installed transformers {version('transformers')} has no models of type {family!r}: {first_line(error)}."
+        ) from None

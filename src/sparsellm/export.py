@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,11 +90,13 @@ def save(
     dense: Path | None = None,
     overwrite: bool = False,
     weights: OnDisk | None = None,
+    code: Sequence[Path] = (),
 ) -> Path:
     """Write model, tokenizer, model card and report to a folder, verified; the folder.
 
     dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
-    weights: where the model's tensors are, if not in memory; they are copied one file after the other.
+    weights: where the model's tensors are, if not in memory; they are copied one file after the other. code: Python files that
+    the model needs.
     Until all is verified the files stand under another name beside `output`, and a failure removes them.
     """
     path = check_output(output, overwrite, dense)
@@ -107,6 +110,8 @@ def save(
                 _assemble(model, weights, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
+        for file in code:
+            shutil.copyfile(file, work / file.name)
         (work / "README.md").write_text(report.to_markdown(), encoding="utf-8")
         written = report.to_dict() | {"files": sorted(_files(work) | {REPORT})}
         (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm import demo
-from sparsellm.errors import BadCheckpoint, Unreachable
+from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
 
 DEMO = "demo:"
 """What a bundled model's name begins with."""
@@ -17,8 +17,15 @@ SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 """Where transformers looks for weights, in its order."""
 
 
-def find_checkpoint(name: str) -> Path:
-    """The folder that holds a checkpoint; downloaded when it is a hub name."""
+def find_checkpoint(name: str, revision: str | None = None, code: bool = False) -> Path:
+    """The folder that holds a checkpoint; downloaded when it is a hub name.
+
+    revision: of a hub name; a branch, tag or commit. code: whether Python files are wanted too.
+    """
+    if revision is not None and (name.startswith(DEMO) or Path(name).expanduser().exists()):
+        raise InvalidSetting(
+            f"`revision` goes with a hub name, got {revision!r} for {name}, which is here already. Leave it out."
+        )
     if name.startswith(DEMO):
         return demo.model_path(name.removeprefix(DEMO))
     path = Path(name).expanduser()
@@ -30,18 +37,26 @@ def find_checkpoint(name: str) -> Path:
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
         )
-    return _download(name)
+    return _download(name, revision, code)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, revision: str | None, code: bool) -> Path:
     """The local copy of a hub checkpoint."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
-        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*.msgpack", "*.h5", "original/*"]))
+        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else [])]
+        left = ["*.msgpack", "*.h5", "original/*"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=left))
+    except RevisionNotFoundError:
+        raise BadCheckpoint(f"{name} has no revision {revision!r} on the hub. Name a branch, a tag or a commit.") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise BadCheckpoint(f"There is no folder {name}, and no such model on the hub (or it is private). {advice}") from None
     except (HfHubHTTPError, OSError, ValueError) as error:

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from sparsellm.architecture_file import read_architecture
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
@@ -74,14 +75,22 @@ class Inspection:
         return asdict(self) | {"layers": layers, "as_expected": self.as_expected}
 
 
-def inspect(model: str, against: str | None = None, expect: str | Pattern | None = None) -> Inspection:
+def inspect(
+    model: str,
+    against: str | None = None,
+    expect: str | Pattern | None = None,
+    trusted: bool = False,
+    architecture: str | Path | None = None,
+) -> Inspection:
     """Zeros, patterns and changes of a checkpoint, read tensor by tensor.
 
     model, against: folders, hub names, or demo:opt. expect: a pattern that every layer that a run pruned must have (as the
     folder's sparsellm.json says), or every linear layer of a block where there is no such file. Where a run shared an
-    unstructured sparsity out, each layer must have its own share, and all together the one expected.
+    unstructured sparsity out, each layer must have its own share, and all together the one expected. trusted: run code that
+    they bring. architecture: a file that describes their form.
     """
-    checkpoint = open_checkpoint(model)
+    described = None if architecture is None else read_architecture(architecture)
+    checkpoint = open_checkpoint(model, None, trusted, described)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
     skeleton = checkpoint.skeleton()
     here = Tensors(checkpoint.folder, skeleton)
@@ -102,7 +111,7 @@ def inspect(model: str, against: str | None = None, expect: str | Pattern | None
             own = parse_pattern(planned[name]) if shared and planned and name in planned else pattern
             holds = follows(weight, own) if checked and own is not None else None
             layers.append(LayerZeros(name, (weight.shape[0], weight.shape[1]), zeros_in(weight), holds))
-    changes = compare(here, _other(against)) if against else {}
+    changes = compare(here, _other(against, trusted)) if against else {}
     checked_layers = [layer for layer in layers if layer.holds is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
     # Layers round their shares one by one.
@@ -158,9 +167,9 @@ def planned_layers(folder: Path) -> dict[str, str] | None:
         raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
 
 
-def _other(name: str) -> Tensors:
+def _other(name: str, trusted: bool) -> Tensors:
     """The tensors of another checkpoint."""
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, None, trusted)
     return Tensors(checkpoint.folder, checkpoint.skeleton())
 
 

@@ -22,6 +22,8 @@ def measure(
     device: str = "auto",
     dtype: str = "auto",
     memory: str | None = None,
+    revision: str | None = None,
+    trusted: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """The perplexity of a checkpoint on each text, with its standard error; all texts are read before any is measured.
 
@@ -30,10 +32,10 @@ def measure(
     """
     recipe = read_recipe(
         {"model": model, "method": "magnitude", "evaluate": tuple(texts), "text_field": field, "length": length, "dtype": dtype}
-        | {"memory": memory}
+        | {"memory": memory, "revision": revision, "trust_remote_code": trusted}
     )
     place = device_of(device)
-    source = open_checkpoint(model)
+    source = open_checkpoint(model, revision, trusted)
     window = window_length(recipe, source.length)
     tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
     home = settle(recipe, source, place, Path(tempfile.gettempdir()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparsellm.checkpoint import Checkpoint, quiet_transformers
+from sparsellm.checkpoint import Checkpoint, auto_model, quiet_transformers
 from sparsellm.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -19,10 +19,21 @@ if TYPE_CHECKING:
 WIDTH = 64
 """How wide a miniature is at least; wider where the model has so many heads."""
 
-WIDTHS = ("hidden_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim", "head_dim", "vocab_size")
+WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+    "word_embed_proj_dim",
+    "head_dim",
+    "rotary_dim",
+    "vocab_size",
+)
 """What a configuration calls the dimensions of its matrices."""
 
-INNER = ("intermediate_size", "ffn_dim")
+INNER = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 """Those that need not divide exactly, and are kept whole numbers of eights, for patterns of groups."""
 
 LENGTHS = ("max_position_embeddings", "sliding_window")
@@ -47,21 +58,19 @@ class Miniature:
 
 def miniature(source: Checkpoint, folder: Path, dtype: torch.dtype) -> Miniature:
     """Write a miniature of a checkpoint's form to a folder, in a dtype. Raises UnsupportedModel where none can be made."""
-    from transformers import AutoModelForCausalLM
-
     scale = _scale(source.config)
     config = shrunk(source.config, scale)
     config.dtype = dtype
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = auto_model(config).from_config(config, dtype=dtype, trust_remote_code=source.trusted)
             model.save_pretrained(folder)
     except (ValueError, RuntimeError, AssertionError, AttributeError, KeyError) as error:
         raise UnsupportedModel(
             f"A small model of {source.name}'s form cannot be made ({error}), so its needs are unknown."
         ) from error
-    return Miniature(Checkpoint(source.name, folder, model.config), scale)
+    return Miniature(Checkpoint(source.name, folder, model.config, source.trusted, source.architecture), scale)
 
 
 def shrunk(config: PretrainedConfig, scale: int) -> PretrainedConfig:

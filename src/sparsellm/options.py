@@ -15,6 +15,10 @@ def _option(*names: str, panel: str | None = None, default: str | None = None, *
     return typer.Option(*names, rich_help_panel=panel, show_default=shown, **words)
 
 
+def _model(*names: str, **words: Any) -> Any:
+    return _option(*names, panel="Model", **words)
+
+
 def _pruning(*names: str, **words: Any) -> Any:
     return _option(*names, panel="Pruning", **words)
 
@@ -37,6 +41,14 @@ Version = Annotated[bool, _option("--version", help="Print the version and stop.
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 ModelOrConfig = Annotated[str | None, typer.Argument(help=_MODEL)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+
+Revision = Annotated[str | None, _model("--revision", help="Of a hub name: a branch, tag or commit.")]
+TrustRemoteCode = Annotated[
+    bool | None, _model("--trust-remote-code", help="Run the code that the checkpoint brings.", default="False")
+]
+Architecture = Annotated[
+    str | None, _model("--architecture", help="YAML that describes the model's form.", default="the table, or what is found")
+]
 
 Method = Annotated[str | None, _pruning(help="sparsellm, thorough, alps, sparsegpt, wanda or magnitude.", default="sparsellm")]
 Sparsity = Annotated[str | None, _pruning(help="Share removed (70%, 0.7), or N:M (N of every M removed).", default="50%")]
@@ -86,6 +98,7 @@ AllocationBounds = Annotated[
 Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]
 Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.")]
+KeepZeros = Annotated[bool | None, _pruning("--keep-zeros", help="Weights that are zero already stay zero.", default="False")]
 
 Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
 Text = Annotated[list[str], _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]

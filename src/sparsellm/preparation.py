@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.allocation import from_file, select_blocks, uniform
-from sparsellm.blocks import Block, blocks_of
+from sparsellm.architecture_file import read_architecture
+from sparsellm.blocks import Block, blocks_of, describe
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
@@ -62,7 +63,10 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
     """Open the model and read the texts, and refuse what can be refused so far. Arguments as for `sparsellm.run.run`."""
     device = device_of(recipe.device)
     with phase("opening", report, say):
-        source = source or open_checkpoint(recipe.model)
+        described = None if recipe.architecture is None else read_architecture(recipe.architecture)
+        source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, described)
+        if isinstance(source, Loaded):
+            describe(source.model, described)
         skeleton = source.skeleton()
         blocks = blocks_of(skeleton)
         method, plan = make_plan(recipe, blocks)
@@ -91,7 +95,7 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     """The recipe's method, and its plan checked against every layer's shape."""
     method = recipe.to_method(len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.couple != frozenset()
-    if coupled and blocks[0].architecture.feed_forward is None:
+    if coupled and blocks[0].architecture.known and not any(block.architecture.parts for block in blocks):
         raise UnsupportedModel(
             f"The feed-forward part of {recipe.model} has an activation that SparseLLM does not solve. "
             "Pass --couple none, or a layer-wise method such as --method alps."

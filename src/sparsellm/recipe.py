@@ -64,6 +64,11 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="folder of a checkpoint, a hub name, or demo:opt or demo:llama")
+    revision: str | None = Field(None, description="of a hub name: a branch, tag or commit")
+    trust_remote_code: bool = Field(False, description="run code that the checkpoint brings")
+    architecture: str | None = Field(
+        None, description="YAML that describes a model's form; default: the table, or what is found"
+    )
     method: str = Field("sparsellm", description="what prunes a block: sparsellm, alps, sparsegpt, wanda or magnitude")
     as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
     solver: str | None = Field(None, description="the solver inside SparseLLM: thorough, alps, sparsegpt, wanda or magnitude")
@@ -107,6 +112,7 @@ class Recipe(BaseModel):
     blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
+    keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 4,096 tokens")
     memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
@@ -231,11 +237,11 @@ class Recipe(BaseModel):
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
         if self.method != "sparsellm":
-            return LayerWise(SOLVERS[self.method]())
+            return LayerWise(SOLVERS[self.method](), self.keep_zeros)
         solver = SOLVERS[self.inner]()
         if self.as_published:
             couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
-            return PublishedSparseLLM(solver, self.rounds, self.alpha, self.beta, couple=couple)
+            return PublishedSparseLLM(solver, self.rounds, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
         return SparseLLM(
             solver=solver,
             targets=self.targets,
@@ -248,6 +254,7 @@ class Recipe(BaseModel):
             newton=self.newton,
             refine=replace(SparseLLM.refine, steps=self.steps),
             couple=self.window,
+            keep_zeros=self.keep_zeros,
         )
 
     @property

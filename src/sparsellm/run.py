@@ -21,6 +21,7 @@ from sparsellm.export import save
 from sparsellm.generation import continuation
 from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
+from sparsellm.moments import NoInputs
 from sparsellm.patterns import parse_pattern
 from sparsellm.planning import fitted
 from sparsellm.preparation import GivenText, Prepared, prepare
@@ -43,6 +44,7 @@ class Result:
     """A pruned model with its report. dense: the folder it came from, None for a model that was in memory.
 
     weights: what fills the model, block by block, where it was too large for memory: then it has none of its own.
+    code: Python files that the model needs, which come along.
     """
 
     model: PreTrainedModel
@@ -50,13 +52,14 @@ class Result:
     tokenizer: PreTrainedTokenizerBase | None = None
     dense: Path | None = None
     weights: OnDisk | None = None
+    code: tuple[Path, ...] = ()
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write model, tokenizer, model card and report to a folder, and read them back to verify; the folder.
 
         Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
         """
-        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights)
+        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.code)
 
 
 def prune(
@@ -156,7 +159,8 @@ def run(
     report.seconds["total"] = time.perf_counter() - started
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
     read = home.weights if isinstance(home.weights, OnDisk) else None
-    return Result(home.model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read)
+    code = tuple(sorted(source.folder.glob("*.py"))) if isinstance(source, Checkpoint) and source.trusted else ()
+    return Result(home.model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read, code)
 
 
 def _measure(
@@ -216,10 +220,15 @@ def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.de
 
 def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
     """Tell what was not done as asked: blocks pruned otherwise, damping raised, zeros that were not asked for."""
+    told: dict[str, list[str]] = {}
     for block in report.blocks:
         for text in (block.note, block.refined.note if block.refined else ""):
             if text:
-                note(f"{block.name}: {text}", report, say)
+                told.setdefault(text, []).append(block.name)
+    for text, names in told.items():
+        alike = len(names) == len(report.blocks) > 2
+        for where in [f"{names[0]} to {names[-1]}"] if alike else names:
+            note(f"{where}: {text}", report, say)
     asked = getattr(getattr(method, "solver", None), "damping", None)
     raised = [layer for layer in report.layers if layer.damping is not None and layer.damping != asked]
     if raised:
@@ -230,7 +239,7 @@ def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
             report,
             say,
         )
-
+    _note_experts(report, say)
     more = [x for x in report.layers if x.zeros != parse_pattern(x.pattern).removed(x.shape[0] * x.shape[1])]
     if more:
         note(
@@ -239,3 +248,21 @@ def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
             report,
             say,
         )
+
+
+def _note_experts(report: Report, say: Observer) -> None:
+    """Tell of experts that few tokens are sent to, and of layers that none reach."""
+    few = [x for x in report.layers if x.routed is not None and x.routed < x.tokens]
+    if few:
+        least = min(few, key=lambda layer: layer.routed or 0)
+        experts = {x.name.rpartition(".")[0] for x in few}
+        note(
+            f"{len(experts)} experts were sent fewer tokens than their layers have inputs, {least.name.rpartition('.')[0]} "
+            f"only {least.routed:,}: each was also shown evenly spaced tokens of its layer, {least.tokens:,} in all",
+            report,
+            say,
+        )
+    blind = [x.name for x in report.layers if x.tokens == 0 and x.known != NoInputs.__name__]
+    if blind:
+        first = f"{len(blind)} layers saw no token, {blind[0]} first, and lost their smallest weights"
+        note(f"{first}: use more calibration tokens", report, say)

@@ -90,6 +90,8 @@ def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, en
     told = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
     if isinstance(source, Checkpoint):
         told |= files_told(source)
+        if source.architecture is not None:
+            told["architecture"] = repr(source.architecture)
     told["calibration tokens"] = tokens_told(windows)
     return told | {f"environment.{name}": value for name, value in environment.items()}
 

@@ -13,6 +13,8 @@ def evaluate(
     context: typer.Context,
     model: options.Model,
     text: options.Text,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = None,
     text_field: options.TextField = None,
     length: options.Length = None,
     memory: options.Memory = None,
@@ -29,7 +31,9 @@ def evaluate(
         from sparsellm.measuring import measure
 
         with stderr.status(f"measuring {model}"):
-            found = measure(model, text, text_field, length, device or "auto", dtype or "auto", memory)
+            found = measure(
+                model, text, text_field, length, device or "auto", dtype or "auto", memory, revision, bool(trust_remote_code)
+            )
         if as_json:
             print_json({"model": model, "perplexity": found})
             return
@@ -45,6 +49,8 @@ def inspect(
     model: options.Model,
     against: options.Against = None,
     expect: options.Expect = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    architecture: options.Architecture = None,
     as_json: options.Json = False,
 ) -> None:
     """Count the zeros of a checkpoint, layer by layer, and check a pattern over every group.
@@ -55,7 +61,7 @@ def inspect(
         from sparsellm.display import table
         from sparsellm.inspection import inspect as look
 
-        found = look(model, against, expect)
+        found = look(model, against, expect, bool(trust_remote_code), architecture)
         if as_json:
             print_json(found.to_dict())
         else:

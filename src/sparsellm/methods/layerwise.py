@@ -21,6 +21,7 @@ from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern
 from sparsellm.problem import LayerProblem, share_lost
 from sparsellm.solvers import LayerSolver, Unwaiting
+from sparsellm.solvers.criteria import Magnitude
 
 LARGEST_DAMPING = 1.0
 """Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
@@ -174,10 +175,13 @@ def _prune_unwaiting(
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
     """The solver's weight and the damping really used: raised tenfold, as often as needed, where a factorisation fails.
 
+    A layer that saw no token, as an expert of a form that is not known may, loses its smallest weights instead.
     Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
     """
     if pattern.removed(problem.weight.numel()) == 0:
         return problem.weight.clone() if problem.gone is None else problem.weight.masked_fill(problem.gone, 0), None
+    if problem.inputs.tokens == 0:
+        return Magnitude().solve(problem, pattern), None
     try:
         while True:
             damping: float | None = getattr(solver, "damping", None)
