@@ -18,7 +18,7 @@ from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForwar
 from sparsellm.views import EXPERT, is_experts
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """What linear layers are called that choose experts: they are left as they are."""
@@ -266,14 +266,16 @@ def architecture_of(config: PretrainedConfig) -> Architecture | None:
     return found.resolved(text) if found else None
 
 
-def discovered(model: nn.Module) -> Architecture:
+def discovered(model: PreTrainedModel) -> Architecture:
     """What can be told of a model of an unknown family: its blocks are the longest list of like modules with linear layers.
 
-    Raises UnsupportedModel where there is no such list.
+    Of a model that sees, the longest within its language tower. Raises UnsupportedModel where there is no such list.
     """
+    tower = model if model.config.get_text_config() is model.config else model.get_decoder()
+    inside = {id(module) for module in tower.modules()}
     best, length = "", 0
     for name, module in model.named_modules():
-        like = isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+        like = isinstance(module, nn.ModuleList) and id(module) in inside and len({type(child) for child in module}) == 1
         if like and len(module) > length and any(is_linear(some) for some in module[0].modules()):
             best, length = name, len(module)
     if not best:

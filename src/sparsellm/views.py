@@ -74,11 +74,12 @@ class View(nn.Module):
 
     def put(self, whole: Tensor, part: Tensor) -> None:
         """Write this layer's part, (out, in), into a tensor shaped as the parameter."""
-        self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part
+        self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part.to(whole.dtype)
 
     def put_bias(self, bias: Tensor) -> None:
         """Write the bias, (out,)."""
-        getattr(self.owner, self._bias)[slice(None) if self.rows is None else self.rows] = bias
+        whole = getattr(self.owner, self._bias)
+        whole[slice(None) if self.rows is None else self.rows] = bias.to(whole.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight, self.bias)
