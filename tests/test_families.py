@@ -92,7 +92,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmoe": config("Olmoe", **MOE),
 }
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
+OF_THEIR_KIND = ("opt-350m", "llama3", "gemma2", "phi", "phi3", "gpt2", "gpt_neox", "falcon-new", "qwen3_moe")
+"""One of each form: the others are slow tests, where each takes a second."""
+
 every_family = pytest.mark.parametrize("name", CONFIGS)
+each_family = pytest.mark.parametrize(
+    "name", [name if name in OF_THEIR_KIND else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
 
 METHODS: dict[str, BlockMethod] = {
     "sparsegpt": LayerWise(SparseGPT()),
@@ -184,7 +190,7 @@ def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["60%", "2:4"])
 @pytest.mark.parametrize("method", METHODS)
-@every_family
+@each_family
 def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     """Every layer has its zeros, also within fused parameters; what is not planned keeps its bits; outputs are finite."""
     model, dense = tiny(name), tiny(name)
@@ -232,7 +238,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "sparsellm"])
-@every_family
+@each_family
 def test_streamed_as_in_memory(name: str, method: str, tmp_path: Path) -> None:
     """Read block by block it ends in the same tensors of the same names; read again it is the same model."""
     source = tmp_path / "dense"
@@ -306,3 +312,20 @@ def test_each_token_goes_to_its_experts(name: str) -> None:
         assert [step.tokens for step in experts_found] == tokens
         assert sum(wanted) == 80 * 2 == len(x) * 2
         assert found["self_attn.q_proj"].routed is None
+
+
+def test_the_documented_diff_is_the_real_one() -> None:
+    """docs/families.md: every added line stands in its file, there are fewer than fifteen, and every family has its row."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "families.md").read_text(encoding="utf-8")
+    diff = page.split("```diff\n")[1].split("```")[0]
+    text, added = "", 0
+    for line in diff.splitlines():
+        if line.startswith("+++ b/"):
+            text = (root / line.removeprefix("+++ b/")).read_text(encoding="utf-8")
+        elif line.startswith("+"):
+            added += 1
+            assert line[1:] in text.splitlines(), line
+    assert 0 < added < 15
+    for family in ARCHITECTURES:
+        assert f"`{family}`" in page.split("## Not in the table")[0], family

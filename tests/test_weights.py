@@ -24,10 +24,11 @@ from sparsellm.evaluation import perplexity, streamed_perplexity
 from sparsellm.journal import Journal
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
+from sparsellm.places import NotStreamable
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import prune_blocks
 from sparsellm.storage import Storage
-from sparsellm.weights import NotStreamable, OnDisk
+from sparsellm.weights import OnDisk
 from tests.test_bad_input import refused
 
 SHARED = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}

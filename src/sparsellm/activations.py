@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm import devices
-from sparsellm.blocks import Block, computed_in, instead, replaced
+from sparsellm.blocks import Block, computed_in, instead
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
 from sparsellm.linalg import all_finite
+from sparsellm.routes import Routes
+from sparsellm.stand_ins import home, standing_in
 from sparsellm.storage import Kept, Storage
 from sparsellm.views import Rows, routed
 
@@ -39,52 +41,6 @@ class Seen:
     entering: Tensor
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-
-
-class Routes:
-    """Which tokens each expert of a block is shown: those that are routed to it, and others where these are too few.
-
-    An expert with fewer tokens than its layers have inputs cannot tell what it does to them. It is also shown tokens of the
-    layer, evenly spaced over all batches, as if they were routed to it, until there are as many: its Gram matrices then hold a
-    share of the layer's.
-
-    counts: how many tokens are routed to each expert, over all batches. tokens: of the layer. least: how many each is shown.
-    """
-
-    def __init__(self, counts: Tensor, tokens: int, least: int) -> None:
-        self.counts, self.tokens = counts, tokens
-        self._others = [tokens - int(count) for count in counts]
-        lacking = [max(0, least - int(count)) for count in counts]
-        self._lacking = [min(some, others) for some, others in zip(lacking, self._others, strict=True)]
-        self._passed = [0] * len(counts)  # tokens that are not routed to the expert, so far in this pass
-        self._shown: list[Tensor] = []
-
-    @property
-    def most(self) -> int:
-        """How many tokens an expert is shown, at most."""
-        return max(int(count) + lacking for count, lacking in zip(self.counts, self._lacking, strict=True))
-
-    def restart(self) -> None:
-        """A pass over the batches begins."""
-        self._passed = [0] * len(self._passed)
-
-    def choose(self, chosen: Tensor) -> list[Tensor]:
-        """The tokens that each expert is shown of the next batch. chosen: (tokens, top-k), as the router has it."""
-        self._shown = []
-        for number, mine in enumerate(routed(chosen, len(self._lacking))):
-            lacking, others = self._lacking[number], self._others[number]
-            if lacking:
-                (rest,) = torch.where((chosen != number).all(-1))
-                place = torch.arange(len(rest), device=rest.device) + self._passed[number]
-                self._passed[number] += len(rest)
-                extra = rest[(place + 1) * lacking // others > place * lacking // others]
-                mine = torch.cat([mine, extra]).sort().values  # noqa: PLW2901  (in the order of the tokens)
-            self._shown.append(mine)
-        return self._shown
-
-    def again(self, chosen: Tensor) -> list[Tensor]:
-        """The same tokens once more, however they are routed now: so that two streams can be held against each other."""
-        return self._shown
 
 
 class Activations:
@@ -137,7 +93,7 @@ class Activations:
                     entered[block.index] = hidden, call
                     return hidden
 
-                _standing_in(blocks, record, partial(body, input_ids=batch.to(home(model)), use_cache=False))
+                standing_in(blocks, record, partial(body, input_ids=batch.to(home(model)), use_cache=False))
                 for index, (_, call) in sorted(entered.items()):
                     alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
                     calls[index].append(next((other for other in alike if same(other, call)), call))
@@ -304,74 +260,11 @@ class Activations:
                 raise _not_finite(block.name, stream[number], number)
 
 
-def home(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its token numbers: the device of its embedding."""
-    return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
-
-
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
     """How much memory a stream takes: the hidden states of all batches."""
     embedding = model.get_input_embeddings().weight
     width: int = model.config.get_text_config().hidden_size
     return sum(batch.numel() for batch in batches) * width * (dtype or embedding.dtype).itemsize
-
-
-@contextmanager
-def predicting(
-    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
-) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Within the context, a function from token numbers (batch, seq) and the last block's output (batch, seq, model) to logits.
-
-    It runs the model as it is, with blocks that do nothing but the last, which gives the output that it was told; so whatever
-    stands behind the blocks in this family is done. dtype: what that is computed in, if not its own.
-    """
-
-    def predict(tokens: Tensor, output: Tensor) -> Tensor:
-        def answer(block: Block, hidden: Tensor, call: Call) -> Tensor:
-            return output if block is blocks[-1] else hidden
-
-        run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
-        return _standing_in(blocks, answer, run).logits  # type: ignore[no-any-return]
-
-    with computed_in(model, dtype, without=blocks):
-        yield predict
-
-
-class _Indexed(Exception):
-    """The model took the first of what a block answered: its blocks answer with tuples."""
-
-
-def _standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]) -> Any:
-    """What a run of the model gives with each block's forward replaced by a function of the block, its input and its call.
-
-    Some models take a block's answer as it is, some the first of a tuple. Which is seen where it goes: the hidden states keep
-    their shape from block to block.
-    """
-
-    def once(wrap: bool) -> Any:
-        shapes: list[torch.Size] = []
-
-        def forward_of(block: Block) -> Callable[..., Any]:
-            def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
-                shapes.append(hidden.shape)
-                if hidden.shape != shapes[0]:
-                    raise _Indexed
-                found = answer(block, hidden, Call(arguments, keywords))
-                return (found,) if wrap else found
-
-            return forward
-
-        with replaced(blocks, forward_of):
-            return run()
-
-    try:
-        return once(wrap=False)
-    except _Indexed:
-        return once(wrap=True)
-    except (RuntimeError, IndexError, ValueError):
-        if len(blocks) > 1:
-            raise
-        return once(wrap=True)  # a single block's answer goes to no other block
 
 
 class _Enough(Exception):

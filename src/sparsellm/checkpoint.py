@@ -21,7 +21,8 @@ from sparsellm.blocks import describe
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.files import check_files, find_checkpoint, first_line
 from sparsellm.linalg import all_finite
-from sparsellm.weights import OnDisk, locate, stored_dtype
+from sparsellm.places import stored_dtype
+from sparsellm.weights import OnDisk, locate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

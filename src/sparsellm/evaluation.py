@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsellm.activations import predicting
 from sparsellm.blocks import blocks_of, evaluating
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.sequential import walk
+from sparsellm.stand_ins import predicting
 from sparsellm.storage import Storage
 from sparsellm.weights import Weights
 

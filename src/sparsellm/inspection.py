@@ -19,7 +19,7 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.files import check_files
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
-from sparsellm.weights import NotStreamable, Place, Stored, named, read_stored
+from sparsellm.places import NotStreamable, Place, Stored, named, read_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

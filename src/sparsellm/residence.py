@@ -15,9 +15,10 @@ from sparsellm.errors import TooLarge
 from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
 from sparsellm.linalg import zeros_in
 from sparsellm.memory import available, human_bytes
+from sparsellm.places import NotStreamable
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
-from sparsellm.weights import InMemory, NotStreamable, OnDisk, Weights
+from sparsellm.weights import InMemory, OnDisk, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from sparsellm import distributed
-from sparsellm.activations import Activations, predicting, stream_bytes
+from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
 from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.linalg import all_finite
+from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from sparsellm.ahead import Ahead
@@ -19,6 +15,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.memory import give_back
+from sparsellm.places import NotStreamable, Place, Stored, keys_of, named, read_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,42 +41,6 @@ class InMemory:
 
     def ends(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor is stored. file: .safetensors or .bin. key: its name there."""
-
-    file: Path
-    key: str
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """A tensor that is stored in pieces, such as one for each expert, and put together when it is loaded.
-
-    sources: each piece and the pattern of its name, in the order in which transformers collects them. converter: its way to put
-    them together. model: whose tensor it is.
-    """
-
-    name: str
-    sources: tuple[tuple[Place, str], ...]
-    converter: Any
-    model: PreTrainedModel
-
-    @property
-    def file(self) -> Path:
-        """Where the first piece is stored."""
-        return self.sources[0][0].file
-
-    @property
-    def key(self) -> str:
-        """The first piece's name there."""
-        return self.sources[0][0].key
-
-
-Stored = Place | Gathered
-"""Where a tensor is stored, in one piece or several."""
 
 
 class OnDisk:
@@ -141,7 +102,7 @@ class OnDisk:
         if len(files) != 1 or {place.key for place in places} != wanted or next(iter(files)).suffix != ".safetensors":
             return None
         file = next(iter(files))
-        return file if set(_keys(file)) == wanted else None
+        return file if set(keys_of(file)) == wanted else None
 
     def end_names(self) -> list[str]:
         """The names of the tensors that belong to no block, tied ones once."""
@@ -251,54 +212,6 @@ def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     return places
 
 
-def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stored], dict[str, Place], list[Any]]:
-    """Where tensors are stored: by the model's names, and by their own those that the model does not know.
-
-    And what transformers changes of their names and forms when it loads them. Raises NotStreamable where it splits one.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    known = model.state_dict()
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    places: dict[str, Stored] = {}
-    pieces: dict[str, list[tuple[Place, str]]] = {}
-    unknown: dict[str, Place] = {}
-    stored = [Place(file, key) for file in files for key in _keys(file)]
-    for place in sorted(stored, key=lambda some: dot_natural_key(some.key)):
-        name, pattern = rename_source_key(place.key, renamings, converters, model.base_model_prefix, known)
-        if name not in known:
-            name, pattern = rename_source_key(place.key, [], [], model.base_model_prefix, known)
-        if name not in known:
-            unknown[place.key] = place
-        elif pattern is not None:
-            pieces.setdefault(name, []).append((place, pattern))
-        else:
-            places[name] = place
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    for name, sources in pieces.items():
-        converter = by_pattern[sources[0][1]]
-        if len(converter.target_patterns) > 1:
-            raise NotStreamable(f"{sources[0][0].key} is split when it is loaded")
-        places[name] = Gathered(name, tuple(sources), converter, model)
-    return places, unknown, [entry for entry in mapping if entry.was_used()]
-
-
-class NotStreamable(Exception):
-    """A checkpoint that cannot be read block by block, and why; it is loaded whole instead."""
-
-
-def stored_dtype(file: Path) -> torch.dtype:
-    """The dtype of the first floating tensor in a file; float32 where there is none."""
-    for key in _keys(file):
-        tensor = _read(Place(file, key))
-        if tensor.is_floating_point():
-            return tensor.dtype
-    return torch.float32
-
-
 def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
     """By name, the modules that hold a parameter or buffer and what they call it; all of them where it is tied."""
     held: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -325,51 +238,3 @@ def _put(module: nn.Module, leaf: str, tensor: Tensor) -> None:
         module._parameters[leaf] = tensor
     else:
         module._buffers[leaf] = tensor
-
-
-def _keys(file: Path) -> list[str]:
-    """The names of the tensors in a file."""
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    return list(_unpickled(file))
-
-
-def read_stored(stored: Stored) -> Tensor:
-    """A tensor as the model has it, in the dtype of its file, with memory of its own."""
-    if isinstance(stored, Place):
-        return _read(stored)
-    converter = copy.deepcopy(stored.converter)
-    for place, pattern in stored.sources:
-        converter.add_tensor(stored.name, place.key, pattern, _read(place))
-    try:
-        found = converter.convert(stored.name, model=stored.model, config=stored.model.config)[stored.name]
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise BadCheckpoint(
-            f"{stored.name} cannot be put together from {stored.key} and its like: {str(error).splitlines()[0]}"
-        ) from error
-    tensor: Tensor = found[0] if isinstance(found, list) else found
-    return tensor
-
-
-def _read(place: Place) -> Tensor:
-    """A tensor with memory of its own: nothing of the file stays mapped."""
-    try:
-        if place.file.suffix == ".safetensors":
-            with safe_open(place.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(place.key).clone()
-                return tensor
-        return _unpickled(place.file)[place.key].clone()
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .bin file, mapped and not yet read; no code that it may hold is run."""
-    try:
-        found: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except UnpicklingError as error:
-        raise BadCheckpoint(f"{file.name} holds more than tensors, and code in a weight file is not run.") from error
-    except RuntimeError as error:  # the format before torch 1.6
-        raise NotStreamable(f"{file.name} is of a format that cannot be read in parts") from error
-    return found
