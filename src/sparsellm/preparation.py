@@ -23,7 +23,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Unstructured
 from sparsellm.recipe import ALLOCATIONS, Recipe
-from sparsellm.refinement import TOKENS_A_STEP, windows_a_step
+from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
 
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 USUAL_LENGTH = 2048
 """Tokens a window where the model allows it; the papers' choice."""
+
+TOKENS_A_BATCH = 2048
+"""Enough to keep matrix products busy; the hidden signals of twice as many no longer come from memory that is at hand."""
 
 COUPLING_TOKENS = 2048
 """Tokens in a gradient step over the whole model: more steps beat larger ones, and the logits are large."""
@@ -198,8 +201,9 @@ def read_test(recipe: Recipe, source: Checkpoint | Loaded, text: str, length: in
 
 
 def _usual_batch(windows: Tensor, length: int) -> int:
-    """Windows that travel together: as many as a step over one block reads, enough to keep matrix products busy."""
-    return windows_a_step(*windows.shape) if windows.numel() else max(1, TOKENS_A_STEP // length)
+    """Windows that travel together: about TOKENS_A_BATCH, and no more than a step over one block reads."""
+    usual = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
+    return min(usual, windows_a_step(*windows.shape)) if windows.numel() else usual
 
 
 def _note_few_tokens(
