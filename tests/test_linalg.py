@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SingularGram
-from sparsellm.linalg import all_finite, cholesky, damped, dead_inputs, inverse_factor, quadratic, refit, zeros_in
+from sparsellm.linalg import (
+    all_finite,
+    cholesky,
+    damped,
+    dead_inputs,
+    dot,
+    inverse_factor,
+    quadratic,
+    refit,
+    spectrum,
+    zeros_in,
+)
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -226,3 +237,16 @@ def test_zeros_in(dtype: torch.dtype) -> None:
     weight[1, :3], weight[4, 0] = 0.0, -0.0
     assert zeros_in(weight) == 4
     assert zeros_in(weight[:, 1:]) == 2
+
+
+def test_where_there_is_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without float64 sums of products are made on the processor, as precisely; spectra are those of torch."""
+    one, other = random(30, 40, dtype=torch.float32) + 1e4, random(30, 40, 6, torch.float32) - 1e4
+    wanted = float((one.double() * other.double()).sum())
+    assert dot(one, other) == wanted
+    monkeypatch.setattr("sparsellm.devices.widest", lambda device: torch.float32)
+    assert dot(one, other) == wanted
+    assert abs(float((one * other).sum()) - wanted) > 1e-9 * abs(wanted)
+    gram = gram_of(12)
+    values, vectors = spectrum(gram)
+    torch.testing.assert_close((vectors * values) @ vectors.T, gram)

@@ -128,7 +128,7 @@ def owl(
     found: dict[int, tuple[list[str], float]] = {}
     for block, names, scores in _scores(model, batches, plan, compute, weights, storage):
         every = torch.cat([score.flatten() for score in scores])
-        found[block.index] = names, float((every > OUTLIER * every.mean()).double().mean())
+        found[block.index] = names, int((every > OUTLIER * every.mean()).count_nonzero()) / every.numel()
     return _spread(found, plan, OWL_SPREAD)
 
 

@@ -19,6 +19,11 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def precise(numbers: Tensor) -> Tensor:
+    """The numbers in float64: where they are, or on the processor where their device has no float64."""
+    return numbers.to("cpu" if widest(numbers.device) is torch.float32 else numbers.device, torch.float64)
+
+
 def mixed_products(device: torch.device) -> bool:
     """Whether a device multiplies 16-bit matrices and writes what it added up in float32: NVIDIA's GPUs."""
     return device.type == "cuda" and torch.version.hip is None

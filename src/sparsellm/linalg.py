@@ -102,6 +102,19 @@ def _invert_upper(upper: Tensor, inverse: Tensor) -> None:
     inverse[:half, half:] = (inverse[:half, :half] @ upper[:half, half:]).neg_() @ inverse[half:, half:]
 
 
+def dot(one: Tensor, other: Tensor) -> float:
+    """The sum of products of two matrices, added up in float64: errors are differences of large sums."""
+    return float((devices.precise(one) * devices.precise(other)).sum())
+
+
+def spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; on the processor for Apple's GPUs, which
+    have no such routine."""
+    there = matrix.device
+    values, vectors = torch.linalg.eigh(matrix.cpu() if there.type == "mps" else matrix)
+    return values.to(there), vectors.to(there)
+
+
 def quadratic(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     """tr L G Rᵀ for a symmetric G, and L = S R with a symmetric S: half of G is enough.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block, computed_in, only_trained
 from sparsellm.errors import InvalidSetting
+from sparsellm.linalg import spectrum
 from sparsellm.storage import lengths
 
 LOOKS = 10
@@ -182,7 +183,7 @@ def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
 
 def _root(metric: Tensor) -> Tensor:
     """L with F = L Lᵀ, for a positive semi-definite F."""
-    heights, vectors = torch.linalg.eigh(metric)
+    heights, vectors = spectrum(metric)
     root: Tensor = vectors * heights.clamp(min=1e-3 * float(heights.mean())).sqrt()
     return root
 

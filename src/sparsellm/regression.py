@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsellm import distributed
-from sparsellm.linalg import quadratic
+from sparsellm import devices, distributed
+from sparsellm.linalg import dot, quadratic
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
 
@@ -53,13 +53,13 @@ class Regression:
     def error(self, weight: Tensor) -> float:
         """E‖t - W x - b‖² with the best bias."""
         gram, cross = self._centred_inputs.matrix, self._centred_cross
-        return self.power - 2 * _dot(cross, weight) + float(quadratic(weight, gram, weight))
+        return self.power - 2 * dot(cross, weight) + float(quadratic(weight, gram, weight))
 
     @property
     def power(self) -> float:
         """E‖t‖², about the mean where a bias may move."""
         power = float(self._power) / max(self.inputs.tokens, 1)
-        return power - float(self._mean.double().square().sum()) if self.affine else power
+        return power - float(devices.precise(self._mean).square().sum()) if self.affine else power
 
     @property
     def _mean(self) -> Tensor:
@@ -76,8 +76,3 @@ class Regression:
             return cross
         constant = self._centred_inputs.matrix.diagonal() == 0  # what is left of their products is rounding
         return (cross - self._mean.outer(self.inputs.mean)).masked_fill(constant, 0)
-
-
-def _dot(one: Tensor, other: Tensor) -> float:
-    """The sum of products of two float32 matrices, added up in float64: errors are differences of large sums."""
-    return float((one.double() * other.double()).sum())

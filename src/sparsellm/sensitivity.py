@@ -21,7 +21,7 @@ from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
 from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.linalg import all_finite
+from sparsellm.linalg import all_finite, spectrum
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights
@@ -162,7 +162,7 @@ def layer_sensitivities(
     """
     if not names:
         return {}
-    heights, vectors = torch.linalg.eigh(metric)
+    heights, vectors = spectrum(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device).manual_seed(block.index)
     sums: dict[str, Tensor] = {}

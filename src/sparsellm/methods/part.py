@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm import distributed
+from sparsellm import devices, distributed
 from sparsellm.blocks import Block
 from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
 from sparsellm.linalg import lifted
@@ -96,11 +96,12 @@ class Part:
 
     def error(self, weights: Weights) -> float:
         """E‖t - FFN(x)‖² in the metric, mean over tokens."""
-        missed = torch.zeros(2, dtype=torch.float64, device=self.inputs[0].device)
+        device = self.inputs[0].device
+        missed = torch.zeros(2, dtype=devices.widest(device), device=device)
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
             residual = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
-            missed += torch.stack([residual.square().sum(), torch.tensor(float(len(x)), device=x.device)]).double()
+            missed += torch.stack([residual.square().sum(), torch.tensor(float(len(x)), device=x.device)]).to(missed.dtype)
         distributed.sum_(missed)
         return float(missed[0] / missed[1].clamp(min=1))
 

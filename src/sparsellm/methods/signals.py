@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm import distributed
+from sparsellm import devices, distributed
 from sparsellm.activations import Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import SingularGram
 from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
-from sparsellm.linalg import quadratic
+from sparsellm.linalg import dot, quadratic
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
 from sparsellm.views import Layer
@@ -35,11 +35,11 @@ class Fit:
     def of_dense(cls, weight: Tensor, inputs: Gram) -> Fit:
         """The fit whose target is what the dense weight itself computes."""
         cross = weight @ inputs.matrix
-        return cls(_dot(cross, weight), cross, inputs)
+        return cls(dot(cross, weight), cross, inputs)
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x‖²."""
-        return self.power - 2 * _dot(self.cross, weight) + float(quadratic(weight, self.inputs.matrix, weight))
+        return self.power - 2 * dot(self.cross, weight) + float(quadratic(weight, self.inputs.matrix, weight))
 
 
 class Signals:
@@ -89,7 +89,7 @@ class Signals:
     def error(self, weights: Mapping[str, Tensor]) -> float:
         """The true feed-forward error of these weights, relative to E‖y‖², y without the writer's bias."""
         writer = self._feed_forward.writer
-        missed = torch.zeros(2, dtype=torch.float64, device=weights[writer].device)
+        missed = torch.zeros(2, dtype=devices.widest(weights[writer].device), device=weights[writer].device)
         for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
             target = _unbiased(outputs.float(), self._layers[writer])
             missed += torch.stack(
@@ -147,9 +147,10 @@ class _Sums:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], writer: str, device: torch.device) -> None:
         self.cross = {name: Cross(rows, columns, device) for name, (rows, columns) in shapes.items()}
-        self.power = {name: torch.zeros((), dtype=torch.float64, device=device) for name in shapes}
+        wide = devices.widest(device)
+        self.power = {name: torch.zeros((), dtype=wide, device=device) for name in shapes}
         self.inputs = Gram(shapes[writer][1], device)  # of the writer's present inputs
-        self.target_power, self.missed, self.distance = torch.zeros(3, dtype=torch.float64, device=device)
+        self.target_power, self.missed, self.distance = torch.zeros(3, dtype=wide, device=device)
 
     def add(self, name: str, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch of a layer's target, (tokens, out), and inputs, (tokens, in)."""
@@ -162,11 +163,6 @@ class _Sums:
         for cross in self.cross.values():
             cross.reduce()
         distributed.sum_(*self.power.values(), self.target_power, self.missed, self.distance)
-
-
-def _dot(one: Tensor, other: Tensor) -> float:
-    """The sum of products of two float32 matrices, added up in float64: the fits are differences of large sums."""
-    return float((one.double() * other.double()).sum())
 
 
 def _bias(layer: Layer) -> Tensor | None:

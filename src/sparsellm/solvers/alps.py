@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import cholesky, damped, dead_inputs, lifted, refit
+from sparsellm.linalg import cholesky, damped, dead_inputs, lifted, refit, spectrum
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
@@ -169,8 +169,8 @@ def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shif
 
 def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
     """S W G + rho W = rhs, where both matrices are diagonal; one decomposition of each serves every penalty."""
-    heights, left = torch.linalg.eigh(curvature)
-    widths, right = torch.linalg.eigh(gram)
+    heights, left = spectrum(curvature)
+    widths, right = spectrum(gram)
     products = heights.clamp(min=0).outer(widths.clamp(min=0))
 
     def at(penalty: float) -> Shifted:
