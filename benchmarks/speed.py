@@ -274,31 +274,45 @@ def scaling(methods: list[str]) -> None:
 def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
     """Our methods and the peer's SparseGPT in turn, so many times: seconds of pruning and peak memory of each process.
 
-    The peer runs in batches of 1 and 8; after the first round only the faster one.
+    The peer runs in batches of 1 and 8; after the first round only the faster one. A race that was broken off goes on.
     """
     threads = str(torch.get_num_threads())
+    key = f"{shape} | {blocks} | {windows} | {threads}"
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    rounds: dict[str, list[dict[str, float]]] = known.get("race", {}).get(key, {})
+
+    def wanted(name: str, number: int) -> bool:
+        """Whether a run of this round is still to come; of the peer's, after the first round, the faster only."""
+        mine = name in methods or number == 1 or name == _best(rounds)
+        return mine and len(rounds.get(name, [])) < number
+
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder) / "model", shape, blocks)
-        rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
-        batches = [1, 8]
-        for _ in range(times):
-            for batch in batches:
-                words = [peer, script, "--model", str(model), "--text", text, "--sparsity", "0.7", "--nsamples", str(windows)]
-                words += ["--seqlen", str(LENGTH), "--batch", str(batch), "--out", f"{folder}/out"]
-                environment = os.environ | {"OMP_NUM_THREADS": threads}
-                done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
-                told = json.loads(done[done.index("{\n") :])
-                found = {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
-                rounds[f"{PEER}, batch {batch}"].append(found)
-                shutil.rmtree(f"{folder}/out")
-                print(f"{PEER}, batch {batch}", found, file=sys.stderr, flush=True)
-            batches = [min(batches, key=lambda batch: rounds[f"{PEER}, batch {batch}"][0]["seconds"])]
-            for name in methods:
-                words = [sys.executable, __file__, "one", str(model), name, str(windows)]
-                found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-                rounds[name].append({"seconds": found["total"], "memory": found["memory"]})
-                print(name, rounds[name][-1], file=sys.stderr, flush=True)
-    _keep("race", f"{shape} | {blocks} | {windows} | {threads}", rounds)
+        for number in range(1, times + 1):
+            for name in (*(f"{PEER}, batch {batch}" for batch in (1, 8)), *methods):
+                if not wanted(name, number):
+                    continue
+                if name.startswith(PEER):
+                    batch = name.rsplit(" ", 1)[1]
+                    words = [peer, script, "--model", str(model), "--text", text, "--sparsity", "0.7"]
+                    words += ["--nsamples", str(windows), "--seqlen", str(LENGTH), "--batch", batch, "--out", f"{folder}/out"]
+                    environment = os.environ | {"OMP_NUM_THREADS": threads}
+                    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
+                    told = json.loads(done[done.index("{\n") :])
+                    found = {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
+                    shutil.rmtree(f"{folder}/out")
+                else:
+                    words = [sys.executable, __file__, "one", str(model), name, str(windows)]
+                    one = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+                    found = {"seconds": one["total"], "memory": one["memory"]}
+                rounds.setdefault(name, []).append(found)
+                _keep("race", key, rounds)
+                print(name, found, file=sys.stderr, flush=True)
+
+
+def _best(rounds: Mapping[str, list[dict[str, float]]]) -> str:
+    """The peer's faster batch, by the first round."""
+    return min((name for name in rounds if name.startswith(PEER)), key=lambda name: rounds[name][0]["seconds"])
 
 
 def _keep(table: str, key: str, value: Any) -> None:
@@ -328,8 +342,7 @@ def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dic
     lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
     lines += ["| | seconds | over llm-compressor's best | its products alone | peak memory | over its |"]
     lines += ["|---|---:|---:|---:|---:|---:|"]
-    peers = {name: some for name, some in rounds.items() if name.startswith(PEER)}
-    best = min(peers.values(), key=lambda some: (-len(some), statistics.median(each["seconds"] for each in some)))
+    best = rounds[_best(rounds)]
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
         spent = statistics.median(each["seconds"] for each in some)
