@@ -23,6 +23,7 @@ from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.miniature import shrunk
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
 from sparsellm.recipe_file import read_recipe
@@ -216,6 +217,17 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     assert coupled == (method != "sparsegpt")
     with torch.no_grad():
         assert all(bool(model(input_ids=batch).logits.isfinite().all()) for batch in batches())
+
+
+@every_family
+@torch.no_grad()
+def test_every_family_has_a_miniature(name: str) -> None:
+    """`sparsellm plan` divides every dimension of a family's configuration; what comes out has the same layers, and runs."""
+    full, small = tiny(name), AutoModelForCausalLM.from_config(shrunk(CONFIGS[name](), 2)).eval()
+    for block, other in zip(blocks_of(full), blocks_of(small), strict=True):
+        assert list(block.layers) == list(other.layers)
+        assert all(2 * other.layer(key).in_features == block.layer(key).in_features for key in block.layers)
+    assert bool(small(input_ids=batches()[0] // 2).logits.isfinite().all())
 
 
 def written(source: Path, output: Path, method: str, **settings: Any) -> Path:

@@ -79,6 +79,8 @@ def shrunk(config: PretrainedConfig, scale: int) -> PretrainedConfig:
     for part in {id(some): some for some in (small, small.get_text_config())}.values():
         for name in (*WIDTHS, *LENGTHS):
             value: Any = getattr(part, name, None)
+            if isinstance(getattr(type(part), name, None), property):
+                continue  # made of others, which are divided themselves
             if isinstance(value, int) and value > 1:
                 setattr(part, name, _divided(value, scale, 8 if name in INNER else 2))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
