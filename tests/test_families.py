@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from sparsellm.allocation import uniform
 from sparsellm.architectures import ARCHITECTURES
 from sparsellm.blocks import blocks_of
+from sparsellm.distillation import distil, last_states
 from sparsellm.inspection import inspect
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
@@ -27,6 +28,7 @@ from sparsellm.miniature import shrunk
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
 from sparsellm.recipe_file import read_recipe
+from sparsellm.refinement import Descent
 from sparsellm.run import run
 from sparsellm.sequential import prune_blocks, walk
 from sparsellm.solvers.alps import ALPS
@@ -231,7 +233,7 @@ def test_every_family_has_a_miniature(name: str) -> None:
 
 
 def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
-    """A checkpoint pruned to 60 % as a whole run does it, with its files."""
+    """A checkpoint pruned (to 60 % if not said otherwise) as a whole run does it, with its files."""
     tokens = torch.cat([batch[:, :20] for batch in batches()])
     chosen = {"method": method, "sparsity": "60%", "calibration": "given in memory", "allocation": "uniform", **settings}
     if method == "sparsellm":
@@ -249,14 +251,23 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "sparsellm"])
+@pytest.mark.parametrize(
+    ("method", "pattern"),
+    [
+        ("sparsegpt", "2:4"), ("sparsellm", "60%"),
+        pytest.param("sparsegpt", "60%", marks=pytest.mark.slow), pytest.param("sparsellm", "2:4", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 @each_family
-def test_streamed_as_in_memory(name: str, method: str, tmp_path: Path) -> None:
+def test_streamed_as_in_memory(name: str, method: str, pattern: str, tmp_path: Path) -> None:
     """Read block by block it ends in the same tensors of the same names; read again it is the same model."""
     source = tmp_path / "dense"
     tiny(name).save_pretrained(source, max_shard_size="40kB")
     byte_tokenizer().save_pretrained(source)
-    folders = [written(source, tmp_path / place, method, stream=place == "streamed") for place in ("whole", "streamed")]
+    folders = [
+        written(source, tmp_path / place, method, stream=place == "streamed", sparsity=pattern)
+        for place in ("whole", "streamed")
+    ]
     whole, streamed = (tensors_of(folder) for folder in folders)
     assert whole.keys() == streamed.keys()
     assert all(torch.equal(whole[key], streamed[key]) for key in whole)
@@ -268,7 +279,7 @@ def test_streamed_as_in_memory(name: str, method: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [model(input_ids=batches()[0]).logits for model in models]
     assert torch.equal(*logits)
-    found = inspect(str(folders[1]), str(source), "60%")
+    found = inspect(str(folders[1]), str(source), pattern)
     assert found.as_expected
     assert len(found.layers) == sum(len(block.layers) for block in blocks_of(models[0]))
     assert not found.only_here
@@ -290,6 +301,32 @@ def test_opt_350m_without_nan(method: str, dtype: torch.dtype) -> None:
         assert bool(parameter.isfinite().all())
     with torch.no_grad():
         assert bool(model.float()(input_ids=batches()[0]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
+def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
+    """Over a block, then over the model: every piece keeps its zeros; a parameter with a piece left dense does not move."""
+    model, dense = tiny(name), tiny(name)
+    left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
+    plan = uniform(blocks_of(model), parse_pattern("60%"), skip=[left])
+    method = SparseLLM(SparseGPT(), newton=0, couple="block", refine=Descent(4, 1e-2))
+    windows = torch.cat([batches()[0]] * 3)
+    list(prune_blocks(model, list(windows.split(3)), method, plan))
+    held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    distil(model, held, last_states(dense, held), plan, Descent(10, 1e-3))
+    moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
+    assert moved
+    for block, other in zip(blocks_of(model), blocks_of(dense), strict=True):
+        frozen = {block.parameter(layer) for layer in block.layers if block.full_name(layer) not in plan}
+        assert len(frozen) == 1
+        assert not moved & {block.full_name(parameter) for parameter in frozen}
+        for layer in block.layers:
+            weight, full = block.layer(layer).weight, block.full_name(layer)
+            if full in plan:
+                assert int((weight == 0).sum()) == plan[full].removed(weight.numel()), full
+            else:
+                assert torch.equal(weight, other.layer(layer).weight), full
 
 
 @pytest.mark.parametrize("name", EXPERTS)
