@@ -15,6 +15,7 @@ from sparsellm.journal import durable
 from sparsellm.report import strict_json
 from sparsellm.sweep_file import Sweep, in_words
 from sparsellm.sweeping import Outcome
+from sparsellm.zeroshot import mean
 
 SEED = "seed"
 """The axis whose cells are repetitions of one another: a row of the table is their mean."""
@@ -57,6 +58,11 @@ def measures(report: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]
         for when, name in (("dense", "dense perplexity"), ("pruned", "perplexity")):
             if values.get(when):
                 found[f"{name} {shown}"] = _number(values[when]["value"]), values[when]["standard_error"]
+    answered = {task: x["pruned"] for task, x in report.get("tasks", {}).items() if "pruned" in x}
+    for task, x in answered.items():
+        found[f"accuracy {task}"] = x["value"], x["standard_error"]
+    if answered:
+        found["accuracy mean"] = mean(answered)
     blocks = report["blocks"]
     found["sparsity"] = report["totals"]["sparsity_of_pruned_layers"], None
     found["seconds"] = sum(block["seconds"] for block in blocks), None  # also of blocks that an earlier process finished

@@ -97,6 +97,11 @@ def plus_minus(value: float, error: float | None) -> str:
     return f"{value:,.{digits}f} ± {error:,.{digits}f}"
 
 
+def percent(value: float, error: float | None) -> str:
+    """A share in percent, with its standard error."""
+    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
+
+
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """What a person wants to know of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
@@ -112,6 +117,12 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             for text, values in report.perplexity.items()
         ]
         console.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
+    if report.tasks:
+        rows = [
+            [task, *(percent(found[when]["value"], found[when]["standard_error"]) for when in ("dense", "pruned"))]
+            for task, found in report.tasks.items()
+        ]
+        console.print(table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
     console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ from sparsellm.checkpoint import device_of, open_checkpoint
 from sparsellm.preparation import read_test, window_length
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import settle
+from sparsellm.zeroshot import accuracies, prepared
 
 
 def measure(
@@ -22,10 +23,15 @@ def measure(
     device: str = "auto",
     dtype: str = "auto",
     memory: str | None = None,
+    tasks: Sequence[str] = (),
+    task_data: str | None = None,
+    task_limit: int | None = None,
     revision: str | None = None,
     trusted: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """The perplexity of a checkpoint on each text, with its standard error; all texts are read before any is measured.
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The perplexity of a checkpoint on each text, and its accuracy on each task, with standard errors.
+
+    All texts are read, and the tasks' files found, before anything is measured.
 
     The arguments are `Recipe`'s fields of those names. A model that is larger than the memory is read block by block, and
     hidden states that are go to temporary files.
@@ -33,10 +39,14 @@ def measure(
     recipe = read_recipe(
         {"model": model, "method": "magnitude", "evaluate": tuple(texts), "text_field": field, "length": length, "dtype": dtype}
         | {"memory": memory, "revision": revision, "trust_remote_code": trusted}
+        | {"task": tuple(tasks), "task_data": task_data, "task_limit": task_limit}
     )
     place = device_of(device)
     source = open_checkpoint(model, revision, trusted)
     window = window_length(recipe, source.length)
     tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
+    prepared(recipe.task, task_data)
     home = settle(recipe, source, place, Path(tempfile.gettempdir()))
-    return {text: asdict(home.measured(test, text)) for text, test in tests.items()}
+    perplexities = {text: asdict(home.measured(test, text)) for text, test in tests.items()}
+    found = accuracies(home, source.tokenizer(), recipe.task, task_data, task_limit) if tasks else {}
+    return perplexities, {task: asdict(accuracy) for task, accuracy in found.items()}

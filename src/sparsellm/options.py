@@ -101,7 +101,7 @@ Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.
 KeepZeros = Annotated[bool | None, _pruning("--keep-zeros", help="Weights that are zero already stay zero.", default="False")]
 
 Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
-Text = Annotated[list[str], _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
+Text = Annotated[list[str] | None, _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
 TextField = Annotated[str | None, _texts(help="Field that holds the text.", default="text")]
 Samples = Annotated[int | None, _texts(help="Calibration windows.", default="128")]
 Written = Annotated[int | None, _texts(help="Calibration windows more, that the dense model writes itself.", default="0")]
@@ -109,6 +109,12 @@ Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
 Prompt = Annotated[list[str] | None, _texts(help="Let the model continue this, before and after, for the report.")]
+Task = Annotated[
+    list[str] | None,
+    _texts(help="Zero-shot task: boolq, rte, hellaswag, winogrande, arc_easy, arc_challenge, openbookqa, piqa; repeatable."),
+]
+TaskData = Annotated[str | None, _texts(metavar="DIR", help="The tasks' questions, as .jsonl files.", default="from the hub")]
+TaskLimit = Annotated[int | None, _texts(help="Questions of each task, for a try.", default="all")]
 
 Memory = Annotated[str | None, _machine(help="What the run may take, as 16GiB.", default="four fifths of what is free")]
 Stream = Annotated[

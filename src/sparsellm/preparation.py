@@ -26,6 +26,7 @@ from sparsellm.recipe import ALLOCATIONS, Recipe
 from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
+from sparsellm.zeroshot import prepared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,6 +79,7 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         windows, report.calibration = draw_windows(recipe, method, given, source, length)
         tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
         check_tokens(skeleton, windows, *tests.values())
+        prepared(recipe.task, recipe.task_data)
         if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
             note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
         _note_few_tokens(method, plan, blocks, windows, report, say)

@@ -45,6 +45,18 @@ _ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refin
 _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
 
 
+TASKS = {
+    "boolq": "validation",
+    "rte": "validation",
+    "hellaswag": "validation",
+    "winogrande": "validation",
+    "arc_easy": "test",
+    "arc_challenge": "test",
+    "openbookqa": "test",
+    "piqa": "validation",
+}
+"""The zero-shot tasks by lm-eval's names, with the part that it asks. The first seven are the SparseLLM paper's."""
+
 COUPLES = ("none", "feedforward", "block", "model")
 """The set Omega, from local pruning to global: whose layers form one problem."""
 
@@ -123,13 +135,16 @@ class Recipe(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
     evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")
     prompt: tuple[str, ...] = Field((), description="what the model continues, before and after, for the report")
+    task: tuple[str, ...] = Field((), description="zero-shot tasks to measure the accuracy on, before and after")
+    task_data: str | None = Field(None, description="folder of the tasks' questions, as .jsonl; default: from the hub")
+    task_limit: int | None = Field(None, gt=0, description="questions of each task, for a try; default: all")
 
     @field_validator("sparsity", "blocks", "couple", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("only", "skip", "evaluate", "prompt", mode="before")
+    @field_validator("only", "skip", "evaluate", "prompt", "task", mode="before")
     @classmethod
     def _as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
@@ -193,6 +208,14 @@ class Recipe(BaseModel):
     def _is_rule(cls, value: str | None) -> str | None:
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
+        return value
+
+    @field_validator("task")
+    @classmethod
+    def _are_tasks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for task in value:
+            if task not in TASKS:
+                raise InvalidSetting(f"`task` is unknown: got {task!r}. {nearest(task, TASKS)}")
         return value
 
     @field_validator("memory")

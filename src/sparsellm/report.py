@@ -27,9 +27,9 @@ class Report:
     """Everything known of a run. Filled as the run goes on.
 
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
-    calibration: how the windows were drawn. perplexity: by text, before and after. samples: by prompt, how the models go on.
-    notes: what a reader should know.
-    seconds: by phase. peak_memory: of this process, in bytes.
+    calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
+    samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
+    peak_memory: of this process, in bytes.
     """
 
     recipe: Recipe
@@ -38,6 +38,7 @@ class Report:
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
     perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
     samples: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -82,6 +83,7 @@ class Report:
                 "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
             },
             "perplexity": self.perplexity,
+            "tasks": self.tasks,
             "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
@@ -120,6 +122,11 @@ class Report:
             lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
             for text, values in self.perplexity.items():
                 lines.append(f"| {text} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+            lines.append("")
+        if self.tasks:
+            lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
+            for task, values in self.tasks.items():
+                lines.append(f"| {task} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
             lines.append("")
         lines += [line for note in self.notes for line in (f"Note: {note}", "")]
         lines += ["## Recipe", "", "```yaml", recipe.to_yaml().rstrip(), "```", ""]

@@ -34,6 +34,7 @@ from sparsellm.residence import Residence, place_of, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.weights import OnDisk
 from sparsellm.work import Work, fingerprint
+from sparsellm.zeroshot import accuracies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,7 +182,20 @@ def _measure(
             known = _circumstances(ready.source, home, test, None, report)
             found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
             report.perplexity.setdefault(text, {})[when] = found
-    for prompt in report.recipe.prompt:
+    recipe = report.recipe
+    if recipe.task:
+        with phase(f"measuring {when}", report, say):
+
+            def ask() -> dict[str, Any]:
+                found = accuracies(home, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+                return {task: asdict(accuracy) for task, accuracy in found.items()}
+
+            known = _circumstances(ready.source, home, torch.empty(0, dtype=torch.long), None, report)
+            named = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
+            found = shared.value(known, named, ask) if shared and known else ask()
+            for task, accuracy in found.items():
+                report.tasks.setdefault(task, {})[when] = accuracy
+    for prompt in recipe.prompt:
         with phase("writing samples", report, say):
             report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)
 

@@ -50,7 +50,8 @@ class CellFolder:
     """The folder of one cell: `result.json` once it is finished, `failed.json` once it failed, its unfinished work before."""
 
     def __init__(self, folder: Path, cell: Cell) -> None:
-        told = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE))
+        # Without defaults, so that a field that a later version adds does not make it another cell.
+        told = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
         digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=4).hexdigest()
         self.cell = cell
         self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"

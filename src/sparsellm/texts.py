@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -116,8 +117,12 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
     return text
 
 
+@cache
 def _demo(split: Split) -> Text:
-    """The demo's own text: what its models were trained on to calibrate, what they never saw to test."""
+    """The demo's own text: what its models were trained on to calibrate, what they never saw to test.
+
+    Kept, since it takes seconds to gather and a sweep asks for it in every cell.
+    """
     from sparsellm.demo.text import documents
 
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"

@@ -12,7 +12,10 @@ from sparsellm.commands import print_json, stderr, stdout, told
 def evaluate(
     context: typer.Context,
     model: options.Model,
-    text: options.Text,
+    text: options.Text = None,
+    task: options.Task = None,
+    task_data: options.TaskData = None,
+    task_limit: options.TaskLimit = None,
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = None,
     text_field: options.TextField = None,
@@ -22,26 +25,32 @@ def evaluate(
     dtype: options.Dtype = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure the perplexity of a model on texts, with its standard error.
+    """Measure a model: its perplexity on texts, its accuracy on zero-shot tasks, with standard errors.
 
     Example: sparsellm evaluate demo:opt --text demo
     """
     with told(context):
-        from sparsellm.display import plus_minus, table
+        from sparsellm.display import percent, plus_minus, table
         from sparsellm.measuring import measure
+        from sparsellm.zeroshot import mean
 
+        if not text and not task:
+            raise typer.BadParameter("name what to measure on: --text or --task")
         with stderr.status(f"measuring {model}"):
-            found = measure(
-                model, text, text_field, length, device or "auto", dtype or "auto", memory, revision, bool(trust_remote_code)
-            )
+            on = (text or [], text_field, length, device or "auto", dtype or "auto", memory, task or [], task_data, task_limit)
+            found, answered = measure(model, *on, revision=revision, trusted=bool(trust_remote_code))
         if as_json:
-            print_json({"model": model, "perplexity": found})
+            print_json({"model": model, "perplexity": found, "accuracy": answered})
             return
         rows = [
             [name, plus_minus(x["value"], x["standard_error"]), f"{x['windows']} x {x['length']}", f"{x['seconds']:.1f}"]
             for name, x in found.items()
         ]
-        stdout.print(table(["text", "perplexity", "windows", "seconds"], rows))
+        if rows:
+            stdout.print(table(["text", "perplexity", "windows", "seconds"], rows))
+        if answered:
+            lines = [[name, percent(x["value"], x["standard_error"]), f"{x['questions']}"] for name, x in answered.items()]
+            stdout.print(table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*mean(answered)), ""]]))
 
 
 def inspect(
