@@ -11,6 +11,7 @@ import json
 import excess
 import planning
 import solvers
+import speed
 import streaming
 from results import MEASURED, ROOT, epochs_tables, seconds_table, table
 
@@ -19,7 +20,7 @@ from sparsellm.display import plus_minus
 
 def render() -> None:
     """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    others = ("demo.json", "streaming", "planning.json", "solvers", "epochs-", "excess-")
+    others = ("demo.json", "streaming", "planning.json", "solvers", "speed", "epochs-", "excess-")
     names = (file for file in sorted(MEASURED.glob("*.json")) if not file.name.startswith(others))
     files = [json.loads(file.read_text()) for file in names]
     parts = []
@@ -35,6 +36,7 @@ def render() -> None:
     )
     page = page.replace("{{streaming}}\n", "\n".join([*streaming.tables(), "", *streaming.cost()]) + "\n")
     page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
+    page = page.replace("{{speed}}\n", "\n".join(speed.tables()) + "\n")
     (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, rest = readme.split("<!-- demo table -->\n")

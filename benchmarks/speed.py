@@ -340,8 +340,8 @@ def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dic
     """One race: medians, ratios within each round, and what the operations alone would take."""
     shape, blocks, windows, threads = key.split(" | ")
     lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
-    lines += ["| | seconds | over llm-compressor's best | its products alone | peak memory | over its |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
+    lines += ["| | rounds | seconds | over llm-compressor's best | products alone | peak memory | over its |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     best = rounds[_best(rounds)]
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
@@ -351,7 +351,7 @@ def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dic
         share = held / max(each["memory"] for each in best)
         counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
         least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
-        lines.append(f"| {name} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
+        lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
     return lines
 
 

@@ -105,7 +105,7 @@ def _without(gone: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor
     return kept(score) if gone is None else kept(score.masked_fill(gone, -1)) & ~gone
 
 
-def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None) -> Tensor:
+def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None = None) -> Tensor:
     """Prune a block of columns (columns, out) in place; the errors, scaled, for the columns beyond it.
 
     keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
