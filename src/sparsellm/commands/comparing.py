@@ -70,7 +70,7 @@ def report(
 ) -> None:
     """Explain a run or a sweep in one HTML file: words, tables and plots. It fetches nothing, and works from a file.
 
-    Example: sparsellm report pruned-demo
+    Example: sparsellm report opt-70
     """
     with told(context):
         from sparsellm.page import report_page, write_figures
