@@ -50,7 +50,7 @@ def test_the_table_names_every_recipe() -> None:
     assert text.count(".yaml](") == len(RECIPES)
 
 
-USUALLY = ("calibration", "two-four", "zero-shot")
+USUALLY = ("two-four", "zero-shot")
 """Recipes whose small form is run every time."""
 
 
