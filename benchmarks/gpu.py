@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from results import MEASURED
+from speed import watched
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -129,31 +129,6 @@ class Counting(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def watched(phases: Phases) -> Iterator[None]:
-    """Within the context every function of PHASES tells when it is entered and left, wherever it was imported."""
-    undo: list[tuple[Any, str, Any]] = []
-    for phase, places in PHASES.items():
-        for place in places:
-            module, path = place.split(":")
-            owner: Any = importlib.import_module(f"sparsellm.{module}")
-            *outer, name = path.split(".")
-            for part in outer:
-                owner = getattr(owner, part)
-            plain = owner.__dict__[name]
-            known = [some for key, some in sys.modules.items() if key.startswith("sparsellm")]
-            for each in [owner] if outer else [some for some in known if some.__dict__.get(name) is plain]:
-                method = isinstance(plain, classmethod)
-                told = phases.telling(plain.__func__ if method else plain, phase)
-                undo.append((each, name, plain))
-                setattr(each, name, classmethod(told) if method else told)
-    try:
-        yield
-    finally:
-        for each, name, plain in reversed(undo):
-            setattr(each, name, plain)
-
-
 def now(device: torch.device) -> float:
     """The time, with nothing left to do."""
     if device.type == "cuda":
@@ -198,7 +173,7 @@ def block_seconds(
     metrics = output_sensitivities(model, batches) if method.sensitive else ()
     counting = phases is not None and phases.rates is not None
     visits = walk(model, batches, teacher=method.teacher, metrics=metrics)
-    with torch.no_grad(), watched(phases) if phases else nullcontext():
+    with torch.no_grad(), watched(phases.telling, PHASES) if phases else nullcontext():
         block, inputs = next(visits)
         if phases:
             phases.settle()

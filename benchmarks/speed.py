@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -87,7 +87,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),
     "layers' sensitivities": ("sensitivity:layer_sensitivities",),
     "refinement": ("refinement:refine_block",),
-    "files": ("storage:OnFile.__getitem__", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
+    "files": ("storage:OnFile._read", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""
 
@@ -112,6 +112,19 @@ class Phases(TorchDispatchMode):
         """What comes belongs to the phase before."""
         self._settle()
         self._stack.pop()
+
+    def telling(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """A function that says when it is entered and left."""
+
+        @wraps(function)
+        def told(*arguments: Any, **keywords: Any) -> Any:
+            self.enter(phase)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self.leave()
+
+        return told
 
     def stage(self, name: str) -> None:
         """A run's stage begins: what is in no phase belongs to it."""
@@ -145,45 +158,37 @@ class Phases(TorchDispatchMode):
 
 
 @contextmanager
-def watched(phases: Phases) -> Iterator[None]:
-    """Within the context every function of PHASES tells when it is entered and left."""
+def watched(
+    telling: Callable[[Callable[..., Any], str], Callable[..., Any]], phases: Mapping[str, Sequence[str]]
+) -> Iterator[None]:
+    """Within the context every function of the phases, "module:name", is another one, wherever it was imported.
+
+    telling: makes that one from the function and the phase's name.
+    """
     modules = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
         if found.name != "sparsellm.__main__"
     ]
     undo: list[tuple[Any, str, Any]] = []
-
-    def telling(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        @wraps(function)
-        def told(*arguments: Any, **keywords: Any) -> Any:
-            phases.enter(phase)
-            try:
-                return function(*arguments, **keywords)
-            finally:
-                phases.leave()
-
-        return told
-
-    for phase, places in PHASES.items():
-        for place in places:
-            module, path = place.split(":")
-            owner: Any = importlib.import_module(f"sparsellm.{module}")
-            *outer, name = path.split(".")
-            for part in outer:
-                owner = getattr(owner, part)
-            plain = owner.__dict__[name]
-            function = plain.__func__ if isinstance(plain, classmethod) else plain
-            told = telling(function, phase)
-            owners = [owner] if outer else [each for each in modules if getattr(each, name, None) is plain]
-            for each in owners:
-                undo.append((each, name, plain))
-                setattr(each, name, classmethod(told) if isinstance(plain, classmethod) else told)
     try:
+        for phase, places in phases.items():
+            for place in places:
+                module, path = place.split(":")
+                owner: Any = importlib.import_module(f"sparsellm.{module}")
+                *outer, name = path.split(".")
+                for part in outer:
+                    owner = getattr(owner, part)
+                plain = owner.__dict__[name]
+                method = isinstance(plain, classmethod)
+                told = telling(plain.__func__ if method else plain, phase)
+                for each in [owner] if outer else [some for some in modules if some.__dict__.get(name) is plain]:
+                    undo.append((each, name, plain))
+                    setattr(each, name, classmethod(told) if method else told)
         yield
     finally:
-        for owner, name, plain in reversed(undo):
-            setattr(owner, name, plain)
+        for each, name, plain in reversed(undo):
+            setattr(each, name, plain)
 
 
 def make(folder: Path, shape: str, blocks: int, width: int | None = None) -> Path:
@@ -218,7 +223,7 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
         if isinstance(event, Stage):
             phases.stage(event.name)
 
-    with watched(phases), phases if operations else torch.no_grad():
+    with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
         phases.restart()  # the imports are no part of it
         done = run(recipe, observe)
     phases.enter("end")

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -26,3 +27,18 @@ def test_tables_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     page = (FOLDER.parent / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
     assert lines
     assert [line for line in lines if line not in page] == []
+
+
+def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every place that a phase names is there and is told of, wherever it was imported; afterwards all is as before."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    speed, layerwise = importlib.import_module("speed"), importlib.import_module("sparsellm.methods.layerwise")
+    linalg, solver = importlib.import_module("sparsellm.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
+    before = linalg.inverse_factor, solver.SparseGPT.solve, layerwise.solve
+    phases = speed.Phases(operations=False)
+    with speed.watched(phases.telling, speed.PHASES):
+        assert solver.inverse_factor is linalg.inverse_factor is not before[0]
+        solver.inverse_factor(torch.eye(3), 0.0)
+        assert phases.seconds["factorisation"] > 0
+    assert (linalg.inverse_factor, solver.SparseGPT.solve, layerwise.solve) == before
+    assert solver.inverse_factor is before[0]

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparsellm.architectures import Architecture, Split
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.recipe_file import read_mapping
 
 FIELDS = ("blocks", "groups", "feed_forward", "activation", "splits", "experts")
 """What a file may hold; `blocks` and `groups` it must."""
@@ -24,14 +23,7 @@ def read_architecture(path: str | Path) -> Architecture:
     Raises InvalidSetting for a file that cannot be read, a field that is unknown, missing or of another shape than it must be,
     and a feed-forward part whose layers are in no group.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"The architecture {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise InvalidSetting(f"The architecture {path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(content, dict):
-        raise InvalidSetting(f"The architecture {path} must hold `field: value` lines, got {type(content).__name__}. {ADVICE}")
+    content = read_mapping(Path(path), "architecture")
     for field in content:
         if field not in FIELDS:
             raise InvalidSetting(f"The architecture {path} has an unknown field {field!r}. {nearest(str(field), FIELDS)}")

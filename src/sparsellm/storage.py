@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
+from typing import ClassVar, overload
 
 import torch
 from safetensors.torch import load, save
@@ -105,12 +106,55 @@ def lengths(source: Sequence[Tensor]) -> list[int]:
     return [len(some) for some in source]
 
 
-class OnHost(MutableSequence[Tensor]):
+class OneByOne(MutableSequence[Tensor]):
+    """A list that grows at its end and is read and written one tensor at a time: slices and removals are refused."""
+
+    where: ClassVar[str]
+    """Where its tensors are, for messages."""
+
+    @abstractmethod
+    def _read(self, number: int) -> Tensor: ...
+    @abstractmethod
+    def _replace(self, number: int, value: Tensor) -> None: ...
+    @abstractmethod
+    def _append(self, value: Tensor) -> None: ...
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> MutableSequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | MutableSequence[Tensor]:
+        if isinstance(index, slice):
+            raise TypeError(f"A list {self.where} is read one by one.")
+        return self._read(range(len(self))[index])
+
+    @overload
+    def __setitem__(self, index: int, value: Tensor) -> None: ...
+    @overload
+    def __setitem__(self, index: slice, value: object) -> None: ...
+    def __setitem__(self, index: int | slice, value: object) -> None:
+        if isinstance(index, slice) or not isinstance(value, Tensor):
+            raise TypeError(f"A list {self.where} is written one by one.")
+        self._replace(range(len(self))[index], value)
+
+    def insert(self, index: int, value: Tensor) -> None:
+        """Only at the end."""
+        if index != len(self):
+            raise TypeError(f"A list {self.where} grows at its end only.")
+        self._append(value)
+
+    def __delitem__(self, index: int | slice) -> None:
+        raise TypeError(f"A list {self.where} does not shrink.")
+
+
+class OnHost(OneByOne):
     """A list of tensors in the processor's memory; a read gives a tensor of its own, on the device it came from.
 
     A GPU's are in pinned memory, and have a stream of their own for copies: while one is worked on, the next is on its way and
     the one before goes back. Whoever reads is at most a batch of work ahead of the device, so that what was read can be freed.
     """
+
+    where = "in the processor's memory"
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -127,14 +171,7 @@ class OnHost(MutableSequence[Tensor]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> MutableSequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | MutableSequence[Tensor]:
-        if isinstance(index, slice):
-            raise TypeError("A list in the processor's memory is read one by one.")
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Tensor:
         coming = self._coming if self._coming is not None and self._coming[0] == number else self._fetch(number)
         _, tensor, arrived = coming
         if arrived is not None:
@@ -147,29 +184,16 @@ class OnHost(MutableSequence[Tensor]):
         self._coming = self._fetch(number + 1) if number + 1 < len(self) else None
         return tensor
 
-    @overload
-    def __setitem__(self, index: int, value: Tensor) -> None: ...
-    @overload
-    def __setitem__(self, index: slice, value: object) -> None: ...
-    def __setitem__(self, index: int | slice, value: object) -> None:
-        if isinstance(index, slice) or not isinstance(value, Tensor):
-            raise TypeError("A list in the processor's memory is written one by one.")
-        number = range(len(self))[index]
+    def _replace(self, number: int, value: Tensor) -> None:
         if self._coming is not None and self._coming[0] == number:
             self._coming = None
         kept = self._kept[number]
         self._devices[number] = value.device
         self._kept[number] = self._stored(value, kept if kept.shape == value.shape and kept.dtype == value.dtype else None)
 
-    def insert(self, index: int, value: Tensor) -> None:
-        """Only at the end."""
-        if index != len(self):
-            raise TypeError("A list in the processor's memory grows at its end only.")
+    def _append(self, value: Tensor) -> None:
         self._kept.append(self._stored(value))
         self._devices.append(value.device)
-
-    def __delitem__(self, index: int | slice) -> None:
-        raise TypeError("A list in the processor's memory does not shrink.")
 
     def _fetch(self, number: int) -> tuple[int, Tensor, torch.cuda.Event | None]:
         """A tensor on its way to its device, and what tells that it has arrived."""
@@ -201,11 +225,13 @@ class OnHost(MutableSequence[Tensor]):
         return self._streams[device]
 
 
-class OnFile(MutableSequence[Tensor]):
+class OnFile(OneByOne):
     """A list of tensors with a safetensors file for each; a read gives a tensor of its own, on the device it came from.
 
     Files are read and written as a whole, not mapped: what a mapping touches counts as the process's memory.
     """
+
+    where = "on files"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -216,37 +242,17 @@ class OnFile(MutableSequence[Tensor]):
     def __len__(self) -> int:
         return len(self._devices)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> MutableSequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | MutableSequence[Tensor]:
-        if isinstance(index, slice):
-            raise TypeError("A list on files is read one by one.")
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Tensor:
         return load(self._file(number).read_bytes())["x"].to(self._devices[number])
 
-    @overload
-    def __setitem__(self, index: int, value: Tensor) -> None: ...
-    @overload
-    def __setitem__(self, index: slice, value: object) -> None: ...
-    def __setitem__(self, index: int | slice, value: object) -> None:
-        if isinstance(index, slice) or not isinstance(value, Tensor):
-            raise TypeError("A list on files is written one by one.")
-        number = range(len(self))[index]
+    def _replace(self, number: int, value: Tensor) -> None:
         self._devices[number], self.lengths[number] = value.device, len(value)
         self._write(number, value)
 
-    def insert(self, index: int, value: Tensor) -> None:
-        """Only at the end."""
-        if index != len(self):
-            raise TypeError("A list on files grows at its end only.")
-        self._write(index, value)
+    def _append(self, value: Tensor) -> None:
+        self._write(len(self), value)
         self._devices.append(value.device)
         self.lengths.append(len(value))
-
-    def __delitem__(self, index: int | slice) -> None:
-        raise TypeError("A list on files does not shrink.")
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.safetensors"
