@@ -278,7 +278,12 @@ def test_sparse_models_stay_sparse(name: str, method: str) -> None:
         for key, layer in block.layers.items():
             zero = layer.weight == 0
             assert bool(zero[before[block.full_name(key)]].all()), key
-            assert int(zero.sum()) == round(0.6 * zero.numel()), key
+            if method == "wanda":  # which decides row by row: a row that had lost more than that keeps its zeros
+                share, lost = 0.6 * zero.shape[1], before[block.full_name(key)].sum(1)
+                assert bool((zero.sum(1) >= lost.clamp(min=int(share))).all()), key
+                assert bool((zero.sum(1) <= lost.clamp(min=int(share) + 1)).all()), key
+            else:
+                assert int(zero.sum()) == round(0.6 * zero.numel()), key
 
 
 def test_keep_zeros_from_the_command_line(tmp_path: Path, text_file: Path, command: Callable[..., Result]) -> None:

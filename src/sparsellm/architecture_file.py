@@ -23,7 +23,7 @@ def read_architecture(path: str | Path) -> Architecture:
     Raises InvalidSetting for a file that cannot be read, a field that is unknown, missing or of another shape than it must be,
     and a feed-forward part whose layers are in no group.
     """
-    content = read_mapping(Path(path), "architecture")
+    content = read_mapping(Path(path), "architecture", ADVICE)
     for field in content:
         if field not in FIELDS:
             raise InvalidSetting(f"The architecture {path} has an unknown field {field!r}. {nearest(str(field), FIELDS)}")

@@ -44,8 +44,8 @@ _NUMBER = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def read_mapping(path: Path, what: str) -> dict[Any, Any]:
-    """What a YAML file of `field: value` lines holds. what: the file is, for messages."""
+def read_mapping(path: Path, what: str, advice: str = "") -> dict[Any, Any]:
+    """What a YAML file of `field: value` lines holds. what: the file is, and advice where it holds something else: for messages."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -53,7 +53,8 @@ def read_mapping(path: Path, what: str) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         raise InvalidSetting(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(content, dict):
-        raise InvalidSetting(f"The {what} {path} must hold `field: value` lines, got {type(content).__name__}.")
+        message = f"The {what} {path} must hold `field: value` lines, got {type(content).__name__}. {advice}"
+        raise InvalidSetting(message.rstrip())
     return content
 
 
