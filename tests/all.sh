@@ -5,4 +5,5 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-pytest --cov --cov-report=term "$@"
+# One process for each core, each with one thread: the tests' models are too small for more.
+OMP_NUM_THREADS=1 pytest --numprocesses logical --maxprocesses 8 --dist worksteal --cov --cov-report=term "$@"

@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.01234
 
 
 def read_mapping(path: Path, what: str, advice: str = "") -> dict[Any, Any]:
-    """What a YAML file of `field: value` lines holds. what: the file is, and advice where it holds something else: for messages."""
+    """What a YAML file of `field: value` lines holds. Messages call the file `what`, and give advice where it is none."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
