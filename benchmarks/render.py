@@ -1,4 +1,4 @@
-"""Write docs/results.md, and the demo's table in README.md, from the figures in benchmarks/measured/.
+"""Write docs/results.md, and the demo's table in README.md and docs/quick-start.md, from the figures in benchmarks/measured/.
 
 sparsellm demo --json > benchmarks/measured/demo.json
 python benchmarks/render.py
@@ -38,12 +38,12 @@ def render() -> None:
     page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
     page = page.replace("{{speed}}\n", "\n".join(speed.tables()) + "\n")
     (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, rest = readme.split("<!-- demo table -->\n")
-    _, after = rest.split("<!-- end of demo table -->\n")
     middle = "\n".join(demo_table(json.loads((MEASURED / "demo.json").read_text())))
-    readme = f"{before}<!-- demo table -->\n{middle}\n<!-- end of demo table -->\n{after}"
-    (ROOT / "README.md").write_text(readme, encoding="utf-8")
+    for file in (ROOT / "README.md", ROOT / "docs" / "quick-start.md"):
+        before, rest = file.read_text(encoding="utf-8").split("<!-- demo table -->\n")
+        _, after = rest.split("<!-- end of demo table -->\n")
+        page = f"{before}<!-- demo table -->\n{middle}\n<!-- end of demo table -->\n{after}"
+        file.write_text(page, encoding="utf-8")
 
 
 def demo_table(data: dict) -> list[str]:

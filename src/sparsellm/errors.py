@@ -1,18 +1,18 @@
 """Every error that this package raises on purpose, as one tree.
 
-SparseLLMError
-├── InvalidSetting      (ValueError)       a setting that cannot be: sparsity 70, N:M with N >= M, an unknown name
-├── UnsupportedModel    (ValueError)       a checkpoint that is sound but that this package cannot prune
-├── BadCheckpoint       (OSError)          a model folder that is missing, half-written, or holds NaN
-├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
-├── OutputExists        (FileExistsError)  a folder that would be overwritten
-├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
-├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
-├── CannotResume        (RuntimeError)     an unfinished output that was begun otherwise, or that another process works on
-├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
-├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
-├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
-└── VerificationFailed  (RuntimeError)     what was written is not what was meant
+    SparseLLMError
+    ├── InvalidSetting      (ValueError)       a setting that cannot be: sparsity 70, N:M with N >= M, an unknown name
+    ├── UnsupportedModel    (ValueError)       a checkpoint that is sound but that this package cannot prune
+    ├── BadCheckpoint       (OSError)          a model folder that is missing, half-written, or holds NaN
+    ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
+    ├── OutputExists        (FileExistsError)  a folder that would be overwritten
+    ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+    ├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
+    ├── CannotResume        (RuntimeError)     an unfinished output, begun otherwise or in use by another process
+    ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
+    ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
+    ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
+    └── VerificationFailed  (RuntimeError)     what was written is not what was meant
 
 A message says what is wrong, what was got against which limit, and what to do. Where it happened is added with ``add_note`` by
 whoever knows, as the error passes.
