@@ -7,6 +7,6 @@ ruff format --check .
 mypy
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict --site-dir "$site"
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$site"
 # One process for each core, each with one thread: the tests' models are too small for more.
 OMP_NUM_THREADS=1 pytest --numprocesses logical --maxprocesses 8 --dist worksteal --cov --cov-report=term "$@"
