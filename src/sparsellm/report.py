@@ -67,6 +67,16 @@ class Report:
             else "All else is as in the dense model."
         )
 
+    def totals(self) -> dict[str, Any]:
+        """The run in a few figures."""
+        return {
+            "pruned_layers": len(self.layers),
+            "sparsity_of_pruned_layers": self.sparsity,
+            "parameters": self.parameters,
+            "zeros": self.zeros,
+            "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return {
@@ -75,13 +85,7 @@ class Report:
             "resolved": self.resolved,
             "environment": self.environment,
             "calibration": self.calibration,
-            "totals": {
-                "pruned_layers": len(self.layers),
-                "sparsity_of_pruned_layers": self.sparsity,
-                "parameters": self.parameters,
-                "zeros": self.zeros,
-                "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
-            },
+            "totals": self.totals(),
             "perplexity": self.perplexity,
             "tasks": self.tasks,
             "samples": self.samples,
@@ -137,16 +141,16 @@ class Report:
 
 def strict_json(data: Any) -> str:
     """JSON that every parser reads: an infinite number, which JSON lacks, becomes the word "inf"."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
+    return json.dumps(finite(data), indent=1, allow_nan=False)
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
     """The same data with words for infinite and undefined numbers."""
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, (list, tuple)) else data
+        return {key: finite(value) for key, value in data.items()}
+    return [finite(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def _block(block: BlockResult) -> dict[str, Any]:

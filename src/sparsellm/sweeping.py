@@ -180,7 +180,7 @@ def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str 
 
     def prune(restart: bool) -> Result:
         with working(place.model, resume=not restart, restart=restart) as work:
-            result = run(recipe, observe, work=work, shared=shared)
+            result = run(recipe, observe, work=work, shared=shared, name=place.cell.name)
             if keep:
                 result.save_pretrained(place.model, overwrite=True)
         if not keep:
