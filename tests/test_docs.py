@@ -32,6 +32,8 @@ def test_every_example_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing; a page's examples may build on one another."""
+    if "--track tensorboard" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("tensorboard", reason='the page uses it: pip install "sparsellm[tensorboard]"')
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a clone, where they are
     names: dict[str, object] = {}

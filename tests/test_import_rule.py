@@ -85,6 +85,7 @@ STOREYS = {
         "work",
         "sharing",
         "pruning",
+        "tracking",
         "meter",
         "miniature",
         "trial",
