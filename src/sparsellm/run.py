@@ -46,7 +46,7 @@ class Result:
     """A pruned model with its report. dense: the folder it came from, None for a model that was in memory.
 
     weights: what fills the model, block by block, where it was too large for memory: then it has none of its own.
-    code: Python files that the model needs, which come along. log: what happened, line by line.
+    along: files of the dense model that come along: its licence, and code that it needs. log: what happened, line by line.
     """
 
     model: PreTrainedModel
@@ -54,7 +54,7 @@ class Result:
     tokenizer: PreTrainedTokenizerBase | None = None
     dense: Path | None = None
     weights: OnDisk | None = None
-    code: tuple[Path, ...] = ()
+    along: tuple[Path, ...] = ()
     log: Log | None = None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
@@ -63,7 +63,7 @@ class Result:
         Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
         """
         texts = {LOG: self.log.text} if self.log else {}
-        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.code, texts)
+        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.along, texts)
 
 
 def prune(
@@ -122,6 +122,7 @@ def run(
     report = Report(recipe, environment(device_of(recipe.device)))
     ready = prepare(recipe, given, source, report, say)
     source, windows = ready.source, ready.windows
+    report.origin = source.origin()
     place = place_of(recipe, source, ready.device, files=work is not None)
     journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
     place, batch = fitted(recipe, ready, place, say, work.output if work else None)
@@ -175,9 +176,8 @@ def _result(home: Residence, source: Checkpoint | Loaded, report: Report, log: L
     say(Ended(report.totals(), report.seconds["total"]))
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
     read = home.weights if isinstance(home.weights, OnDisk) else None
-    code = tuple(sorted(source.folder.glob("*.py"))) if isinstance(source, Checkpoint) and source.trusted else ()
     dense = source.folder if report.recipe.dtype == "auto" else None
-    return Result(home.model, report, tokenizer, dense, read, code, log)
+    return Result(home.model, report, tokenizer, dense, read, source.along(), log)
 
 
 def _measure(
