@@ -25,8 +25,8 @@ METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sparsellm")
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """By file, a digest of its bytes; without the report, which holds times."""
-    files = sorted(file for file in folder.iterdir() if file.name != "sparsellm.json")
+    """By file, a digest of its bytes; without the report and the log, which hold times."""
+    files = sorted(file for file in folder.iterdir() if file.name not in ("sparsellm.json", "sparsellm-log.jsonl"))
     return {file.name: hashlib.blake2b(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -92,6 +93,23 @@ def test_impossible_settings(
 def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """No calibration text for a method that needs one: the message names what can be passed."""
     refused(command("prune", tiny["llama"], tmp_path / "out"), "--calibration", "c4")
+
+
+def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown one, and one that is not installed, are refused before any work, by `prune` and by `sweep`."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    sweep = tmp_path / "s.yaml"
+    sweep.write_text(f"recipe: {{model: {tiny['opt']}, method: magnitude}}\naxes: {{sparsity: [50%]}}\n")
+    for words in (("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude"), ("sweep", sweep, tmp_path / "out")):
+        refused(command(*words, "--track", "wandbb"), "`track`", "'wandbb'", "'wandb'")
+        refused(command(*words, "--track", "mlflow"), "'mlflow'", "tensorboard, trackio, wandb")
+        with monkeypatch.context() as patched:
+            patched.setattr("sparsellm.tracking.version", missing)
+            refused(command(*words, "--track", "trackio"), "trackio is not installed", 'pip install "sparsellm[trackio]"')
+    assert list(tmp_path.iterdir()) == [sweep]
 
 
 def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Command) -> None:

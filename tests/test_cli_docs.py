@@ -16,7 +16,7 @@ from sparsellm.recipe import METHODS, SOLVERS, Recipe
 
 ROOT = Path(__file__).parents[1]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
-NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "as_json"}
+NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "track", "as_json"}
 
 
 def test_page_is_up_to_date() -> None:

@@ -76,6 +76,7 @@ STOREYS = {
         "inspection",
         "export",
         "events",
+        "log",
         "residence",
         "generation",
         "zeroshot",
@@ -84,6 +85,7 @@ STOREYS = {
         "work",
         "sharing",
         "pruning",
+        "tracking",
         "meter",
         "miniature",
         "trial",
@@ -113,6 +115,7 @@ STOREY = {file: storey for storey, files in STOREYS.items() for file in files}
 QUIET = [file for file in ORDER if STOREY[file] != "Words"]
 
 SPEAKING = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
+SPEAKING |= {"wandb", "tensorboard", "trackio"}
 """Libraries that print, log, or reach for the network."""
 
 

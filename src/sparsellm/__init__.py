@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
+    from sparsellm.tracking import Tracked as Tracked
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -44,6 +45,7 @@ _CONTENTS = {
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
+    "Tracked": "tracking",
     "Unstructured": "patterns",
     "Wanda": "solvers.criteria",
     "inspect": "inspection",

@@ -19,9 +19,10 @@ from torch import nn
 from sparsellm.architectures import ARCHITECTURES, Architecture
 from sparsellm.blocks import describe
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.files import check_files, find_checkpoint, first_line
+from sparsellm.files import card_terms, check_files, find_checkpoint, first_line, is_hub_name, licence_files
 from sparsellm.linalg import all_finite
 from sparsellm.places import stored_dtype
+from sparsellm.report import Origin
 from sparsellm.weights import OnDisk, locate
 
 if TYPE_CHECKING:
@@ -50,6 +51,16 @@ class Checkpoint:
         """The model without memory for its weights: shapes and names only."""
         with quiet_transformers(), torch.device("meta"):
             return describe(auto_model(self.config).from_config(self.config, trust_remote_code=self.trusted), self.architecture)
+
+    def origin(self) -> Origin:
+        """The model as the card of what is made from it tells of it."""
+        hub = is_hub_name(self.name)
+        name = self.name if hub else Path(self.name).expanduser().absolute().name
+        return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
+
+    def along(self) -> tuple[Path, ...]:
+        """Files that what is made from the model needs too: its licence, and its code if that is run."""
+        return (*licence_files(self.folder), *(sorted(self.folder.glob("*.py")) if self.trusted else ()))
 
     def files(self) -> list[Path]:
         """The files that hold the weights, each there and, for safetensors, as long as its header says."""
@@ -148,6 +159,16 @@ class Loaded:
     def skeleton(self) -> PreTrainedModel:
         """The model itself."""
         return self.model
+
+    def origin(self) -> Origin:
+        """The model as the card of what is made from it tells of it: by the name that it was loaded by."""
+        name = str(getattr(self.model.config, "_name_or_path", ""))
+        hub = bool(name) and is_hub_name(name)
+        return Origin(name if hub else Path(name).name, hub, loader=auto_model(self.model.config).__name__)
+
+    def along(self) -> tuple[Path, ...]:
+        """No files: there is no folder that they could be in."""
+        return ()
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model itself, on the device; its dtype is its owner's matter."""

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sparsellm.events import Event, Note, Stage
+from sparsellm.events import Event, Measured, Note, Stage
 from sparsellm.memory import human_bytes, peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.planning import RunPlan
@@ -55,7 +55,9 @@ class Progress:
             self._detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
         elif isinstance(event, Refined):
             self._detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
-        else:
+        elif isinstance(event, Measured):
+            self._console.print(_measured(event), highlight=False, soft_wrap=True)
+        elif isinstance(event, BlockResult):
             self._finish(event)
         if self._live:
             self._live.update(self._line())
@@ -124,6 +126,12 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         ]
         console.print(table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
     console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
+
+
+def _measured(found: Measured) -> str:
+    """A figure in words."""
+    shown = (plus_minus if found.kind == "perplexity" else percent)(found.value, found.standard_error)
+    return f"{found.kind} on {found.on}, {found.when}: {shown}{' %' if found.kind == 'accuracy' else ''}"
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from sparsellm.recipe import Recipe
 from sparsellm.report import Report
 from sparsellm.sequential import Step
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The run begins: what can be refused has been. name: what it is called. environment: versions and machine."""
+
+    name: str
+    recipe: Recipe
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,39 @@ class Note:
     text: str
 
 
-Event = Stage | Note | Step
+@dataclass(frozen=True)
+class Measured:
+    """A figure of the model. on: the text or the task. standard_error: None where there is none."""
+
+    kind: Literal["perplexity", "accuracy"]
+    on: str
+    when: Literal["dense", "pruned"]
+    value: float
+    standard_error: float | None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run came to its end; its model is not written yet. totals: as in the report. seconds: of the whole run."""
+
+    totals: Mapping[str, Any]
+    seconds: float
+
+
+Event = Begun | Stage | Note | Measured | Step | Ended
 Observer = Callable[[Event], None]
 """Told what happens while it happens; the library itself prints nothing."""
+
+
+def each(*observers: Observer | None) -> Observer:
+    """An observer that tells each of these, but for those that are None, one after the other."""
+    present = [observer for observer in observers if observer is not None]
+
+    def tell(event: Event) -> None:
+        for observer in present:
+            observer(event)
+
+    return tell
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,13 +90,14 @@ def save(
     dense: Path | None = None,
     overwrite: bool = False,
     weights: OnDisk | None = None,
-    code: Sequence[Path] = (),
+    along: Sequence[Path] = (),
+    texts: Mapping[str, str] | None = None,
 ) -> Path:
     """Write model, tokenizer, model card and report to a folder, verified; the folder.
 
     dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
-    weights: where the model's tensors are, if not in memory; they are copied one file after the other. code: Python files that
-    the model needs.
+    weights: where the model's tensors are, if not in memory; they are copied one file after the other. along: files that
+    come along. texts: by name, the contents of further files.
     Until all is verified the files stand under another name beside `output`, and a failure removes them.
     """
     path = check_output(output, overwrite, dense)
@@ -110,9 +111,10 @@ def save(
                 _assemble(model, weights, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
-        for file in code:
+        for file in along:
             shutil.copyfile(file, work / file.name)
-        (work / "README.md").write_text(report.to_markdown(), encoding="utf-8")
+        for name, content in {"README.md": report.to_markdown(), **(texts or {})}.items():
+            (work / name).write_text(content, encoding="utf-8")
         written = report.to_dict() | {"files": sorted(_files(work) | {REPORT})}
         (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
         verify(work, report, dense, model)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from sparsellm import demo
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
@@ -15,6 +18,41 @@ DEMO = "demo:"
 
 SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where transformers looks for weights, in its order."""
+
+
+LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "ACCEPTABLE_USE")
+"""What names of files with a model's terms begin with, in capitals or not."""
+
+TERMS = ("license", "license_name", "license_link", "language")
+"""What of a model's card holds of what is made from it too."""
+
+
+def licence_files(folder: Path) -> list[Path]:
+    """The files that hold a model's terms."""
+    return sorted(file for file in folder.iterdir() if file.is_file() and file.name.upper().startswith(LICENCES))
+
+
+def card_terms(folder: Path) -> dict[str, Any]:
+    """What a model's card (README.md) says of licence and language; nothing where there is none, or none that can be read."""
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8-sig")
+        head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
+        # As text all through: to YAML the language "no" is false.
+        found = yaml.load(head[1], Loader=yaml.BaseLoader) if head else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    terms = {name: found.get(name) for name in TERMS} if isinstance(found, dict) else {}
+    return {name: value for name, value in terms.items() if value and _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is text, or a list of texts."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name is looked for on the hub: it is no folder here, and no bundled model."""
+    return not name.startswith((DEMO, ".", "/", "~")) and name.count("/") < 2 and not Path(name).exists()
 
 
 def find_checkpoint(name: str, revision: str | None = None, code: bool = False) -> Path:
@@ -53,6 +91,7 @@ def _download(name: str, revision: str | None, code: bool) -> Path:
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
         patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else [])]
+        patterns += ["README.md", *(f"{word}*" for name in LICENCES for word in (name, name.capitalize(), name.lower()))]
         left = ["*.msgpack", "*.h5", "original/*"]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=left))
     except RevisionNotFoundError:

@@ -13,7 +13,7 @@ from sparsellm.memory import held_now
 from sparsellm.meter import PASS, PRODUCT, rates
 from sparsellm.miniature import miniature
 from sparsellm.preparation import Prepared, coupling_bytes, coupling_step, coupling_written
-from sparsellm.pruning import SENSING
+from sparsellm.pruning import COUPLING, SENSING
 from sparsellm.recipe import Recipe
 from sparsellm.residence import STREAMS_SHARE, Place
 from sparsellm.sensitivity import TOKENS
@@ -152,7 +152,7 @@ def _coupling(recipe: Recipe, ready: Prepared, place: Place, speed: Mapping[str,
     read = recipe.couple_steps * coupling_step(samples, length) * length
     operations = 2.0 * parameters * (4 * read + coupling_written(recipe, samples, length) * length)
     seconds = operations / speed[PRODUCT] if speed else float("nan")
-    return StageNeeds("coupling the model", {ready.device.type: needed}, 0, operations, seconds)
+    return StageNeeds(COUPLING, {ready.device.type: needed}, 0, operations, seconds)
 
 
 def _needs(name: str, seen: Sequence[Seen], beyond: float, trial: Trial, speed: Mapping[str, float]) -> StageNeeds:

@@ -130,6 +130,9 @@ PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe a
 Resume = Annotated[bool, _output("--resume", help="Go on with an unfinished output, or start where there is none.")]
 Restart = Annotated[bool, _output("--restart", help="Throw an unfinished output away and start.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote it.")]
+Track = Annotated[
+    list[str] | None, _output("--track", help="Also show the run in wandb, tensorboard or trackio; may be repeated.")
+]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="Tell which tensors differ from this model's.")]

@@ -31,6 +31,9 @@ from sparsellm.zeroshot import prepared
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+OPENING = "opening"
+"""The first stage of every run."""
+
 USUAL_LENGTH = 2048
 """Tokens a window where the model allows it; the papers' choice."""
 
@@ -66,7 +69,7 @@ class Prepared:
 def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None, report: Report, say: Observer) -> Prepared:
     """Open the model and read the texts, and refuse what can be refused so far. Arguments as for `sparsellm.run.run`."""
     device = device_of(recipe.device)
-    with phase("opening", report, say):
+    with phase(OPENING, report, say):
         described = None if recipe.architecture is None else read_architecture(recipe.architecture)
         source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, described)
         if isinstance(source, Loaded):

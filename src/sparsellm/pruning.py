@@ -29,6 +29,9 @@ from sparsellm.sequential import prune_blocks
 SENSING = "finding what errors cost"
 """The stage that finds the sensitivities."""
 
+COUPLING = "coupling the model"
+"""The stage that lowers the whole model's loss."""
+
 
 def prune_model(
     recipe: Recipe,
@@ -68,7 +71,7 @@ def prune_model(
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
     if recipe.couple == "model":
-        with phase("coupling the model", report, say):
+        with phase(COUPLING, report, say):
             report.coupled, moved = distil(model, groups, states, plan, coupling(model, recipe.couple_steps), back)
             report.blocks = [_with_moved(done, blocks[done.index], moved) for done in report.blocks]
         say(report.coupled)

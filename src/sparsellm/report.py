@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import PurePath
 from typing import Any
 
 import torch
+import yaml
 
 from sparsellm import __version__
 from sparsellm.methods import BlockResult, LayerResult
@@ -21,6 +24,26 @@ from sparsellm.solvers import column_loop
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 """Whose versions may change a result."""
 
+HUB = "https://huggingface.co"
+"""Where a card's links to a hub name lead."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+"""What may be a model's name on the hub; a card that names another as its base is refused there."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The dense model as the card tells of it. name: on the hub, or its folder's; empty for a model without one.
+
+    hub: whether it is a hub name. terms: what the dense model's own card says of licence and language. loader: the class of
+    transformers that loads it.
+    """
+
+    name: str = ""
+    hub: bool = False
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    loader: str = "AutoModelForCausalLM"
+
 
 @dataclass
 class Report:
@@ -29,7 +52,7 @@ class Report:
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process, in bytes.
+    peak_memory: of this process, in bytes. origin: for the card.
     """
 
     recipe: Recipe
@@ -46,6 +69,7 @@ class Report:
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def layers(self) -> list[LayerResult]:
@@ -67,6 +91,16 @@ class Report:
             else "All else is as in the dense model."
         )
 
+    def totals(self) -> dict[str, Any]:
+        """The run in a few figures."""
+        return {
+            "pruned_layers": len(self.layers),
+            "sparsity_of_pruned_layers": self.sparsity,
+            "parameters": self.parameters,
+            "zeros": self.zeros,
+            "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return {
@@ -75,13 +109,7 @@ class Report:
             "resolved": self.resolved,
             "environment": self.environment,
             "calibration": self.calibration,
-            "totals": {
-                "pruned_layers": len(self.layers),
-                "sparsity_of_pruned_layers": self.sparsity,
-                "parameters": self.parameters,
-                "zeros": self.zeros,
-                "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
-            },
+            "totals": self.totals(),
             "perplexity": self.perplexity,
             "tasks": self.tasks,
             "samples": self.samples,
@@ -96,19 +124,45 @@ class Report:
         """The report as strict JSON."""
         return strict_json(self.to_dict())
 
+    def _front_matter(self) -> dict[str, Any]:
+        """What the hub reads of the card."""
+        sees = self.origin.loader == "AutoModelForImageTextToText"
+        found: dict[str, Any] = {"library_name": "transformers"}
+        found["pipeline_tag"] = "image-text-to-text" if sees else "text-generation"
+        if HUB_NAME.fullmatch(self.origin.name):
+            found["base_model"] = self.origin.name
+        return found | dict(self.origin.terms) | {"tags": ["sparsellm", "pruning", "sparse"]}
+
+    def _loading(self) -> list[str]:
+        """How to load the model, as lines of the card."""
+        more = ", trust_remote_code=True" if self.recipe.trust_remote_code else ""
+        loader = self.origin.loader
+        return [
+            "## How to load it",
+            "",
+            "By its folder, or by its name on the hub:",
+            "",
+            "```python",
+            f"from transformers import {loader}, AutoTokenizer",
+            "",
+            f'model = {loader}.from_pretrained("FOLDER"{more})',
+            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{more})',
+            "```",
+            "",
+        ]
+
     def to_markdown(self) -> str:
         """The model card: the same bytes for the same result, so no times and no dates."""
-        recipe = self.recipe
+        recipe, origin = self.recipe, self.origin
+        linked = f" from [{origin.name}]({HUB}/{origin.name})" if origin.hub else f" from {origin.name}" if origin.name else ""
         lines = [
             "---",
-            "library_name: transformers",
-            "pipeline_tag: text-generation",
-            "tags: [sparsellm, pruning, sparse]",
+            *yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True).splitlines(),
             "---",
             "",
             f"# {PurePath(recipe.model).name}, pruned",
             "",
-            f"Pruned with sparsellm {self.environment['sparsellm']}: {recipe.describe()}.",
+            f"Pruned{linked} with sparsellm {self.environment['sparsellm']}: {recipe.describe()}.",
             f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
             f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
             "",
@@ -129,6 +183,7 @@ class Report:
                 lines.append(f"| {task} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
             lines.append("")
         lines += [line for note in self.notes for line in (f"Note: {note}", "")]
+        lines += self._loading()
         lines += ["## Recipe", "", "```yaml", recipe.to_yaml().rstrip(), "```", ""]
         lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
         lines += [f"| {x.name} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
@@ -137,16 +192,16 @@ class Report:
 
 def strict_json(data: Any) -> str:
     """JSON that every parser reads: an infinite number, which JSON lacks, becomes the word "inf"."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False)
+    return json.dumps(finite(data), indent=1, allow_nan=False)
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
     """The same data with words for infinite and undefined numbers."""
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    return [_finite(value) for value in data] if isinstance(data, (list, tuple)) else data
+        return {key: finite(value) for key, value in data.items()}
+    return [finite(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def _block(block: BlockResult) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of
 from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
-from sparsellm.events import Note, Observer, note, phase
+from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
 from sparsellm.generation import continuation
+from sparsellm.log import LOG, Log
 from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.moments import NoInputs
@@ -45,7 +46,7 @@ class Result:
     """A pruned model with its report. dense: the folder it came from, None for a model that was in memory.
 
     weights: what fills the model, block by block, where it was too large for memory: then it has none of its own.
-    code: Python files that the model needs, which come along.
+    along: files of the dense model that come along: its licence, and code that it needs. log: what happened, line by line.
     """
 
     model: PreTrainedModel
@@ -53,14 +54,16 @@ class Result:
     tokenizer: PreTrainedTokenizerBase | None = None
     dense: Path | None = None
     weights: OnDisk | None = None
-    code: tuple[Path, ...] = ()
+    along: tuple[Path, ...] = ()
+    log: Log | None = None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Write model, tokenizer, model card and report to a folder, and read them back to verify; the folder.
+        """Write model, tokenizer, model card, report and log to a folder, and read them back to verify; the folder.
 
         Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
         """
-        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.code)
+        texts = {LOG: self.log.text} if self.log else {}
+        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.along, texts)
 
 
 def prune(
@@ -103,24 +106,31 @@ def run(
     source: Checkpoint | Loaded | None = None,
     work: Work | None = None,
     shared: Shared | None = None,
+    name: str | None = None,
 ) -> Result:
     """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
 
     given: in place of the recipe's calibration text. source: in place of the recipe's model. work: where finished blocks are
     kept, from `sparsellm.work.working`; without it a run that is killed starts over, and the model must fit the memory.
-    shared: where what is found of dense models is kept for other runs, or is known already from them.
+    shared: where what is found of dense models is kept for other runs, or is known already from them. name: what the run is
+    called by those who watch it; its output's name, or its model's, if not given.
     All that can be refused is refused before the weights are read.
     """
-    say: Observer = observe or (lambda _: None)
+    log = Log()
+    say = each(log, observe)
     started = time.perf_counter()
     report = Report(recipe, environment(device_of(recipe.device)))
     ready = prepare(recipe, given, source, report, say)
     source, windows = ready.source, ready.windows
+    report.origin = source.origin()
     place = place_of(recipe, source, ready.device, files=work is not None)
     journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
     place, batch = fitted(recipe, ready, place, say, work.output if work else None)
     batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
     give_back()  # what tokenising took
+    if work:
+        log.keep(work.folder / LOG)
+    say(Begun(name or (work.output.name if work else PurePath(recipe.model).name), recipe, report.environment))
     with phase("loading", report, say):
         home = settle(recipe, source, ready.device, work.folder if work else None, place)
     if home.note:
@@ -155,13 +165,19 @@ def run(
         measure(home, "pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
         note(f"the pruned model was not measured: {error}", report, say)
+    report.seconds["total"] = time.perf_counter() - started
+    return _result(home, source, report, log, say)
+
+
+def _result(home: Residence, source: Checkpoint | Loaded, report: Report, log: Log, say: Observer) -> Result:
+    """The pruned model with all that is to be written with it; the report is complete."""
     report.parameters, report.zeros = home.size()
     report.peak_memory = peak_memory()
-    report.seconds["total"] = time.perf_counter() - started
+    say(Ended(report.totals(), report.seconds["total"]))
     tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
     read = home.weights if isinstance(home.weights, OnDisk) else None
-    code = tuple(sorted(source.folder.glob("*.py"))) if isinstance(source, Checkpoint) and source.trusted else ()
-    return Result(home.model, report, tokenizer, source.folder if recipe.dtype == "auto" else None, read, code)
+    dense = source.folder if report.recipe.dtype == "auto" else None
+    return Result(home.model, report, tokenizer, dense, read, source.along(), log)
 
 
 def _measure(
@@ -182,6 +198,7 @@ def _measure(
             known = _circumstances(ready.source, home, test, None, report)
             found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
             report.perplexity.setdefault(text, {})[when] = found
+            say(Measured("perplexity", text, when, found["value"], found["standard_error"]))
     recipe = report.recipe
     if recipe.task:
         with phase(f"measuring {when}", report, say):
@@ -195,6 +212,7 @@ def _measure(
             found = shared.value(known, named, ask) if shared and known else ask()
             for task, accuracy in found.items():
                 report.tasks.setdefault(task, {})[when] = accuracy
+                say(Measured("accuracy", task, when, accuracy["value"], accuracy["standard_error"]))
     for prompt in recipe.prompt:
         with phase("writing samples", report, say):
             report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)

@@ -47,13 +47,17 @@ class Outcome:
 
 
 class CellFolder:
-    """The folder of one cell: `result.json` once it is finished, `failed.json` once it failed, its unfinished work before."""
+    """The folder of one cell: `result.json` once it is finished, `failed.json` once it failed, its unfinished work before.
+
+    name: what the cell's run is called among those of other sweeps.
+    """
 
     def __init__(self, folder: Path, cell: Cell) -> None:
         # Without defaults, so that a field that a later version adds does not make it another cell.
         told = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
         digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=4).hexdigest()
         self.cell = cell
+        self.name = f"{folder.name}, {cell.name}"
         self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
 
     @property
@@ -180,7 +184,7 @@ def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str 
 
     def prune(restart: bool) -> Result:
         with working(place.model, resume=not restart, restart=restart) as work:
-            result = run(recipe, observe, work=work, shared=shared)
+            result = run(recipe, observe, work=work, shared=shared, name=place.name)
             if keep:
                 result.save_pretrained(place.model, overwrite=True)
         if not keep:

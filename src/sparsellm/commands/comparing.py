@@ -21,6 +21,7 @@ def sweep(
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
     device: options.Device = None,
+    track: options.Track = None,
     as_json: options.Json = False,
 ) -> None:
     """Run every cell of a sweep, and compare. A killed sweep goes on; several processes may work on one folder.
@@ -31,8 +32,10 @@ def sweep(
         from sparsellm.comparison import grid, table, to_json, write_tables
         from sparsellm.display import Progress
         from sparsellm.display import table as shown
+        from sparsellm.events import each
         from sparsellm.sweep_file import read_sweep
         from sparsellm.sweeping import read_outcomes, run_sweep
+        from sparsellm.tracking import Tracked
 
         cells = read_sweep(file, smoke, changes or ())
         folder = Path(output or Path(file).stem)
@@ -41,9 +44,10 @@ def sweep(
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
             return
-        with Progress(stderr) as progress:
+        with Progress(stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
+            observe = each(progress, tracked)
             outcomes = run_sweep(
-                cells, folder, progress, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
+                cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
             )
         files = write_tables(cells, outcomes, folder)
         rows = table(cells, outcomes)

@@ -13,7 +13,7 @@ from rich.text import Text
 from sparsellm import options
 from sparsellm.commands import print_json, stderr, stdout, told
 
-_NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "as_json")
+_NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "track", "as_json")
 
 
 def prune(
@@ -66,6 +66,7 @@ def prune(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
+    track: options.Track = None,
     as_json: options.Json = False,
 ) -> None:
     """Prune a model and write the pruned checkpoint.
@@ -93,12 +94,17 @@ def prune(
         check_output(output, overwrite, recipe.model)
 
         from sparsellm.display import Progress, print_summary
-        from sparsellm.events import Stage
+        from sparsellm.events import Stage, each
         from sparsellm.run import run
+        from sparsellm.tracking import Tracked
         from sparsellm.work import working
 
-        with Progress(stderr) as progress, working(output, resume, restart) as work:
-            result = run(recipe, progress, work=work)
+        with (
+            Progress(stderr) as progress,
+            Tracked(*(track or ()), say=progress) as tracked,
+            working(output, resume, restart) as work,
+        ):
+            result = run(recipe, each(progress, tracked), work=work)
             progress(Stage("writing and verifying"))
             folder = result.save_pretrained(output, overwrite)
         if as_json:
@@ -110,7 +116,7 @@ def prune(
 def _like_prune(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the arguments and options of `prune` that decide what a run takes."""
     whole = inspect.signature(prune, eval_str=True)
-    left_out = ("print_config", "resume", "restart", "overwrite")
+    left_out = ("print_config", "resume", "restart", "overwrite", "track")
     command.__signature__ = whole.replace(  # type: ignore[attr-defined]
         parameters=[some for name, some in whole.parameters.items() if name not in left_out]
     )

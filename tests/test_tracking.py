@@ -1,0 +1,310 @@
+"""Trackers: what arrives in each, and that neither they nor their failures change a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+import sparsellm
+from sparsellm import tracking
+from sparsellm.errors import InvalidSetting, MissingPackage
+from sparsellm.events import Note
+from sparsellm.journal import Journal
+from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.tracking import TRACKERS, Tracked, Tracker
+from tests.conftest import report_of
+
+Command = Callable[..., Result]
+QUICK = ("--samples", 8, "--length", 32)
+
+
+class Recorder:
+    """A tracker that keeps what it is told; it fails in the calls named."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.runs: list[tuple[str, dict[str, Any], list[tuple[int, dict[str, Any]]]]] = []
+        self.ended = 0
+
+    def begin(self, name: str, settings: Mapping[str, Any]) -> str | None:
+        self.check("begin")
+        self.runs.append((name, dict(settings), []))
+        return "here"
+
+    def log(self, values: Mapping[str, float | str], step: int) -> None:
+        self.check("log")
+        assert len(self.runs) == self.ended + 1
+        self.runs[-1][2].append((step, dict(values)))
+
+    def end(self) -> None:
+        self.check("end")
+        self.ended += 1
+
+    def check(self, call: str) -> None:
+        if call in self.failing:
+            raise ConnectionError("the tracker's server went away\nTraceback: much more")
+
+
+def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[tuple[int, Any]]]:
+    """The charts: by name, each step with its value."""
+    found: dict[str, list[tuple[int, Any]]] = {}
+    for step, values in rows:
+        for name, value in values.items():
+            found.setdefault(name, []).append((step, value))
+    return found
+
+
+def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Path) -> None:
+    """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
+    own, said = Recorder(), []
+    settings = {"calibration": text_file, "samples": 1, "length": 32, "epochs": 2, "evaluate": (str(text_file),)}
+    assert isinstance(own, Tracker)
+    report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
+    ((name, told, rows),) = own.runs
+    assert (name, own.ended) == (tiny["llama"].name, 1)
+    assert told == {**report.recipe.model_dump(mode="json"), "environment": report.environment}
+    charts = by_name(rows)
+    for kind in ("self_attn.q_proj", "mlp.down_proj"):
+        layers = [layer for layer in report.layers if layer.name.endswith(kind)]
+        assert charts[f"error/{kind}"] == [(block, layer.error) for block, layer in enumerate(layers)]
+        assert charts[f"sparsity/{kind}"] == [(block, layer.sparsity) for block, layer in enumerate(layers)]
+    for epoch in (epoch for block in report.blocks for epoch in block.epochs):
+        index = int(epoch.block.rpartition(".")[2])
+        assert (index, epoch.feed_forward_error) in charts[f"feed_forward_error/{epoch.step}-{epoch.epoch}"]
+    assert charts["block/seconds"] == [(block.index, block.seconds) for block in report.blocks]
+    assert all(value > 0 for _, value in charts["block/peak-memory-GiB"])
+    figures = report.perplexity[str(text_file)]
+    for step, when in ((0, "dense"), (2, "pruned")):
+        assert charts[f"perplexity/words.txt-{when}"] == [(step, figures[when]["value"])]
+        assert charts[f"perplexity/words.txt-{when}-standard-error"] == [(step, figures[when]["standard_error"])]
+    assert charts["total/zeros"] == [(2, report.zeros)]
+    assert [values[0][1] for name, values in charts.items() if name.startswith("note/")] == report.notes != []
+    assert [step for step, _ in rows] == sorted(step for step, _ in rows)
+    assert said == [Note("tracked by Recorder: here")]
+
+
+def test_experts_share_a_chart() -> None:
+    """Layers that differ in a number alone are one kind: their mean error, their share of zeros."""
+    layers = tuple(
+        LayerResult(f"model.layers.4.mlp.experts.{expert}.up_proj", "50%", shape, zeros, error, "Gram", None, 9, 1, 0.1)
+        for expert, (shape, zeros, error) in enumerate([((2, 4), 8, 0.1), ((2, 4), 0, 0.3), ((4, 4), 8, 0.2)])
+    )  # fmt: skip
+    found = tracking.figures(BlockResult(4, "model.layers.4", layers, (), 1.0))
+    assert found["error/mlp.experts.up_proj"] == pytest.approx(0.2)
+    assert found["sparsity/mlp.experts.up_proj"] == 0.5
+    assert not any(".4." in name or ".0." in name for name in found)
+
+
+@pytest.mark.parametrize("call", ["begin", "log", "end"])
+def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path]) -> None:
+    """It is told of once and left out; another one goes on, and the model is that of a run that nobody watches."""
+    bad, good, said = Recorder(call), Recorder(), []
+    watched = sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(bad, good, say=said.append))
+    plain = sparsellm.prune(tiny["opt"], method="magnitude")
+    assert watched.report.to_markdown() == plain.report.to_markdown()
+    told = [event.text for event in said if "failed" in event.text]
+    assert len(told) == 1
+    assert told[0] == ("Recorder failed and is left out from here on (ConnectionError: the tracker's server went away)")
+    assert good.ended == 1
+    assert len(good.runs[0][2]) == 4
+    with pytest.warns(RuntimeWarning, match="Recorder failed and is left out"):
+        sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(Recorder(call)))
+
+
+def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a context manager; and one that is refused before its work begins never begins in a tracker."""
+    own = Recorder()
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(InvalidSetting), Tracked(own) as tracked:
+        sparsellm.prune(tiny["opt"], method="magnitude", only="fc9", observe=tracked)
+    assert (own.runs, own.ended) == ([], 0)
+    monkeypatch.setattr("sparsellm.pruning.prune_blocks", interrupt)
+    with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
+        sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
+    assert own.ended == 1
+    assert by_name(own.runs[0][2])["note/1"] == [(0, "cut off: KeyboardInterrupt")]
+
+
+def test_each_cell_of_a_sweep_is_a_run(
+    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name; a cell that fails is ended, with why as a note, and what the next is told is not put down to it."""
+    own = Recorder()
+    monkeypatch.setitem(TRACKERS, "wandb", lambda: own)
+    monkeypatch.setattr("sparsellm.tracking.version", lambda name: "1")
+    file = tmp_path / "s.yaml"
+    file.write_text(f"recipe: {{model: '{tiny['opt']}', method: magnitude}}\naxes: {{sparsity: [50%, 5:7, 2:4]}}\n")
+    ran = command("sweep", file, tmp_path / "out", "--track", "wandb", "--track", "wandb")
+    assert ran.exit_code == 1  # 5:7 does not divide
+    assert [name for name, _, _ in own.runs] == ["out, 50%", "out, 2:4"]
+    assert own.ended == 2
+    assert [rows[-1][1]["total/sparsity_of_pruned_layers"] for _, _, rows in own.runs] == [0.5, 0.5]
+    assert not any("note/1" in values for _, _, rows in own.runs for _, values in rows)
+
+
+def test_a_resumed_run_has_whole_charts(
+    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that were finished before are told too."""
+    own, plain = Recorder(), Journal.keep
+    monkeypatch.setitem(TRACKERS, "wandb", lambda: own)
+    monkeypatch.setattr("sparsellm.tracking.version", lambda name: "1")
+
+    def keep(self: Any, block: Any, result: Any) -> Path:
+        if block.index == 2:
+            raise KeyboardInterrupt
+        return plain(self, block, result)
+
+    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--track", "wandb")
+    monkeypatch.setattr("sparsellm.journal.Journal.keep", keep)
+    assert command(*words).exit_code == 130
+    monkeypatch.setattr("sparsellm.journal.Journal.keep", plain)
+    assert command(*words, "--resume").exit_code == 0
+    charts = [by_name(rows)["error/fc1"] for _, _, rows in own.runs]
+    assert [len(chart) for chart in charts] == [2, 3]
+    assert charts[1][:2] == charts[0]
+    assert own.ended == 2
+
+
+def test_what_cannot_track_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown name with the nearest known one; a missing package with how to install it."""
+
+    def missing(name: str) -> str:
+        raise tracking.PackageNotFoundError(name)
+
+    with pytest.raises(InvalidSetting, match=r"`track` got 'tensorbord'.*'tensorboard'"):
+        Tracked("tensorbord")
+    monkeypatch.setattr("sparsellm.tracking.version", missing)
+    with pytest.raises(MissingPackage, match=r'The tracker trackio is not installed: pip install "sparsellm\[trackio\]"'):
+        Tracked("trackio")
+
+
+needs = {
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f'{name} is not installed: pip install "sparsellm[{name}]"')
+    for name in TRACKERS
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A present folder and a home of its own, where trackers leave what they write."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HOME": tmp_path, "TRACKIO_DIR": tmp_path / "trackio", "WANDB_MODE": "offline"}.items():
+        monkeypatch.setenv(name, str(value))
+    return tmp_path
+
+
+def pruned(tracker: str, model: Path, text: Path) -> tuple[dict[str, Any], str]:
+    """A run with a real tracker, in a process of its own; its report and what it said."""
+    words = ["prune", model, "out", "--calibration", text, *QUICK, "--evaluate", text, "--track", tracker, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsellm", *map(str, words)], capture_output=True, text=True, check=False, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recipe"]["samples"] == 8  # nothing but the document on stdout
+    return report_of(Path("out")), " ".join(done.stderr.split())
+
+
+def errors(report: dict[str, Any], kind: str) -> list[float]:
+    """A kind's errors by block."""
+    return [layer["error"] for block in report["blocks"] for layer in block["layers"] if layer["name"].endswith(kind)]
+
+
+@needs["tensorboard"]
+@pytest.mark.slow
+def test_tensorboard(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
+    """Scalars over the blocks and texts, read back from the event file; a second run gets a folder of its own."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report, told = pruned("tensorboard", tiny["opt"], text_file)
+    assert "tracked by TensorBoard: runs/out (tensorboard --logdir runs)" in told
+    found = EventAccumulator(str(place / "runs" / "out"))
+    found.Reload()
+    scalars = [(event.step, event.value) for event in found.Scalars("error/fc2")]
+    assert scalars == [(step, pytest.approx(error)) for step, error in enumerate(errors(report, "fc2"))]
+    assert found.Scalars("perplexity/words.txt-pruned")[0].step == 2
+    text = found.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| samples | 8 |" in text
+    again = tracking.TensorBoard()
+    assert again.begin("out", {}).startswith("runs/out-2 ")
+    again.end()
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The records of a .wandb file: pieces with a header of 7 bytes, none astride two stretches of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if left < 7 or not kind:
+            at += left
+            continue
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a record in one piece, or its last
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+@needs["wandb"]
+@pytest.mark.slow
+def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
+    """Without a login: configuration and history, read back from the file."""
+    report, told = pruned("wandb", tiny["opt"], text_file)
+    assert "tracked by WandB: " in told
+    (file,) = place.glob("wandb/offline-run-*/run-*.wandb")
+    config: dict[str, Any] = {}
+    history: dict[str, list[Any]] = {}
+    for record in records(file):
+        if record.WhichOneof("record_type") == "run":
+            assert (record.run.display_name, record.run.project) == ("out", "sparsellm")
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        for item in record.history.item:
+            history.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
+    assert config["samples"] == 8
+    assert config["environment"] == report["environment"]
+    assert history["error/fc2"] == pytest.approx(errors(report, "fc2"))
+    assert len(history["perplexity/words.txt-pruned"]) == 1
+
+
+@needs["wandb"]
+@pytest.mark.slow
+def test_wandb_without_a_login_is_refused(place: Path) -> None:
+    """Before any work, with what to do."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    line = "from sparsellm.tracking import Tracked; Tracked('wandb')"
+    done = subprocess.run(
+        [sys.executable, "-c", line], capture_output=True, text=True, check=False, env=environment, stdin=subprocess.DEVNULL
+    )
+    assert "InvalidSetting: wandb has no login. Run `wandb login`, or set WANDB_MODE=offline." in done.stderr
+
+
+@needs["trackio"]
+@pytest.mark.slow
+def test_trackio(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
+    """Metrics and configuration, read back from its database."""
+    report, told = pruned("trackio", tiny["opt"], text_file)
+    assert "tracked by Trackio: trackio show --project sparsellm" in told
+    with sqlite3.connect(place / "trackio" / "sparsellm.db") as database:
+        rows = [
+            (step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics order by id")
+        ]
+        (config,) = database.execute("select config from configs")
+    assert by_name(rows)["error/fc2"] == list(enumerate(errors(report, "fc2")))
+    assert json.loads(config[0])["samples"] == 8
