@@ -127,7 +127,7 @@ def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, reads = output_sensitivities(model, batches()), signals(model)
     for block, inputs in walk(model, batches()):
         names = [name for name in block.layers if block.full_name(name) in plan]
-        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, metrics[block.index])
+        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, metrics[block.index], inputs.firsts)
         for name in names:
             size, errors = curves[block.full_name(name)]
             weight, gram = block.layer(name).weight.detach(), Gram(block.layer(name).in_features)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "sparsellm"
 
 STOREYS = {
     "Contents": ["__init__"],
-    "Ground": ["errors", "devices", "distributed"],
+    "Ground": ["errors", "devices", "watch", "distributed"],
     "Tensors": [
         "patterns",
         "moments",
@@ -54,9 +54,11 @@ STOREYS = {
         "methods/signals",
         "methods/published",
         "methods/part",
+        "methods/two_streams",
         "methods/sparsellm",
         "allocation",
         "journal",
+        "relay",
         "sequential",
         "budgets",
         "distillation",
@@ -91,6 +93,7 @@ STOREYS = {
         "trial",
         "forecasting",
         "planning",
+        "together",
         "run",
         "demonstration",
         "sweep_file",

@@ -174,6 +174,19 @@ def test_panels(features: int) -> None:
     assert torch.allclose(gram.centred().matrix.double(), torch.cov(x.double().T, correction=0), atol=1e-5)
 
 
+class Done:
+    """An exchange that is over."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def doubled(tensor: Tensor, async_op: bool) -> Done:
+    """As if another process had the same."""
+    tensor.mul_(2)
+    return Done()
+
+
 def test_moments_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and sums of both count: another process that saw the same doubles the sums and leaves the means."""
     x, y = inputs(), targets()
@@ -183,7 +196,7 @@ def test_moments_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     norms.update(x)
     alone = gram.matrix, cross.matrix, norms.norms
     monkeypatch.setattr(distributed, "world", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
+    monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
     for some in (gram, cross, norms):
         some.reduce()
     assert gram.tokens == norms.tokens == 2 * TOKENS

@@ -232,7 +232,7 @@ def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tenso
     """S of a block's layers, as it was, on the dense stream."""
     assert inputs.dense is not None
     assert inputs.teacher is not None
-    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, weighs)
+    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, weighs, inputs.firsts)
 
 
 @cache

@@ -239,7 +239,7 @@ def test_curvatures(family: str, horizon: Any, curvature: Any) -> None:
     for block, inputs in walk(teacher, batches()):
         part, metric = block.architecture.feed_forward, metrics[block.index]
         assert part is not None
-        exact = layer_sensitivities(block, inputs.pruned, inputs.calls(block), list(block.layers), metric)
+        exact = layer_sensitivities(block, inputs.pruned, inputs.calls(block), list(block.layers), metric, inputs.firsts)
         x = pruned[block.full_name(part.readers[0])][0].float()
         inner, writer = damped(metric, 1e-3) if horizon == "model" else torch.eye(32), block.layer(part.writer).weight
         slopes = part.slopes(*(block.layer(name)(x) for name in part.readers))

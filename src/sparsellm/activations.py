@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsellm import devices
+from sparsellm import devices, distributed
 from sparsellm.blocks import Block, computed_in, instead
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
@@ -49,18 +50,24 @@ class Activations:
     pruned: what the pruned model computes, one (batch, seq, model) tensor for every batch. dense: what the dense model
     computes; None where no method asks. teacher: the present block as it was, where there is a dense stream.
     metrics: what errors of each block's output cost, where a method asks. storage: where a method may keep more of that kind.
-    tokens: how many a stream has.
+
+    Of several processes each has the batches dealt to it. shapes: (windows, tokens a window) of each of all batches.
     """
 
     def __init__(
-        self, pruned: Kept, calls: list[list[Call]], dense: Kept | None = None, storage: Storage | None = None
+        self,
+        pruned: Kept,
+        calls: list[list[Call]],
+        dense: Kept | None = None,
+        storage: Storage | None = None,
+        shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.pruned = pruned
         self.dense = dense
         self.teacher: Block | None = None
         self.metrics: Sequence[Tensor] = []
         self.storage = storage or Storage()
-        self.tokens = 0
+        self.shapes = shapes
         self._calls = calls  # by block, then by batch
         self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
 
@@ -76,9 +83,9 @@ class Activations:
     ) -> Activations:
         """Run the model as far as its first block, and learn how each block is called.
 
-        batches: token numbers, each (batch, seq), without padding. dtype: what the model will be computed in, if not
-        its own. streams: empty lists for the pruned stream, and for the dense one where it is to travel too; a list for the
-        pruned one by default.
+        batches: token numbers, each (batch, seq), without padding, of which this process takes its share. dtype: what the model
+        will be computed in, if not its own. streams: empty lists for the pruned stream, and for the dense one where it is to
+        travel too; a list for the pruned one by default.
 
         Every block is called as the model itself calls it: blocks may differ in their keywords (an attention mask with or
         without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
@@ -86,7 +93,7 @@ class Activations:
         calls: list[list[Call]] = [[] for _ in blocks]
         body, (pruned, *dense) = model.base_model, streams or ([],)
         with computed_in(model, dtype, without=blocks):
-            for batch in batches:
+            for batch in distributed.dealt(batches):
                 entered: dict[int, tuple[Tensor, Call]] = {}
 
                 def record(block: Block, hidden: Tensor, call: Call, entered: dict[int, Any] = entered) -> Tensor:
@@ -102,9 +109,18 @@ class Activations:
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         again = {key: cast(call, dtype) for key, call in distinct.items()}
         recast = [[again[id(call)] for call in row] for row in calls]
-        found = cls(pruned, recast, dense[0] if dense else None, storage)
-        found.tokens = sum(batch.numel() for batch in batches)
-        return found
+        shapes = [(len(batch), batch.shape[1]) for batch in batches]
+        return cls(pruned, recast, dense[0] if dense else None, storage, shapes)
+
+    @property
+    def tokens(self) -> int:
+        """How many a stream has, in this process."""
+        return sum(windows * length for windows, length in distributed.dealt(self.shapes))
+
+    @property
+    def firsts(self) -> list[int]:
+        """The number of the first window of each batch of this process, among all windows."""
+        return distributed.dealt(list(accumulate((windows for windows, _ in self.shapes[:-1]), initial=0)))
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
         """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
@@ -137,17 +153,19 @@ class Activations:
             return None
         if self._routes is None or self._routes[0] != block.index:
             experts = [view for view in block.views.values() if view.expert is not None]
-            counts = torch.zeros(len(experts) // 3, dtype=torch.int64)
+            counts: list[list[int]] = []
 
             def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-                counts.add_(torch.stack([torch.tensor(len(mine)) for mine in routed(top_k_index, len(counts))]))
+                counts.append([len(mine) for mine in routed(top_k_index, len(experts) // 3)])
                 raise _Enough
 
             with instead(views[0].owner, count):
                 for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
                     with suppress(_Enough):
                         block(hidden, call)
-            self._routes = block.index, Routes(counts, self.tokens, max(view.in_features for view in experts[:3]))
+            tokens = [windows * length for windows, length in self.shapes]
+            least = max(view.in_features for view in experts[:3])
+            self._routes = block.index, Routes(torch.tensor(distributed.collected(counts)), tokens, least)
         found = self._routes[1]
         found.restart()
         return found
@@ -243,7 +261,8 @@ class Activations:
             for one in hooks:
                 one.remove()
         expected = sum((output.view_as(found) for output in outputs), hidden.flatten(0, -2))
-        return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
+        adds = float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
+        return bool(distributed.agreed(adds))
 
     def _advance(self, stream: Kept, block: Block) -> None:
         """Pass one stream through a block."""

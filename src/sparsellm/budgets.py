@@ -175,7 +175,7 @@ def by_error(
         names = [name for name in block.layers if block.full_name(name) in plan]
         if not names:
             continue
-        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, inputs.metric(block))
+        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, inputs.metric(block), inputs.firsts)
         for name, known in gather(block, inputs, dict.fromkeys(names, Gram)).items():
             problem = problem_of(block, name, known)
             full = block.full_name(name)

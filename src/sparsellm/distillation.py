@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsellm import distributed
 from sparsellm.blocks import blocks_of, checkpointed, computed_in, evaluating, only_trained
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import planned
@@ -52,17 +53,19 @@ def written(model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, 
     rows = torch.randint(samples, (count, 1), generator=generator)
     starts = torch.randint(length - given + 1, (count, 1), generator=generator)
     prompts = windows[rows, starts + torch.arange(given)]
-    drawing = torch.Generator(device=model.device).manual_seed(seed)
-    found = []
+    drawing = torch.Generator(device=model.device)
+    found: list[list[list[int]]] = []
+    pages = list(enumerate(prompts.split(AT_A_TIME)))
     with evaluating(model), computed_in(model, compute):
-        for some in prompts.to(model.device).split(AT_A_TIME):
-            pieces, past = [some], None
+        for number, some in distributed.dealt(pages):
+            drawing.manual_seed(seed * len(pages) + number)
+            pieces, past = [some.to(model.device)], None
             while sum(piece.shape[1] for piece in pieces) < length:  # not `generate`: it would stop where a text ends
                 output = model(input_ids=pieces[-1], past_key_values=past, use_cache=True)
                 past = output.past_key_values
                 pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=drawing))
-            found.append(torch.cat(pieces, 1).cpu())
-    return torch.cat(found)
+            found.append(torch.cat(pieces, 1).tolist())
+    return torch.tensor([window for page in distributed.collected(found) for window in page])
 
 
 def coupling(model: PreTrainedModel, steps: int) -> Descent:
@@ -77,11 +80,12 @@ def held_back(windows: Tensor) -> int:
 
 
 Group = tuple[Tensor, ...]
-"""What one step reads: tensors of windows, each as many as are computed at once."""
+"""What one step reads: tensors of windows, each as many as are computed at once; of several processes each has its own."""
 
 
 def grouped(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
-    """Groups of windows to read, each (batch, length), and how many groups, the last, are to be held back: real text only.
+    """Groups of windows to read, each (batch, length), and how many groups, the last, are to be held back: real text only. Of
+    several processes each gets its share of every group.
 
     windows: (samples, length), the calibration windows. more: what the model wrote. step: windows in a group. batch: of them,
     at a time.
@@ -89,7 +93,8 @@ def grouped(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[
     back = held_back(windows)
     last = windows[-back:].split(step)
     groups = (*more.split(step), *windows[:-back].split(step), *last)
-    return [some.split(batch) for some in groups if len(some)], len(last)
+    batch = min(batch, -(-step // distributed.world()))
+    return [tuple(distributed.dealt(some.split(batch))) for some in groups if len(some)], len(last)
 
 
 @torch.no_grad()
@@ -130,11 +135,13 @@ def distil(
         parameters |= {block.full_name(name): parameter for name, parameter in mine.items()}
         keep |= {block.full_name(name): mask for name, mask in masks.items() if name in mine}
     small = {name: parameter.detach().clone() for name, parameter in parameters.items() if parameter.ndim == 1}
+    shares = distributed.told([sum(len(batch) for batch in group) for group in groups])
+    sizes = [sum(each) for each in zip(*shares, strict=True)]
     head = model.get_output_embeddings()
     with evaluating(model), computed_in(model, torch.float32), only_trained(model, parameters.values()), checkpointed(blocks):
 
         def loss(number: int) -> Iterator[Tensor]:
-            windows = sum(len(batch) for batch in groups[number])
+            windows = sizes[number]
             for batch, state in zip(groups[number], states[number], strict=True):
                 predicted = model(input_ids=batch.to(model.device), use_cache=False).logits
                 yield _divergence(head(state.float()), predicted) * (len(batch) / windows)

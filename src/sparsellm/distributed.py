@@ -1,10 +1,31 @@
-"""All that crosses processes. Each is a no-op when alone."""
+"""All that crosses processes: who works together, what they exchange, and what becomes of the others when one is lost.
+
+Every process has the whole model and a share of the batches, dealt like cards. What they find is summed or handed on, so that
+all end with the same weights. Each exchange is a no-op when alone.
+"""
 
 from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sparsellm.errors import LostProcess
+from sparsellm.watch import Watch
+
+Thing = TypeVar("Thing")
+
+BUCKET = 2**24
+"""Bytes that are summed in one exchange: what is smaller waits for company, what is larger goes by itself."""
 
 
 def world() -> int:
@@ -12,11 +33,74 @@ def world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if world() > 1 else 0
+
+
+def leads() -> bool:
+    """Whether this process is the one that writes and speaks for all."""
+    return rank() == 0
+
+
+def dealt(things: Sequence[Thing]) -> list[Thing]:
+    """This process's share of things that all of them have: every so-manieth, so that any first few are shared out too."""
+    return list(things[rank() :: world()])
+
+
+def collected(mine: Sequence[Any]) -> list[Any]:
+    """Plain data that each process has for the things dealt to it, for all things in their order."""
+    lists = told(list(mine))
+    return [lists[number % len(lists)][number // len(lists)] for number in range(sum(map(len, lists)))]
+
+
+def owners(costs: Sequence[float]) -> list[int]:
+    """Which process does which of several tasks: the dearest first, each to whoever has the least to do."""
+    loads, found = [0.0] * world(), [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda task: -costs[task]):
+        found[number] = loads.index(min(loads))
+        loads[found[number]] += costs[number]
+    return found
+
+
+class Sum:
+    """A sum of tensors over all processes on its way, in place."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        if world() == 1:
+            return
+        waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_contiguous() and tensor.nbytes >= BUCKET:
+                self._send(tensor, [])
+                continue
+            some = waiting.setdefault((tensor.dtype, tensor.device), [])
+            some.append(tensor)
+            if sum(other.nbytes for other in some) >= BUCKET:
+                self._send(torch.cat([other.reshape(-1) for other in some]), some)
+                waiting[tensor.dtype, tensor.device] = []
+        for some in waiting.values():
+            if some:
+                self._send(torch.cat([other.reshape(-1) for other in some]), some)
+
+    def _send(self, flat: Tensor, parts: list[Tensor]) -> None:
+        """Begin to sum a tensor. parts: whose numbers it holds, if not its own."""
+        _count(flat)
+        self._sent.append((dist.all_reduce(flat, async_op=True), flat, parts))
+
+    def wait(self) -> None:
+        """Until the sums stand in the tensors."""
+        for work, flat, parts in self._sent:
+            _settle(work)
+            for part, found in zip(parts, flat.split([part.numel() for part in parts]) if parts else (), strict=True):
+                part.copy_(found.view(part.shape))
+        self._sent = []
+
+
 def sum_(*tensors: Tensor) -> None:
     """Sum each tensor over all processes, in place."""
-    if world() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+    Sum(*tensors).wait()
 
 
 def total(count: int, device: torch.device) -> int:
@@ -26,3 +110,124 @@ def total(count: int, device: torch.device) -> int:
     tensor = torch.tensor(count, device=device)
     sum_(tensor)
     return int(tensor)
+
+
+def handed(owner: int, *tensors: Tensor) -> None:
+    """Fill tensors, which all processes have in the same form, with those of one of them."""
+    if world() == 1:
+        return
+    for tensor in tensors:
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        _count(flat)
+        _settle(dist.broadcast(flat, owner, async_op=True))
+        if flat is not tensor:
+            tensor.copy_(flat)
+
+
+def given(owner: int, tensor: Tensor) -> Tensor:
+    """One process's tensor, for all, who have one of the same form; theirs stay as they are."""
+    if world() == 1:
+        return tensor
+    found = tensor if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    handed(owner, found)
+    return found
+
+
+def agreed(value: Any, owner: int = 0) -> Any:
+    """One process's plain data, for all: what JSON can say, with tuples as lists. Also a place to wait for each other."""
+    if world() == 1:
+        return value
+    mine = json.dumps(value).encode() if rank() == owner else b""
+    size = torch.tensor(len(mine), device=_device())
+    handed(owner, size)
+    data = torch.zeros(int(size), dtype=torch.uint8, device=_device())
+    if mine:
+        data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    handed(owner, data)
+    return json.loads(bytes(data.tolist()))
+
+
+def told(value: Any) -> list[Any]:
+    """Everybody's plain data, by rank."""
+    return [agreed(value, owner) for owner in range(world())]
+
+
+def once(do: Callable[[], Thing]) -> Thing | None:
+    """What the leader alone does, while the others wait; for the others None."""
+    found = do() if leads() else None
+    agreed(None)
+    return found
+
+
+def sent() -> int:
+    """Bytes of tensors that this process has put into exchanges so far; a ring moves each about twice."""
+    return _sent
+
+
+_sent = 0
+_watch: Watch | None = None
+
+
+def _count(tensor: Tensor) -> None:
+    global _sent  # noqa: PLW0603  (a meter)
+    _sent += tensor.nbytes
+
+
+def _device() -> torch.device:
+    """Where plain data are exchanged: on the processor, unless the user's own group knows GPUs only."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _settle(work: dist.Work) -> None:
+    """Wait for an exchange. Raises LostProcess where it cannot end."""
+    if _watch is None:
+        work.wait()
+        return
+    pause = 2e-5
+    try:
+        while not work.is_completed():
+            _watch.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        work.wait()
+    except LostProcess:
+        raise
+    except RuntimeError as error:  # the connection broke: who it was is known in a moment
+        raise _watch.explained(str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
+    """Work together with the other processes of a launcher (torchrun, accelerate launch, srun); whether this one leads.
+
+    environment: the variables WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them this process is alone,
+    and nothing happens. say: told why, where this process has to be ended. An error in one process ends the others, whose
+    LostProcess says which one it was.
+    """
+    if int(environment.get("WORLD_SIZE", "1")) == 1 or world() > 1:
+        yield True
+        return
+    global _watch  # noqa: PLW0603  (one for the process)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
+    dist.init_process_group(backend, timeout=timedelta(days=7))
+    store: Any = dist.distributed_c10d._get_default_store()
+    _watch = watch = Watch(store.clone(), rank(), world(), say)
+    before = signal.signal(signal.SIGTERM, watch.stopped)
+    try:
+        yield leads()
+        agreed(None)  # nobody leaves before the leader has written
+        watch.over()
+    except BaseException as error:
+        watch.fail(error)
+        if not leads() and not watch.speaks_for(error):
+            raise SystemExit(1) from error  # the leader tells it
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+        _watch = None

@@ -9,6 +9,7 @@
     ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
     ├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
     ├── CannotResume        (RuntimeError)     an unfinished output, begun otherwise or in use by another process
+    ├── LostProcess         (RuntimeError)     one of several processes that work together failed or cannot be reached
     ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
     ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
     ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
@@ -58,6 +59,10 @@ class MissingPackage(SparseLLMError, ImportError):
 
 class CannotResume(SparseLLMError, RuntimeError):
     """An unfinished run that cannot go on as asked: it was begun otherwise, or another process works on it."""
+
+
+class LostProcess(SparseLLMError, RuntimeError):
+    """One of the processes that work together failed or cannot be reached; the message says which, and why if it is known."""
 
 
 class TooLarge(SparseLLMError, MemoryError):

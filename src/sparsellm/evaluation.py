@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sparsellm import distributed
 from sparsellm.blocks import blocks_of, evaluating
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.sequential import walk
@@ -57,20 +58,23 @@ def perplexity(
     training mode is as it was afterwards.
 
     windows: (windows, length) int64, at least two tokens long, on any device.
-    batch: windows at a time; None takes as many as keep the logits under 64 MiB and the tokens under 4,096.
-    progress: called with the windows done and their total after each batch.
+    batch: windows at a time; None takes as many as keep the logits under 64 MiB and the tokens under 4,096. Of several
+    processes, which must all call this, each measures its share. progress: called with the windows done and their total after
+    each batch.
     Raises `InvalidSetting` for token numbers that the model does not know, `NonFinite` where the model gives NaN.
     """
     _check(model, windows)
     total, length = windows.shape
     batch = batch or usual_batch(_vocabulary(model), length)
     started = time.perf_counter()
-    losses: list[float] = []
+    found: list[list[float]] = []
+    batches = torch.split(windows, batch)
     with evaluating(model):
-        for some in torch.split(windows, batch):
-            losses += _losses(model, some, first=len(losses))
+        for number, some in distributed.dealt(list(enumerate(batches))):
+            found.append(_losses(model, some, first=number * batch))
             if progress is not None:
-                progress(len(losses), total)
+                progress(min((number + 1) * batch, total), total)
+    losses = [loss for some in distributed.collected(found) for loss in some]
     value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
@@ -92,16 +96,19 @@ def streamed_perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    batches = torch.split(windows, batch or usual_batch(_vocabulary(model), length))
+    usual = usual_batch(_vocabulary(model), length)
+    batch = max(1, min(batch or usual, total // distributed.world()))
+    batches = torch.split(windows, batch)
     started, blocks = time.perf_counter(), blocks_of(model)
-    losses: list[float] = []
+    found: list[list[float]] = []
     for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
         if block.index < len(blocks) - 1:
             continue
         inputs.advance(block)
         with weights.ends(), predicting(model, blocks, compute) as predict:
-            for some, hidden in zip(batches, inputs.pruned, strict=True):
-                losses += _window_losses(predict(some, hidden), some, first=len(losses))
+            for (number, some), hidden in zip(distributed.dealt(list(enumerate(batches))), inputs.pruned, strict=True):
+                found.append(_window_losses(predict(some, hidden), some, first=number * batch))
+    losses = [loss for some in distributed.collected(found) for loss in some]
     value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 

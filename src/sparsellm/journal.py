@@ -99,7 +99,7 @@ class Journal:
     def finished(self, index: int) -> BlockResult | None:
         """What became of a block, if it is finished."""
         line = self._blocks.get(index)
-        return None if line is None else _result(line["result"])
+        return None if line is None else block_result(line["result"])
 
     def keep(self, block: Block, result: BlockResult) -> Path:
         """Keep a block's tensors, in the dtypes that they are stored in, and its result; the file that holds them."""
@@ -196,7 +196,7 @@ def _flush_folder(folder: Path) -> None:
             os.close(opened)
 
 
-def _result(data: Mapping[str, Any]) -> BlockResult:
+def block_result(data: Mapping[str, Any]) -> BlockResult:
     """A block's result from plain data."""
     layers = tuple(LayerResult(**{**layer, "shape": tuple(layer["shape"])}) for layer in data["layers"])
     epochs = tuple(EpochResult(**epoch) for epoch in data["epochs"])

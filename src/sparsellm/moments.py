@@ -1,6 +1,9 @@
 """Streaming statistics of a layer's inputs. Each class knows what the one before knows, and more.
 
 A solver names the class that it needs, and the driver builds that one: ``NoInputs < InputNorms < Gram``.
+
+A batch's products are made in float32 and added up in float64: the sums, rounded to float32, are then the same in whatever
+order batches come, and however they are dealt to processes.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ class NoInputs:
         self.features = features
         self._device = torch.device(device)
         self._tokens = 0  # not on the device: whoever divides by it would wait
+        self._sum = distributed.Sum()
 
     @property
     def tokens(self) -> int:
@@ -41,7 +45,7 @@ class NoInputs:
         self._tokens += inputs.numel() // self.features
 
     def reduce(self) -> None:
-        """Sum over all processes; nothing when alone."""
+        """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
         self._tokens = distributed.total(self._tokens, self._device)
 
 
@@ -50,12 +54,13 @@ class InputNorms(NoInputs):
 
     def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
         super().__init__(features, device)
-        self._squares = torch.zeros(features, dtype=torch.float32, device=device)
+        self._squares = torch.zeros(features, dtype=devices.widest(self._device), device=device)
 
     @property
     def norms(self) -> Tensor:
         """(in,) float32: the root mean square of each input over the tokens. Wanda's norm but for one common factor."""
-        return (self._squares / max(self.tokens, 1)).sqrt()
+        self._sum.wait()
+        return (self._squares / max(self.tokens, 1)).sqrt().float()
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
@@ -63,46 +68,66 @@ class InputNorms(NoInputs):
 
     def reduce(self) -> None:
         super().reduce()
-        distributed.sum_(self._squares)
+        self._sum = distributed.Sum(self._squares)
 
 
 class Gram(InputNorms):
     r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
-    dtype: of the sums; float32 is enough for every solver here, float64 serves as a reference.
-    Cost: (in, in) floats, and in² + 128 in multiply-adds for every token over two.
+    dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
+    Cost: (in, in) doubles, and in² + 256 in multiply-adds for every token over two.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(features, device)
-        self._products = torch.zeros(features, features, dtype=dtype, device=device)  # of which the upper half counts
-        self._sums = torch.zeros(features, dtype=dtype, device=device)
+        self._dtype, wide = dtype, devices.widest(self._device)
+        self._products = torch.zeros(features, features, dtype=wide, device=device)  # of which the upper half counts
+        self._sums = torch.zeros(features, dtype=wide, device=device)
 
     @property
     def matrix(self) -> Tensor:
         """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
-        return mirrored(self._products / max(self.tokens, 1))
+        return mirrored(self._upper(None))
+
+    def _upper(self, centre: Tensor | None) -> Tensor:
+        """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
+        self._sum.wait()
+        found = torch.empty(self._products.shape, dtype=self._dtype, device=self._device)
+        for start in range(0, self.features, PANEL):  # panel by panel: the doubles stay few
+            panel = self._products[start : start + PANEL, start:] / max(self.tokens, 1)
+            if centre is not None:
+                panel -= centre[start : start + PANEL].outer(centre[start:])
+            found[start : start + PANEL, start:] = panel
+        return found
 
     @property
     def norms(self) -> Tensor:
+        self._sum.wait()
         return (self._products.diagonal() / max(self.tokens, 1)).sqrt().float()
 
     @property
     def mean(self) -> Tensor:
-        """(in,): the mean of every input over the tokens, in the sums' dtype."""
+        """(in,): the mean of every input over the tokens, in the products' dtype."""
+        return self.centre.to(self._dtype)
+
+    @property
+    def centre(self) -> Tensor:
+        """The same in the sums' dtype."""
+        self._sum.wait()
         return self._sums / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
         NoInputs.update(self, inputs)
-        x = _multiplied_as(inputs.reshape(-1, self.features), self._products.dtype)
+        x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
         panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
         for start in range(0, self.features, panel):
-            _add_product(self._products[start : start + panel, start:], x[:, start : start + panel], x[:, start:])
-        self._sums += x.sum(0, dtype=self._sums.dtype)
+            self._products[start : start + panel, start:] += _product(x[:, start : start + panel], x[:, start:], self._dtype)
+        self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
         NoInputs.reduce(self)
-        distributed.sum_(self._products, self._sums)
+        starts = range(0, self.features, PANEL)
+        self._sum = distributed.Sum(*(self._products[start : start + PANEL, start:] for start in starts), self._sums)
 
     def centred(self) -> Gram:
         r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too."""
@@ -113,23 +138,25 @@ class _Centred(Gram):
     """A Gram about the mean; it takes in nothing more."""
 
     def __init__(self, gram: Gram) -> None:
-        super().__init__(0, gram._device, gram._products.dtype)
+        super().__init__(0, gram._device, gram._dtype)
         self.features, self._tokens = gram.features, gram._tokens
-        raw = gram.matrix
-        self._products = raw - gram.mean.outer(gram.mean)
+        self._moments = mirrored(gram._upper(gram.centre))
         # What is left of an input that never changes is rounding, of either sign: it is dead.
-        dead = self._products.diagonal() <= CONSTANT * raw.diagonal()
-        self._products[dead] = 0
-        self._products[:, dead] = 0
-        self._sums = torch.zeros_like(gram._sums)
+        dead = self._moments.diagonal() <= CONSTANT * gram.norms.square()
+        self._moments[dead] = 0
+        self._moments[:, dead] = 0
 
     @property
     def norms(self) -> Tensor:
-        return self._products.diagonal().sqrt().float()
+        return self._moments.diagonal().sqrt().float()
+
+    @property
+    def mean(self) -> Tensor:
+        return torch.zeros_like(self._moments[0])
 
     @property
     def matrix(self) -> Tensor:
-        return self._products.clone()
+        return self._moments.clone()
 
     def update(self, inputs: Tensor) -> None:
         raise TypeError("A centred Gram takes in nothing more: update the one that it was made from.")
@@ -151,20 +178,31 @@ class Cross:
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._tokens = 0
-        self._products = torch.zeros(outputs, features, dtype=torch.float32, device=device)
+        self._products = torch.zeros(outputs, features, dtype=devices.widest(self._device), device=device)
 
     @property
     def matrix(self) -> Tensor:
-        """(out, in): the mean of y xᵀ over the tokens."""
-        return self._products / max(self._tokens, 1)
+        """(out, in) float32: the mean of y xᵀ over the tokens."""
+        return self.less(None, None)
+
+    def less(self, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """(out, in) float32: the mean of y xᵀ over the tokens, less an outer product of doubles."""
+        found = torch.empty(self._products.shape, device=self._device)
+        for start in range(0, len(found), PANEL):
+            panel = self._products[start : start + PANEL] / max(self._tokens, 1)
+            if outputs is not None and inputs is not None:
+                panel -= outputs[start : start + PANEL].outer(inputs)
+            found[start : start + PANEL] = panel
+        return found
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch: targets (tokens, out) and inputs (tokens, in)."""
         self._tokens += len(inputs)
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
-        y, x = (_multiplied_as(some, self._products.dtype) for some in (targets, inputs))
-        _add_product(self._products, y, x)
+        y, x = (_multiplied_as(some, torch.float32) for some in (targets, inputs))
+        for start in range(0, len(self._products), PANEL):
+            self._products[start : start + PANEL] += _product(y[:, start : start + PANEL], x, torch.float32)
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
@@ -178,9 +216,6 @@ def _multiplied_as(some: Tensor, dtype: torch.dtype) -> Tensor:
     return some if exact else some.to(dtype)
 
 
-def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """sums += leftᵀ right, added up in the dtype of the sums."""
-    if left.dtype == sums.dtype:
-        sums.addmm_(left.T, right)
-    else:
-        sums += torch.mm(left.T, right, out_dtype=sums.dtype)
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """leftᵀ right, added up in this dtype."""
+    return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)

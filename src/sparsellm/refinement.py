@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from sparsellm import devices, distributed
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block, computed_in, only_trained
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import spectrum
-from sparsellm.storage import lengths
 
 LOOKS = 10
 """How often the held-back groups are looked at on the way."""
@@ -82,7 +82,8 @@ class Descent:
     ) -> Refined:
         """Lower the loss of the groups over the parameters, in place; what is held back decides which state stays.
 
-        keep: masks by parameter name; what is False stays zero. groups: how many; with fewer than two nothing is done. back:
+        keep: masks by parameter name; what is False stays zero. loss: of several processes each gives the pieces of its own
+        windows, and steps go along the sum of the gradients. groups: how many; with fewer than two nothing is done. back:
         how many of them, the last, are held back; by default the usual share.
         The same for the same arguments: groups come in an order drawn from `seed`. A loss that is not finite ends the descent,
         with the best state so far.
@@ -104,12 +105,7 @@ class Descent:
             order = order or torch.randperm(groups - back, generator=generator).tolist()
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * (1 - (step - 1) / self.steps)
-            optimizer.zero_grad(set_to_none=True)
-            value = 0.0
-            with torch.enable_grad():
-                for piece in loss(order.pop()):
-                    piece.backward()
-                    value += float(piece.detach())
+            value = _slope(loss(order.pop()), list(parameters.values()))
             if not math.isfinite(value):
                 note = f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
                 break
@@ -127,7 +123,37 @@ class Descent:
     @torch.no_grad()
     def _held(loss: Pieces, start: int, end: int) -> float:
         """The mean loss over the held-back groups."""
-        return sum(float(piece) for number in range(start, end) for piece in loss(number)) / (end - start)
+        found = torch.tensor(sum(float(piece) for number in range(start, end) for piece in loss(number)), dtype=torch.float64)
+        distributed.sum_(found)
+        return float(found) / (end - start)
+
+
+def _slope(pieces: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> float:
+    """A loss, the sum of its pieces in all processes; gradients are left in the parameters, None where nothing depends on one.
+
+    Added up in float64, as in `sparsellm.moments`.
+    """
+    value = 0.0
+    sums: list[Tensor | None] = [None] * len(parameters)
+    with torch.enable_grad():
+        for piece in pieces:
+            value += float(piece.detach())
+            for number, found in enumerate(torch.autograd.grad(piece, parameters, allow_unused=True)):
+                total = sums[number]
+                if found is not None:
+                    sums[number] = found.to(devices.widest(found.device)) if total is None else total.add_(found)
+    if distributed.world() > 1:
+        told = torch.tensor([value, *(float(some is not None) for some in sums)], dtype=torch.float64)
+        every = [
+            torch.zeros_like(x, dtype=devices.widest(x.device)) if some is None else some
+            for some, x in zip(sums, parameters, strict=True)
+        ]
+        distributed.sum_(told, *every)
+        value, *known = told.tolist()
+        sums = [some if count else None for some, count in zip(every, known, strict=True)]
+    for parameter, some in zip(parameters, sums, strict=True):
+        parameter.grad = None if some is None else some.to(parameter.dtype)
+    return value
 
 
 @torch.no_grad()
@@ -151,10 +177,12 @@ def refine_block(
     if targets is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     root = None if metric is None else _root(metric)
-    power = sum(float(_weighed(target.float(), root).square().sum()) for target in targets)
-    sizes = lengths(targets)
-    power /= sum(sizes) * targets[0][0].numel()
+    had = torch.tensor(sum(float(_weighed(target.float(), root).square().sum()) for target in targets), dtype=torch.float64)
+    distributed.sum_(had)
+    sizes = [windows for windows, _ in inputs.shapes]
+    power = float(had) / (sum(sizes) * targets[0][0].numel())
     groups = _groups(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
+    mine = {batch: place for place, batch in enumerate(distributed.dealt(range(len(sizes))))}
     with ExitStack() as context:
         context.enter_context(computed_in(block.module, torch.float32))
         parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
@@ -163,8 +191,8 @@ def refine_block(
 
         def loss(number: int) -> Iterator[Tensor]:
             share = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
-            for batch in groups[number]:
-                missed = block(inputs.pruned[batch].float(), calls[batch]) - targets[batch].float()
+            for place in (mine[batch] for batch in groups[number] if batch in mine):
+                missed = block(inputs.pruned[place].float(), calls[place]) - targets[place].float()
                 yield _weighed(missed, root).square().sum() * share
 
         masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
@@ -172,7 +200,8 @@ def refine_block(
 
 
 def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
-    """Batches by number, in groups of at least `step` windows: as `cut` made them, groups begin where batches do."""
+    """Batches by number, in groups of at least `step` windows: as `cut` made them, groups begin where batches do. All of all
+    processes."""
     groups: list[list[int]] = [[]]
     for number, _ in enumerate(sizes):
         if sum(sizes[batch] for batch in groups[-1]) >= step:

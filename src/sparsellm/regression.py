@@ -26,8 +26,8 @@ class Regression:
         self.inputs = inputs
         self.affine = affine
         self._cross = Cross(outputs, inputs.features, device)
-        self._targets = torch.zeros(outputs, dtype=torch.float32, device=device)
-        self._power = torch.zeros((), dtype=torch.float32, device=device)
+        self._targets = torch.zeros(outputs, dtype=devices.widest(device), device=device)
+        self._power = torch.zeros((), dtype=devices.widest(device), device=device)
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch: targets (tokens, out) and inputs (tokens, in). The shared Gram is not updated here."""
@@ -48,7 +48,7 @@ class Regression:
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight; None where there is none to move."""
-        return self._mean - weight @ self.inputs.mean if self.affine else None
+        return self._mean.float() - weight @ self.inputs.mean if self.affine else None
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x - b‖² with the best bias."""
@@ -71,8 +71,7 @@ class Regression:
 
     @property
     def _centred_cross(self) -> Tensor:
-        cross = self._cross.matrix
         if not self.affine:
-            return cross
+            return self._cross.matrix
         constant = self._centred_inputs.matrix.diagonal() == 0  # what is left of their products is rounding
-        return (cross - self._mean.outer(self.inputs.mean)).masked_fill(constant, 0)
+        return self._cross.less(self._mean, self.inputs.centre).masked_fill_(constant, 0)

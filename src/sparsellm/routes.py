@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.views import routed
 
 
@@ -15,15 +18,18 @@ class Routes:
     layer, evenly spaced over all batches, as if they were routed to it, until there are as many: its Gram matrices then hold a
     share of the layer's.
 
-    counts: how many tokens are routed to each expert, over all batches. tokens: of the layer. least: how many each is shown.
+    routed: how many tokens are routed to each expert, (batches, experts), in all processes. tokens: of the layer, in each of
+    these batches. least: how many each is shown. counts: over all batches.
     """
 
-    def __init__(self, counts: Tensor, tokens: int, least: int) -> None:
-        self.counts, self.tokens = counts, tokens
-        self._others = [tokens - int(count) for count in counts]
-        lacking = [max(0, least - int(count)) for count in counts]
-        self._lacking = [min(some, others) for some, others in zip(lacking, self._others, strict=True)]
-        self._passed = [0] * len(counts)  # tokens that are not routed to the expert, so far in this pass
+    def __init__(self, routed: Tensor, tokens: Sequence[int], least: int) -> None:
+        self.counts = routed.sum(0)
+        others = torch.tensor(tokens).unsqueeze(1) - routed  # tokens that are not routed to the expert
+        self._before = distributed.dealt((others.cumsum(0) - others).tolist())
+        self._others: list[int] = others.sum(0).tolist()
+        lacking = [max(0, least - int(count)) for count in self.counts]
+        self._lacking = [min(some, most) for some, most in zip(lacking, self._others, strict=True)]
+        self._batch = 0
         self._shown: list[Tensor] = []
 
     @property
@@ -33,17 +39,17 @@ class Routes:
 
     def restart(self) -> None:
         """A pass over the batches begins."""
-        self._passed = [0] * len(self._passed)
+        self._batch = 0
 
     def choose(self, chosen: Tensor) -> list[Tensor]:
         """The tokens that each expert is shown of the next batch. chosen: (tokens, top-k), as the router has it."""
-        self._shown = []
+        self._shown, before = [], self._before[self._batch]
+        self._batch += 1
         for number, mine in enumerate(routed(chosen, len(self._lacking))):
             lacking, others = self._lacking[number], self._others[number]
             if lacking:
                 (rest,) = torch.where((chosen != number).all(-1))
-                place = torch.arange(len(rest), device=rest.device) + self._passed[number]
-                self._passed[number] += len(rest)
+                place = torch.arange(len(rest), device=rest.device) + before[number]
                 extra = rest[(place + 1) * lacking // others > place * lacking // others]
                 mine = torch.cat([mine, extra]).sort().values  # noqa: PLW2901  (in the order of the tokens)
             self._shown.append(mine)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of
 from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
@@ -24,17 +25,17 @@ from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import parse_pattern
-from sparsellm.planning import fitted
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
 from sparsellm.report import Report, environment
-from sparsellm.residence import Residence, place_of, settle
+from sparsellm.residence import Residence, settle
 from sparsellm.sharing import Shared, dense_circumstances
+from sparsellm.together import begin
 from sparsellm.weights import OnDisk
-from sparsellm.work import Work, fingerprint
+from sparsellm.work import Work
 from sparsellm.zeroshot import accuracies
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class Result:
         Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
         """
         texts = {LOG: self.log.text} if self.log else {}
-        return save(self.model, self.tokenizer, self.report, folder, self.dense, overwrite, self.weights, self.along, texts)
+        model = self.model, self.tokenizer, self.report
+        path = distributed.once(lambda: save(*model, folder, self.dense, overwrite, self.weights, self.along, texts))
+        return path or Path(folder)
 
 
 def prune(
@@ -123,12 +126,9 @@ def run(
     ready = prepare(recipe, given, source, report, say)
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
-    place = place_of(recipe, source, ready.device, files=work is not None)
-    journal = work.begin(fingerprint(recipe, source, windows, report.environment)) if work else None
-    place, batch = fitted(recipe, ready, place, say, work.output if work else None)
-    batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
+    place, batch, journal = begin(recipe, ready, report, say, work)
     give_back()  # what tokenising took
-    if work:
+    if work and distributed.leads():
         log.keep(work.folder / LOG)
     say(Begun(name or (work.output.name if work else PurePath(recipe.model).name), recipe, report.environment))
     with phase("loading", report, say):
@@ -154,7 +154,7 @@ def run(
             prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal, facts)
             break
         except RuntimeError as error:
-            if not out_of_memory(error) or batch == 1 or isinstance(source, Loaded):
+            if not out_of_memory(error) or batch == 1 or isinstance(source, Loaded) or distributed.world() > 1:
                 raise
         batch //= 2
         say(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsellm import distributed
+from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
 from sparsellm.calls import Call
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 TOKENS = 16384
 """How many tokens are looked at, at most: some times the width of a stream, for matrices of full rank."""
 
+MANY = 2**32
+"""More windows than there ever are: a block's number times this, and a window's, make a seed of their own."""
+
 
 def output_sensitivities(
     model: PreTrainedModel,
@@ -45,7 +48,7 @@ def output_sensitivities(
     batches: token numbers, each (batch, seq); the windows of the first 16,384 tokens are used. compute, weights, storage: as
     for `walk`. Cost: two forward passes and a backward one; memory for the inputs of all blocks, which `storage` may keep in
     files, for the gradients within one block, and for the logits of one window. The same for the same model and windows, to
-    rounding: labels are drawn with a fixed seed, window by window.
+    rounding: labels are drawn window by window, each by its number.
     """
     return [found for _, found in each_sensitivity(model, batches, compute, weights, storage)][::-1]
 
@@ -61,14 +64,13 @@ def each_sensitivity(
     """As `output_sensitivities`, one by one with the block's number, the last block's first: to be kept elsewhere."""
     blocks, weights, storage = blocks_of(model), weights or InMemory(), storage or Storage()
     batches = _first(batches, TOKENS)
-    tokens = torch.tensor(float(sum(batch.numel() for batch in batches)))
-    distributed.sum_(tokens)
+    tokens = sum(batch.numel() for batch in batches)
 
     def mean(total: Tensor) -> Tensor:
         distributed.sum_(total)
-        return total / float(tokens)
+        return (total / tokens).float()
 
-    size = stream_bytes(model, batches, compute)
+    size = stream_bytes(model, distributed.dealt(batches), compute)
     with evaluating(model), only_trained(model), storage.lists(len(blocks) + 1, size) as (gradients, *entering):
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
@@ -76,7 +78,7 @@ def each_sensitivity(
             with weights.block(block, then), computed_in(block.module, compute):
                 for hidden, call in zip(read, inputs.calls(block), strict=True):
                     written.append(block(hidden, call))
-        last = _last_gradients(model, blocks, batches, inputs, entering[-1], gradients, compute, weights)
+        last = _last_gradients(model, blocks, distributed.dealt(batches), inputs, entering[-1], gradients, compute, weights)
         yield blocks[-1].index, mean(last)
         for block, read in zip(reversed(blocks), reversed(entering), strict=True):
             if block.index == 0:
@@ -99,14 +101,16 @@ def _last_gradients(
     weights: Weights,
 ) -> Tensor:
     """Fill `gradients` with those of the loss by the last block's output, labels drawn from the model; their second moment."""
-    generator, last = torch.Generator(device=entering[0].device).manual_seed(0), blocks[-1]
+    generator, last = torch.Generator(device=entering[0].device), blocks[-1]
     with weights.block(last), computed_in(last.module, compute):
         for hidden, call in zip(entering, inputs.calls(last), strict=True):
             gradients.append(last(hidden, call))
     with weights.ends(), predicting(model, blocks, compute) as predict:
-        for number, batch in enumerate(batches):
-            pieces, output = [], gradients[number]
+        for number, (batch, first) in enumerate(zip(batches, inputs.firsts, strict=True)):
+            pieces: list[Tensor] = []
+            output = gradients[number]
             for window, hidden in zip(batch.split(1), output.split(1), strict=True):
+                generator.manual_seed(first + len(pieces))
                 with torch.enable_grad():
                     start = hidden.detach().requires_grad_(True)
                     logits = predict(window, start).flatten(0, 1).float()
@@ -129,14 +133,16 @@ def _through(block: Block, hidden: Tensor, call: Call, gradient: Tensor) -> Tens
 
 
 def _second_moment(gradients: Kept) -> Tensor:
-    """The sum over tokens of g gᵀ, (model, model) float32."""
+    """The sum over tokens of g gᵀ, (model, model), in float64 as in `sparsellm.moments`."""
     total: Tensor | None = None
     for some in gradients:
         rows = some.flatten(0, -2).float()
-        product = rows.T @ rows
+        product = (rows.T @ rows).to(devices.widest(rows.device))
         total = product if total is None else total.add_(product)
     if total is None:
-        raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
+        few = f"are fewer calibration batches than the {distributed.world()} processes"
+        told = f"There {few if distributed.world() > 1 else 'is no calibration batch'}."
+        raise InvalidSetting(f"{told} Pass token numbers of (samples, length), split into at least as many batches.")
     return total
 
 
@@ -151,28 +157,34 @@ def _first(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 
 def layer_sensitivities(
-    block: Block, hidden: Iterable[Tensor], calls: Iterable[Call], names: Sequence[str], metric: Tensor
+    block: Block,
+    hidden: Iterable[Tensor],
+    calls: Iterable[Call],
+    names: Sequence[str],
+    metric: Tensor,
+    firsts: Iterable[int],
 ) -> dict[str, Tensor]:
     r"""S = E[Jᵀ F J] for the outputs of the named layers, (out, out) float32, J the block's own Jacobian.
 
     One backward pass from random errors of covariance F, one for each token.
 
     block: a dense one. hidden: what enters it in the dense model, (batch, seq, model) for each batch. calls: how it is called
-    on each. metric: F, (model, model), of the block's output.
+    on each. metric: F, (model, model), of the block's output. firsts: the number of each batch's first window among all.
     """
     if not names:
         return {}
     heights, vectors = spectrum(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
-    generator = torch.Generator(device=metric.device).manual_seed(block.index)
-    sums: dict[str, Tensor] = {}
+    generator = torch.Generator(device=metric.device)
+    wide = devices.widest(metric.device)
+    sums = {name: torch.zeros(2 * (block.layer(name).out_features,), dtype=wide, device=metric.device) for name in names}
     tokens = 0
 
     def keeps(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
             def take(gradient: Tensor) -> None:
                 rows = gradient.flatten(0, -2).float()
-                sums[name] = rows.T @ rows + sums.get(name, 0)
+                sums[name] += rows.T @ rows
 
             output.register_hook(take)
 
@@ -181,20 +193,21 @@ def layer_sensitivities(
     hooks = [block.layer(name).register_forward_hook(keeps(name)) for name in names]
     try:
         with only_trained(block.module), block.opened(names), torch.enable_grad():
-            for entering, call in zip(hidden, calls, strict=True):
-                if tokens >= TOKENS:
+            for entering, call, first in zip(hidden, calls, firsts, strict=True):
+                if first * entering.shape[1] >= TOKENS:
                     break
                 start = entering.detach().clone().requires_grad_(True)
                 output = block(start, call)
                 noise = torch.zeros(output.shape, device=metric.device)
-                for window in noise:  # drawn one by one, up to the limit: the same however windows are batched
-                    if tokens < TOKENS:
+                for number, window in enumerate(noise, first):  # each by its number: the same however windows are batched
+                    if number * len(window) < TOKENS:
+                        generator.manual_seed(block.index * MANY + number)
                         window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
                         tokens += len(window)
                 torch.autograd.grad(output, start, (noise @ root).to(output.dtype))
     finally:
         for one in hooks:
             one.remove()
-    count = torch.tensor(float(tokens), device=metric.device)
+    count = torch.tensor(float(tokens), dtype=wide, device=metric.device)
     distributed.sum_(count, *sums.values())
-    return {name: some / count for name, some in sums.items()}
+    return {name: (some / count).float() for name, some in sums.items()}

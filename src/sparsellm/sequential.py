@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm import devices
+from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
 from sparsellm.errors import InvalidSetting
@@ -42,7 +42,8 @@ def walk(
 ) -> Generator[tuple[Block, Activations], None, None]:
     """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
 
-    batches: token numbers, each (batch, seq), without padding. stop: the first block not to visit; None visits all.
+    batches: token numbers, each (batch, seq), without padding; of several processes each walks with those dealt to it.
+    stop: the first block not to visit; None visits all.
     compute: the dtype in which the blocks run while visited, if not their own; what is stored keeps its dtype.
     teacher: whether the dense stream travels too, through a copy of each block. metrics: what errors of each block's output
     cost, from `output_sensitivities`, for methods that ask. weights: where the model's tensors are, if not in memory. storage:
@@ -51,9 +52,11 @@ def walk(
     weights, storage = weights or InMemory(), storage or Storage()
     blocks = blocks_of(model)
     visited = blocks[:stop]
-    if not batches:
-        raise InvalidSetting("There is no calibration batch. Pass token numbers of (samples, length), split into batches.")
-    with evaluating(model), storage.lists(1 + teacher, stream_bytes(model, batches, compute)) as streams:
+    if len(batches) < distributed.world():
+        few = f"are {len(batches)} calibration batches for {distributed.world()} processes"
+        told = f"There {few if batches else 'is no calibration batch'}."
+        raise InvalidSetting(f"{told} Pass token numbers of (samples, length), split into at least as many batches.")
+    with evaluating(model), storage.lists(1 + teacher, stream_bytes(model, distributed.dealt(batches), compute)) as streams:
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, streams, storage)
         inputs.metrics = metrics

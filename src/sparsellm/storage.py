@@ -7,6 +7,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, overload
 
@@ -70,20 +71,22 @@ class Storage:
 class Rows(Sequence[Tensor]):
     """Some rows of the tensors of a list, cut out when they are asked for; tensors of which no row is wanted are left out.
 
-    wanted: rows by number, counted over the whole list, with a start, a stop and maybe a step.
+    wanted: rows by number, with a start, a stop and maybe a step. starts: the number of each tensor's first row, if they are
+    not counted over this list alone; afterwards, counted over the rows that are wanted.
     """
 
-    def __init__(self, source: Sequence[Tensor], wanted: slice) -> None:
-        self._source, before, step = source, 0, wanted.step or 1
+    def __init__(self, source: Sequence[Tensor], wanted: slice, starts: Sequence[int] | None = None) -> None:
+        self._source, step, sizes = source, wanted.step or 1, lengths(source)
         self._cuts: list[tuple[int, slice]] = []
         self.lengths: list[int] = []
-        for number, length in enumerate(lengths(source)):
+        self.starts: list[int] = []
+        for number, (length, before) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
             first = max(wanted.start - before, (wanted.start - before) % step)
             cut = slice(first, max(wanted.stop - before, 0), step)
             if rows := len(range(length)[cut]):
                 self._cuts.append((number, cut))
                 self.lengths.append(rows)
-            before += length
+                self.starts.append(max(0, -((wanted.start - before) // step)))
 
     def __len__(self) -> int:
         return len(self._cuts)

@@ -12,11 +12,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.errors import CannotResume
 from sparsellm.export import WORK
 from sparsellm.journal import JOURNAL, Journal
 from sparsellm.recipe import Recipe
+from sparsellm.relay import Relay
 
 LOCK = "lock"
 """The file that tells other processes that one is at work; the system releases it when that one ends, however it ends."""
@@ -38,10 +40,14 @@ class Work:
         return self.output / WORK
 
     def begin(self, fingerprint: Mapping[str, Any]) -> Journal:
-        """The journal: a new one, or the one of the run that is resumed. Raises CannotResume where that was another run."""
-        resumes = self._resume and (self.folder / JOURNAL).exists()
-        self.journal = (Journal.resume if resumes else Journal.begin)(self.folder, fingerprint)
-        return self.journal
+        """The journal: a new one, or the one of the run that is resumed. Raises CannotResume where that was another run.
+
+        Of several processes that work together, which all call this, one keeps it for all.
+        """
+        if distributed.leads():
+            resumes = self._resume and (self.folder / JOURNAL).exists()
+            self.journal = (Journal.resume if resumes else Journal.begin)(self.folder, fingerprint)
+        return Relay(self.folder, self.journal) if self.journal is None or distributed.world() > 1 else self.journal
 
 
 @contextmanager
@@ -52,8 +58,14 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
     Raises CannotResume for an unfinished output when neither is asked for, and for one that another process works on.
     When the context ends by an error and no block is finished, nothing is left; else the error gets a note that says how to
     go on. When it ends well, the output is finished and holds no files of the work.
+
+    Of several processes that work together, which all enter, one does this for all.
     """
     path = Path(output).expanduser().absolute()
+    if not distributed.leads():
+        with _following(path) as work:
+            yield work
+        return
     _recover(path)
     work, there = Work(path, resume), path.exists()
     begun = (work.folder / JOURNAL).exists()
@@ -69,6 +81,7 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
         for left in work.folder.iterdir():
             if left.name != LOCK and (restart or left.name.startswith("activations-")):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
+        distributed.agreed(None)
         yield work
     except BaseException as error:
         done = len(work.journal.block_files()) if work.journal else 0
@@ -85,15 +98,32 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
     shutil.rmtree(work.folder, ignore_errors=True)
 
 
+@contextmanager
+def _following(path: Path) -> Iterator[Work]:
+    """The work of a process that does not lead: a place for its files, which may be on a machine of its own."""
+    distributed.agreed(None)  # the leader has the folder
+    work = Work(path, resume=False)
+    work.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield work
+    finally:
+        for folder in (work.folder, path):  # where it is the leader's, that one removes it
+            with suppress(OSError):
+                folder.rmdir()
+
+
 def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What must be the same for a run to go on: recipe, model files, calibration tokens, and the versions and machine."""
+    """What must be the same for a run to go on: recipe, model files, calibration tokens, and the versions and machine.
+
+    How many processes and threads there are may differ: sums then round otherwise, which is told.
+    """
     told = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
     if isinstance(source, Checkpoint):
         told |= files_told(source)
         if source.architecture is not None:
             told["architecture"] = repr(source.architecture)
     told["calibration tokens"] = tokens_told(windows)
-    return told | {f"environment.{name}": value for name, value in environment.items()}
+    return told | {f"environment.{name}": value for name, value in environment.items() if name != "threads"}
 
 
 def files_told(source: Checkpoint) -> dict[str, Any]:

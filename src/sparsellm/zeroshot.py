@@ -9,7 +9,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from sparsellm import distributed
 from sparsellm.blocks import computed_in, evaluating
 from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
@@ -94,9 +95,11 @@ def accuracies(
         )
     asked = prepared(tasks, folder)
     model = home.model
+    mine = {task: asked[task] for task in distributed.dealt(list(tasks))}  # of several processes each does some of the tasks
     with evaluating(model), computed_in(model, compute_dtype(model)), _quiet():
-        found = _evaluated(model, tokenizer, asked, limit)
-    return {task: _accuracy(found["results"][task], found["n-samples"][task]["effective"]) for task in tasks}
+        found = _evaluated(model, tokenizer, mine, limit) if mine else {}
+    answers = [asdict(_accuracy(found["results"][task], found["n-samples"][task]["effective"])) for task in mine]
+    return {task: Accuracy(**answer) for task, answer in zip(tasks, distributed.collected(answers), strict=True)}
 
 
 def _evaluated(

@@ -16,6 +16,8 @@ from sparsellm.errors import SparseLLMError
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
+silent = Console(quiet=True)
+"""For processes that work with others and leave it to one of them to speak."""
 
 
 @contextmanager
@@ -32,6 +34,11 @@ def told(context: typer.Context) -> Iterator[None]:
         where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         stderr.print(Text(f"error: {_message(error)}{where}", style="red"), soft_wrap=True)
         sys.exit(1)
+
+
+def ended(why: str) -> None:
+    """Say why a process is being ended that cannot do it by itself."""
+    stderr.print(Text(f"error: {why}", style="red"), soft_wrap=True)
 
 
 def _message(error: Exception) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 from rich.text import Text
 
 from sparsellm import options
-from sparsellm.commands import print_json, stderr, stdout, told
+from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
 
 
 def evaluate(
@@ -30,15 +32,18 @@ def evaluate(
     Example: sparsellm evaluate demo:opt --text demo
     """
     with told(context):
+        from sparsellm import distributed
         from sparsellm.display import percent, plus_minus, table
         from sparsellm.measuring import measure
         from sparsellm.zeroshot import mean
 
         if not text and not task:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        with stderr.status(f"measuring {model}"):
+        with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
             on = (text or [], text_field, length, device or "auto", dtype or "auto", memory, task or [], task_data, task_limit)
             found, answered = measure(model, *on, revision=revision, trusted=bool(trust_remote_code))
+        if not leads:
+            return
         if as_json:
             print_json({"model": model, "perplexity": found, "accuracy": answered})
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import typer
 from rich.text import Text
 
 from sparsellm import options
-from sparsellm.commands import print_json, stderr, stdout, told
+from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
 
 _NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "track", "as_json")
 
@@ -88,29 +89,36 @@ def prune(
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         if resume and restart:
             raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
-        if resume and is_finished(output):
-            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
-            return
-        check_output(output, overwrite, recipe.model)
 
+        from sparsellm import distributed
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
         from sparsellm.run import run
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
 
-        with (
-            Progress(stderr) as progress,
-            Tracked(*(track or ()), say=progress) as tracked,
-            working(output, resume, restart) as work,
-        ):
-            result = run(recipe, each(progress, tracked), work=work)
-            progress(Stage("writing and verifying"))
-            folder = result.save_pretrained(output, overwrite)
-        if as_json:
-            print_json(result.report.to_dict() | {"output": str(folder)})
-        else:
-            print_summary(stdout, result.report, str(folder))
+        with distributed.joined(
+            os.environ, ended
+        ) as leads:  # alone, or with the other processes of a launcher, of which one speaks
+            if distributed.agreed(resume and is_finished(output)):
+                stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+                return
+            if leads:
+                check_output(output, overwrite, recipe.model)
+            with (
+                Progress(stderr if leads else silent) as progress,
+                Tracked(*(track or () if leads else ()), say=progress) as tracked,
+                working(output, resume, restart) as work,
+            ):
+                result = run(recipe, each(progress, tracked), work=work)
+                progress(Stage("writing and verifying"))
+                folder = result.save_pretrained(output, overwrite)
+            if not leads:
+                return
+            if as_json:
+                print_json(result.report.to_dict() | {"output": str(folder)})
+            else:
+                print_summary(stdout, result.report, str(folder))
 
 
 def _like_prune(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm import devices
+from sparsellm import devices, distributed
 from sparsellm.activations import Activations, Look, Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
@@ -56,12 +56,45 @@ class LayerWise:
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
+        whose = owners(block, names)
+        mine = {name: moments[name] for name in names if whose[name] == distributed.rank()}
         if isinstance(self.solver, Unwaiting) and devices.queued(block.device) and not self.keep_zeros:
-            yield from _prune_unwaiting(block, inputs, self.solver, moments, plan)
-            return
-        for name in names:
-            problem = problem_of(block, name, moments[name], self.keep_zeros)
-            yield prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+            steps = _prune_unwaiting(block, inputs, self.solver, mine, plan)
+        else:
+            steps = (self._prune_one(block, inputs, name, known, plan) for name, known in mine.items())
+        yield from handed_on(block, whose, steps)
+
+    def _prune_one(self, block: Block, inputs: Activations, name: str, known: NoInputs, plan: Plan) -> LayerResult:
+        """One layer by itself."""
+        problem = problem_of(block, name, known, self.keep_zeros)
+        return prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+
+
+def owners(block: Block, names: Sequence[str]) -> dict[str, int]:
+    """Which of several processes solves which of these layers, by their cost: a factorisation and a pass over the weight."""
+    layers = [block.layer(name) for name in names]
+    costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
+    return dict(zip(names, distributed.owners(costs), strict=True))
+
+
+def handed_on(block: Block, whose: Mapping[str, int], steps: Iterable[LayerResult]) -> Iterator[LayerResult]:
+    """What became of all these layers, once each process has pruned its own and handed their weights to the others.
+
+    whose: by layer, the process that prunes it. steps: this process's. Layers are then the same in all, to the bit.
+    """
+    if distributed.world() == 1:
+        yield from steps
+        return
+    mine = {step.name: step for step in steps}
+    for name, owner in whose.items():
+        block.put(name, distributed.given(owner, block.layer(name).weight.detach().contiguous()))
+        step = mine.get(block.full_name(name))
+        yield step_of(distributed.agreed(None if step is None else asdict(step), owner))
+
+
+def step_of(data: Mapping[str, Any]) -> LayerResult:
+    """A layer's result from plain data."""
+    return LayerResult(**{**data, "shape": tuple(data["shape"])})
 
 
 def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:

@@ -7,7 +7,9 @@ With the readers' weights $W_k$ and the writer's $V$, the part computes $V \varp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class Part:
     """One block's feed-forward part with its batches.
 
     feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost; None for all alike.
-    inputs: x, (tokens, model) for each batch. targets: t, (tokens, model) for each batch. least: tokens for a
+    inputs: x, (tokens, model) for each batch of this process. targets: t, (tokens, model) for each. least: tokens for a
     curvature, if there are as many.
     """
 
@@ -64,6 +66,10 @@ class Part:
     least: int = SAMPLED
 
     def __post_init__(self) -> None:
+        self._width, self._device = self.inputs[0].shape[-1], self.inputs[0].device
+        # How many tokens stand before each batch, and how many there are, those of the other processes among them.
+        before = list(accumulate(distributed.collected(lengths(self.inputs)), initial=0))
+        self._starts, self._tokens = distributed.dealt(before[:-1]), before[-1]
         # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
         self._root = None if self.metric is None else torch.linalg.cholesky(lifted(self.metric, METRIC_LIFT))
 
@@ -75,20 +81,22 @@ class Part:
     def split(self) -> tuple[Part, Part]:
         """What to fit on, and a sixteenth of the tokens, the last, held back to judge by; the same for both where there are too
         few. Where one batch ends and the next begins makes no difference."""
-        tokens = sum(lengths(self.inputs))
-        back = round(HELD * tokens)
+        back = round(HELD * self._tokens)
         if back == 0:
             return self, self
-        return self._rows(slice(0, tokens - back)), self._rows(slice(tokens - back, tokens))
+        return self._rows(slice(0, self._tokens - back)), self._rows(slice(self._tokens - back, self._tokens))
 
     def sampled(self) -> Part:
         """Every so-manieth token: as many as a curvature needs."""
-        tokens, wanted = sum(lengths(self.inputs)), max(self.least, SAMPLED_WIDTHS * self.inputs[0].shape[1])
-        return self._rows(slice(0, tokens, max(1, tokens // wanted)))
+        wanted = max(self.least, SAMPLED_WIDTHS * self._width)
+        return self._rows(slice(0, self._tokens, max(1, self._tokens // wanted)))
 
     def _rows(self, wanted: slice) -> Part:
         """The part with some of its tokens, counted over all batches; batches without any are left out."""
-        return replace(self, inputs=Rows(self.inputs, wanted), targets=Rows(self.targets, wanted))
+        part, inputs = copy(self), Rows(self.inputs, wanted, self._starts)
+        part.inputs, part.targets = inputs, Rows(self.targets, wanted, self._starts)
+        part._starts, part._tokens = inputs.starts, len(range(self._tokens)[wanted])
+        return part
 
     def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
         """The readers' outputs, each (tokens, hidden)."""
@@ -96,8 +104,7 @@ class Part:
 
     def error(self, weights: Weights) -> float:
         """E‖t - FFN(x)‖² in the metric, mean over tokens."""
-        device = self.inputs[0].device
-        missed = torch.zeros(2, dtype=devices.widest(device), device=device)
+        missed = torch.zeros(2, dtype=devices.widest(self._device), device=self._device)
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
             residual = self._weighed(t - linear(activated, *weights[self.feed_forward.writer]))
@@ -107,7 +114,7 @@ class Part:
 
     def power(self) -> float:
         """E‖t‖² in the metric: what the error is relative to."""
-        had = torch.zeros(2, device=self.inputs[0].device)
+        had = torch.zeros(2, dtype=devices.widest(self._device), device=self._device)
         for _, t in self._batches():
             had += torch.stack([self._weighed(t).square().sum(), torch.tensor(float(len(t)), device=t.device)])
         distributed.sum_(had)
@@ -116,7 +123,7 @@ class Part:
     def regression(self, weights: Weights) -> Regression:
         """The writer's: from the activations that these readers really give, toward t."""
         (out, features), bias = weights[self.feed_forward.writer][0].shape, weights[self.feed_forward.writer][1]
-        gram = Gram(features, self.inputs[0].device)
+        gram = Gram(features, self._device)
         found = Regression(gram, out, affine=bias is not None)
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
@@ -146,7 +153,7 @@ class Part:
         readers, writer = self.feed_forward.readers, self._writer(weights)
         bias = weights[self.feed_forward.writer][1]
         correction = activation_correction(writer, ratio)
-        gram = Gram(self.inputs[0].shape[-1], writer.device)
+        gram = Gram(self._width, writer.device)
         found = {name: Regression(gram, len(weights[name][0]), affine=weights[name][1] is not None) for name in readers}
         for x, t in self._batches():
             hidden = self.hidden(weights, x)
@@ -192,20 +199,21 @@ class Part:
         """Jᵀ of what the part misses, mean over tokens, and the diagonal of Jᵀ J as if the slopes did not depend on the inputs:
         ‖v‖² E[φ'²] E[x²], all that a preconditioner needs. Both of the stack's shape."""
         writer, readers = self._writer(weights), len(self.feed_forward.readers)
-        found, powers, widths = torch.zeros_like(stack), torch.zeros_like(stack[:, 0]), torch.zeros_like(stack[0])
-        tokens = torch.zeros((), device=stack.device)
+        wide = devices.widest(stack.device)  # see `sparsellm.moments`
+        found, powers, widths = (torch.zeros_like(some, dtype=wide) for some in (stack, stack[:, 0], stack[0]))
+        tokens = torch.zeros((), dtype=wide, device=stack.device)
         for x, t in self._batches():
             inputs = _widened(x, stack)
             hidden = (inputs @ stack.T).chunk(readers, 1)
             slopes = torch.cat(self.feed_forward.slopes(*hidden), 1)
             missed = self._weighed(t - linear(self.feed_forward.activate(*hidden), *weights[self.feed_forward.writer]))
-            found.addmm_((missed @ writer).repeat(1, readers).mul_(slopes).T, inputs)
+            found += (missed @ writer).repeat(1, readers).mul_(slopes).T @ inputs
             powers += slopes.square().sum(0)
             widths += inputs.square().sum(0)
             tokens += len(x)
         distributed.sum_(found, powers, widths, tokens)
-        heights = writer.square().sum(0).repeat(readers) * powers / tokens
-        return found / tokens, heights.outer(widths / tokens)
+        heights = writer.square().sum(0).repeat(readers) * (powers / tokens).float()
+        return (found / tokens).float(), heights.outer((widths / tokens).float())
 
     def _slopes(self, inputs: Tensor, stack: Tensor) -> Tensor:
         """The activation's derivatives by each reader's output, side by side: (tokens, readers x hidden)."""
@@ -214,15 +222,16 @@ class Part:
     def _bent(self, weights: Weights, slopes: Sequence[Tensor], direction: Tensor) -> Tensor:
         """Jᵀ J times a direction of the stack's shape, mean over tokens. slopes: as `_slopes`, for each batch."""
         writer, readers = self._writer(weights), len(self.feed_forward.readers)
-        found, tokens = torch.zeros_like(direction), torch.zeros((), device=direction.device)
+        wide = devices.widest(direction.device)
+        found, tokens = torch.zeros_like(direction, dtype=wide), torch.zeros((), dtype=wide, device=direction.device)
         for (x, _), slope in zip(self._batches(), slopes, strict=True):
             inputs = _widened(x, direction)
             moved = (inputs @ direction.T).mul_(slope)
             out = sum(moved.chunk(readers, 1), torch.zeros(())) @ writer.T
-            found.addmm_((out @ writer).repeat(1, readers).mul_(slope).T, inputs)
+            found += (out @ writer).repeat(1, readers).mul_(slope).T @ inputs
             tokens += len(x)
         distributed.sum_(found, tokens)
-        return found / tokens
+        return (found / tokens).float()
 
     def _stack(self, weights: Weights) -> Tensor:
         """The readers' weights one above the other, with their biases as a last column where there are any."""

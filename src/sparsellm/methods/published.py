@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
@@ -18,7 +19,9 @@ from sparsellm.methods.layerwise import (
     LayerWise,
     coupled_parts,
     gather,
+    handed_on,
     missing,
+    owners,
     planned,
     problem_of,
     prune_layer,
@@ -117,12 +120,13 @@ class PublishedSparseLLM:
         writes = {name: many for _, looked in looks for name, many in looked.items()}
         moments = gather(block, inputs, needs, reads, writes)
         problems = {name: problem_of(block, name, known, self.keep_zeros) for name, known in moments.items()}
-        for name, problem in problems.items():
-            if name not in together:
-                yield prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+        whose = owners(block, [name for name in problems if name not in together])
+        mine = [name for name, owner in whose.items() if owner == distributed.rank()]
+        steps = (prune_layer(block, name, self.solver, problems[name], plan, inputs.routed(block, name)) for name in mine)
+        yield from handed_on(block, whose, steps)
         for part, some in zip(parts, signals, strict=True):
-            mine = {name: problems[name] for name in (*part.readers, part.writer)}
-            for step in self._prune_part(block, some, mine, plan):
+            own = {name: problems[name] for name in (*part.readers, part.writer)}
+            for step in self._prune_part(block, some, own, plan):
                 yield replace(step, routed=inputs.routed(block, part.writer)) if isinstance(step, LayerResult) else step
 
     def _prune_part(
@@ -156,11 +160,17 @@ class PublishedSparseLLM:
         """One weight step: every coupled layer toward its present aim."""
         weights: dict[str, Tensor] = {}
         spent: dict[str, tuple[float | None, float]] = {}
-        for name, aim in aims.items():
-            started = time.perf_counter()
-            full = block.full_name(name)
-            weights[name], damping = solve(self.solver, aim, plan[full], full)
-            spent[name] = damping, time.perf_counter() - started
+        for name, owner in (whose := owners(block, list(aims))).items():
+            if owner == distributed.rank():
+                started = time.perf_counter()
+                full = block.full_name(name)
+                weights[name], damping = solve(self.solver, aims[name], plan[full], full)
+                spent[name] = damping, time.perf_counter() - started
+        for name, owner in whose.items():
+            weights[name] = distributed.given(owner, weights.get(name, aims[name].weight))
+            damping, seconds = distributed.agreed(spent.get(name), owner)
+            spent[name] = damping, seconds
+        weights = {name: weights[name] for name in aims}
         return Answer(weights, spent, epoch, float("inf"))
 
 

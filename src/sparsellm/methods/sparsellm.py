@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from sparsellm.activations import Activations, Seen
+from sparsellm.activations import Activations
 from sparsellm.blocks import Block
-from sparsellm.errors import InvalidSetting
-from sparsellm.feedforward import FeedForward
-from sparsellm.linalg import damped, lifted, refit, zeros_in
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned, solve, zeros_of
-from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
+from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
+from sparsellm.methods.two_streams import Curvature as Curvature
+from sparsellm.methods.two_streams import Horizon as Horizon
+from sparsellm.methods.two_streams import Settings, TwoStreams
+from sparsellm.methods.two_streams import Targets as Targets
+from sparsellm.methods.two_streams import Window as Window
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.refinement import Descent, Refined, refine_block
-from sparsellm.regression import Regression
+from sparsellm.refinement import Refined
 from sparsellm.sensitivity import layer_sensitivities
-from sparsellm.solvers import LayerSolver
-from sparsellm.solvers.alps import ALPS
-from sparsellm.storage import Kept
-
-Targets = Literal["teacher", "own"]
-Curvature = Literal["none", "diagonal", "kronecker"]
-Horizon = Literal["feedforward", "model"]
-Window = Literal["none", "feedforward", "block"]
-
-NEWTON_STEPS = 8
-"""Conjugate gradients in one Gauss-Newton round."""
-
-SHORTEST_STEP = 0.1
-"""Of a Gauss-Newton step's length, how little is still tried."""
-
-NO_REFINEMENT = Descent(0, 3e-4)
-"""No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
-who ask for steps: short ones, since what comes before is near its optimum."""
-
-WRITER_STEPS = 20
-"""Conjugate gradients in a refit of the writer."""
 
 
 @dataclass(frozen=True)
-class SparseLLM:
+class SparseLLM(Settings):
     r"""Prune a block's layers in the order in which they run, and its feed-forward part as one problem.
 
     Two streams travel through the network: the pruned model's, whose hidden states the layers will really read, and the dense
@@ -72,28 +47,6 @@ class SparseLLM:
     ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
     keep_zeros: weights that are zero already stay zero.
     """
-
-    solver: LayerSolver = field(default_factory=ALPS.thorough)
-    targets: Targets = "teacher"
-    residual: bool = True
-    epochs: int = 1
-    alpha: float = 0.1
-    beta: float = 0.1
-    curvature: Curvature = "kronecker"
-    horizon: Horizon = "model"
-    newton: int = 3
-    sampled: int = SAMPLED
-    refine: Descent = NO_REFINEMENT
-    couple: Window = "feedforward"
-    ridge: float = 1e-3
-    keep_zeros: bool = False
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0 or self.newton < 0:
-            raise InvalidSetting(
-                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, "
-                f"got {self.epochs}, {self.alpha}, {self.beta}, {self.ridge} and {self.newton}."
-            )
 
     @property
     def needs(self) -> type[NoInputs]:
@@ -131,7 +84,7 @@ class SparseLLM:
         together = {name for part in parts for name in (*part.readers, part.writer)}
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
-        run = _Run(self, block, inputs, plan, metric, sensitivities)
+        run = TwoStreams(self, block, inputs, plan, metric, sensitivities)
         for group in block.architecture.groups:
             mine = [name for name in group if name in weighed]
             if mine:
@@ -150,246 +103,4 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metr
     """S of the named layers, of the block as it was and on the dense stream."""
     if inputs.dense is None or inputs.teacher is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
-    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, metric)
-
-
-class _Run:
-    """One block on its way: what is known of it so far."""
-
-    def __init__(
-        self,
-        settings: SparseLLM,
-        block: Block,
-        inputs: Activations,
-        plan: Plan,
-        metric: Tensor | None,
-        sensitivities: Mapping[str, Tensor],
-    ) -> None:
-        self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
-        self._keep: dict[str, Tensor] = {}
-        self._results: dict[str, LayerResult] = {}
-        adders = block.architecture.adders
-        self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
-        self._repairs = settings.residual and inputs.adds(adders)
-        self._gone = {name: zeros_of(block.layer(name).weight, settings.keep_zeros) for name in planned(block, plan)}
-        self._sensitivities = sensitivities
-
-    def solve_group(self, names: Sequence[str]) -> None:
-        """Solve layers that share an input, each by itself, and write them."""
-        _, regressions = self._regress(names, None)
-        for name in names:
-            self._solve(name, regressions[name], self._curvature(self._sensitivities.get(name)))
-
-    def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
-        """Solve the feed-forward part: its layers, then the epochs, then the Gauss-Newton rounds."""
-        reads, writes = (self._block.layer(name) for name in (feed_forward.readers[0], feed_forward.writer))
-        size = 4 * self._inputs.tokens * max(reads.in_features, writes.out_features)
-        with self._inputs.storage.lists(2, size) as (inputs, targets):
-            yield from self._solve_part(feed_forward, inputs, targets)
-
-    def solve_experts(self, parts: Sequence[FeedForward]) -> Iterator[EpochResult]:
-        """Solve experts one after the other, each as a feed-forward part of its own on the tokens that it is shown.
-
-        Each aims at what the dense expert makes of the dense stream's same tokens. What the stream has lost is not laid on
-        experts: which of them a token goes to is the router's matter.
-        """
-        routes = self._inputs.routes(self._block, parts[0].readers)
-        shown = 0 if routes is None else routes.most
-        with self._inputs.storage.lists(
-            2 * len(parts), 4 * shown * self._block.layer(parts[0].readers[0]).in_features
-        ) as lists:
-            seen = list(zip(lists[::2], lists[1::2], strict=True))
-            for pruned, dense in self._inputs.pairs(self._block, [part.readers[0] for part in parts]):
-                source = dense if self._settings.targets == "teacher" else pruned
-                for part, (inputs, targets) in zip(parts, seen, strict=True):
-                    inputs.append(pruned.inputs[part.readers[0]].float())
-                    targets.append(source.inputs[part.readers[0]].float())
-            for part, (inputs, targets) in zip(parts, seen, strict=True):
-                regressions = self._regress_expert(part, inputs, targets)
-                yield from self._solve_together(part, inputs, targets, regressions)
-
-    def _regress_expert(self, part: FeedForward, inputs: Kept, targets: Kept) -> dict[str, Regression]:
-        """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
-        dense = {name: weights_of(self._block, (name,))[name] for name in (*part.readers, part.writer)}
-        gram = Gram(inputs[0].shape[1], inputs[0].device)
-        found = {name: Regression(gram, len(dense[name][0]), dense[name][1] is not None) for name in part.readers}
-        for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
-            gram.update(x)
-            hidden = [linear(aimed, *dense[name]) for name in part.readers]
-            for name, target in zip(part.readers, hidden, strict=True):
-                found[name].update(target, x)
-            targets[number] = linear(part.activate(*hidden), *dense[part.writer])
-        gram.reduce()
-        for regression in found.values():
-            regression.reduce()
-        return found
-
-    def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
-        """As `solve_part`, with empty lists for what the part reads and should write."""
-        _, regressions = self._regress(feed_forward.readers, (inputs, targets))
-        yield from self._solve_together(feed_forward, inputs, targets, regressions)
-
-    def _solve_together(
-        self, feed_forward: FeedForward, inputs: Kept, targets: Kept, regressions: Mapping[str, Regression]
-    ) -> Iterator[EpochResult]:
-        """Solve a part's layers, given what it reads and should write and its readers' regressions."""
-        settings, block = self._settings, self._block
-        names = (*feed_forward.readers, feed_forward.writer)
-        part = Part(feed_forward, self._metric, inputs, targets, settings.sampled)
-        dense = weights_of(block, names)
-        curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
-        power = max(part.power(), 1e-30)
-        for name in feed_forward.readers:
-            self._solve(name, regressions[name], self._curvature(curvatures.get(name)))
-        self._solve(names[-1], part.regression(self._weights(names)), self._curvature(self._metric))
-        error = part.error(self._weights(names))
-        yield EpochResult(block.name, 1, "solve", error / power, True)
-        for epoch in range(2, settings.epochs + 1):
-            before = self._weights(names), dict(self._keep), dict(self._results)
-            aims = part.aims(before[0], settings.beta / settings.alpha)
-            for name in feed_forward.readers:
-                self._solve(name, aims[name], self._curvature(curvatures.get(name)), before[0][name][0], epoch)
-            writer = part.regression(self._weights(names))
-            self._solve(names[-1], writer, self._curvature(self._metric), before[0][names[-1]][0], epoch)
-            found = part.error(self._weights(names))
-            yield EpochResult(block.name, epoch, "alternate", found / power, found < error)
-            if found < error:
-                error = found
-            else:
-                self._keep, self._results = before[1], before[2]
-                self._write(before[0])
-                break  # the next epoch would start from the same place and end there
-        yield from self._newton(part, names, power)
-
-    def _newton(self, part: Part, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
-        """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
-        fitted, held = part.split()
-        error = held.error(self._weights(names))
-        for number in range(1, self._settings.newton + 1):
-            weights = self._weights(names)
-            steps = fitted.newton(weights, self._keep, NEWTON_STEPS)
-            length, found, moved = 1.0, error, weights
-            while length > SHORTEST_STEP:
-                moved = weights | {name: _moved(weights[name], step, length) for name, step in steps.items()}
-                moved |= {names[-1]: self._refit_writer(fitted, moved, names[-1])}
-                found = held.error(moved)
-                if found < error:
-                    break
-                length /= 2
-            yield EpochResult(self._block.name, number, "newton", found / power, found < error)
-            if not found < error:
-                break
-            error = found
-            self._write(moved)
-
-    def refine(self, only: Sequence[str] | None) -> Refined:
-        """Gradient steps over the parameters of these layers, or of the whole block but its layers that stay dense."""
-        block = self._block
-        fixed = block.held(set(block.layers) - set(planned(block, self._plan)))
-        if only is not None:
-            fixed |= {name for name, _ in block.module.named_parameters()} - block.held(only)
-        names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-        return refine_block(self._block, self._inputs, self._keep, names, self._metric, self._settings.refine)
-
-    def results(self) -> Iterator[LayerResult]:
-        """What became of each layer, in running order: the zeros as they now are, the error as the layer was solved."""
-        for name in planned(self._block, self._plan):
-            zeros = zeros_in(self._block.layer(name).weight)
-            yield replace(self._results[name], zeros=zeros)
-
-    def _regress(self, names: Sequence[str], part: tuple[Kept, Kept] | None) -> tuple[Gram, dict[str, Regression]]:
-        """The regressions of layers that share an input, from one pass of both streams.
-
-        part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
-        """
-        block, inputs = self._block, self._inputs
-        layers = {name: block.layer(name) for name in names}
-        gram = Gram(layers[names[0]].in_features, layers[names[0]].weight.device)
-        found = {name: Regression(gram, layer.out_features, layer.bias is not None) for name, layer in layers.items()}
-        writes = part is not None or self._writer in names
-        watched = [*names, *([self._adder] if writes else []), *([self._writer] if part else [])]
-        for pruned, dense in inputs.pairs(block, list(dict.fromkeys(watched))):
-            lost = self._lost(pruned, dense, after_attention=writes)
-            x = pruned.inputs[names[0]].float()
-            gram.update(x)
-            for name in names:
-                source = dense if self._settings.targets == "teacher" else pruned  # not pruned yet: the dense layer on x
-                target = source.outputs[name].float()
-                if self._repairs and name in (self._adder, self._writer):
-                    target = target + lost
-                found[name].update(target, x)
-            if part is not None:
-                source = dense if self._settings.targets == "teacher" else pruned
-                target = source.outputs[self._writer].float()
-                part[0].append(x)
-                part[1].append(target + lost if self._repairs else target)
-        gram.reduce()
-        for regression in found.values():
-            regression.reduce()
-        return gram, found
-
-    def _lost(self, pruned: Seen, dense: Seen, after_attention: bool) -> Tensor:
-        """What the stream lacks of the dense one where a writer adds to it, (tokens, model)."""
-        lost = dense.entering.float() - pruned.entering.float()
-        if after_attention:
-            lost = lost + dense.outputs[self._adder].float() - pruned.outputs[self._adder].float()
-        return lost
-
-    def _solve(
-        self, name: str, regression: Regression, curvature: Tensor | None, prior: Tensor | None = None, epoch: int = 1
-    ) -> None:
-        """Solve a layer toward its targets and write weight and bias. prior: the present answer, where there is one."""
-        started = time.perf_counter()
-        full, layer = self._block.full_name(name), self._block.layer(name)
-        dense = layer.weight.detach().to(torch.float32, copy=True) if prior is None else prior
-        problem = replace(regression.problem(dense, self._settings.ridge, curvature, prior), gone=self._gone[name])
-        weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
-        self._keep[name] = weight != 0
-        self._write({name: (weight, regression.bias(weight))})
-        power = regression.power
-        self._results[name] = LayerResult(
-            name=full,
-            pattern=str(self._plan[full]),
-            shape=(weight.shape[0], weight.shape[1]),
-            zeros=zeros_in(weight),
-            error=max(regression.error(weight), 0.0) / power if power > 0 else 0.0,
-            known=Gram.__name__,
-            damping=damping,
-            tokens=regression.inputs.tokens,
-            epoch=epoch,
-            seconds=time.perf_counter() - started,
-            routed=self._inputs.routed(self._block, name),
-        )
-
-    def _refit_writer(self, part: Part, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:
-        """The writer fitted to what the readers now give, its mask held."""
-        regression = part.regression(weights)
-        problem = regression.problem(weights[name][0], self._settings.ridge)
-        metric = None if self._metric is None else lifted(self._metric, METRIC_LIFT)
-        gram = damped(problem.gram, self._settings.ridge)
-        weight = refit(weights[name][0], problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric)
-        return weight, regression.bias(weight)
-
-    def _curvature(self, full: Tensor | None) -> Tensor | None:
-        """As much of a curvature as the settings use."""
-        if full is None or self._settings.curvature == "none":
-            return None
-        return full.diagonal().clone() if self._settings.curvature == "diagonal" else full
-
-    def _weights(self, names: tuple[str, ...]) -> Weights:
-        return weights_of(self._block, names)
-
-    def _write(self, weights: Weights) -> None:
-        """Put weights, and biases where there are any, into the block."""
-        for name, (weight, bias) in weights.items():
-            self._block.write(name, weight)
-            if bias is not None:
-                self._block.write_bias(name, bias)
-
-
-def _moved(
-    present: tuple[Tensor, Tensor | None], step: tuple[Tensor, Tensor | None], length: float
-) -> tuple[Tensor, Tensor | None]:
-    """A weight and bias after a step of some length."""
-    bias = present[1] if present[1] is None or step[1] is None else present[1] + length * step[1]
-    return present[0] + length * step[0], bias
+    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, metric, inputs.firsts)

@@ -1,0 +1,95 @@
+"""How a run begins: where the model will be, how many windows travel together, what was done already. Several processes that
+work together settle it for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparsellm import distributed
+from sparsellm.errors import InvalidSetting
+from sparsellm.events import Note, Observer
+from sparsellm.journal import Journal
+from sparsellm.planning import fitted
+from sparsellm.preparation import Prepared
+from sparsellm.recipe import Recipe
+from sparsellm.report import Report
+from sparsellm.residence import Place, place_of
+from sparsellm.work import Work, fingerprint
+
+OF_ONE = ("environment.device", "recipe.device")
+"""What may differ between processes that work together."""
+
+
+def begin(
+    recipe: Recipe, ready: Prepared, report: Report, say: Observer, work: Work | None
+) -> tuple[Place, int, Journal | None]:
+    """The model's place, the windows at a time, and the journal, if there is a folder to work in.
+
+    Raises what `place_of`, `fitted`, `Work.begin` and `check_alike` raise.
+    """
+    place = place_of(recipe, ready.source, ready.device, files=work is not None)
+    told = fingerprint(recipe, ready.source, ready.windows, report.environment)
+    check_alike(told)
+    journal = work.begin(told) if work else None
+    place, batch = fitted(recipe, ready, place, say, work.output if work else None)
+    batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
+    if journal:
+        _note_machine(journal, say)
+    return *_suiting(recipe, ready, place, batch, journal), journal
+
+
+def check_alike(told: Mapping[str, Any]) -> None:
+    """Raise InvalidSetting unless all processes that work together are about to do the same. told: this one's fingerprint."""
+    mine = json.loads(json.dumps({name: _everywhere(value) for name, value in told.items() if name not in OF_ONE}))
+    first, *others = distributed.told(mine)
+    for number, other in enumerate(others, 1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise InvalidSetting(
+                    f"Process {number} was started otherwise than process 0: {name} is {other.get(name)!r}, there "
+                    f"{first.get(name)!r}. Start all with the same command, versions and files."
+                )
+
+
+def _everywhere(value: Any) -> Any:
+    """What is told of a file, without the time at which it was written: copies on other machines have their own."""
+    return [value[0], value[2]] if isinstance(value, list) and len(value) == 3 else value
+
+
+def _note_machine(journal: Journal, say: Observer) -> None:
+    """Tell where a run goes on with other processes or threads than it was begun with."""
+    now = {"processes": distributed.world(), "threads": torch.get_num_threads()}
+    begun = journal.fact("machine")
+    if begun is None:
+        journal.note("machine", now)
+    elif begun != now:
+        was, here = (f"{x['processes']} processes of {x['threads']} threads" for x in (begun, now))
+        say(Note(f"begun by {was}, goes on with {here}: the same result but for rounding, which masks may follow"))
+
+
+def _suiting(recipe: Recipe, ready: Prepared, place: Place, batch: int, journal: Journal | None) -> tuple[Place, int]:
+    """The place and the windows at a time that suit every process; with one, as they are.
+
+    Raises InvalidSetting where there are fewer windows than processes, and for a model that is read block by block into a
+    folder that not all of them see.
+    """
+    count, windows = distributed.world(), len(ready.windows)
+    if count == 1:
+        return place, batch
+    if 0 < windows < count:
+        raise InvalidSetting(f"There are {windows} calibration windows for {count} processes. Pass more --samples.")
+    every = distributed.told([place.streamed, batch, journal is None or journal.file.exists()])
+    batch = max(1, min([some for _, some, _ in every] + ([windows // count] if windows else [])))
+    if any(streamed for streamed, _, _ in every):
+        if not all(seen for _, _, seen in every):
+            raise InvalidSetting(
+                "The model is read block by block, and not every process sees the folder to write. Name one that all machines "
+                "share, or pass --no-stream."
+            )
+        if not place.streamed:
+            place = place_of(recipe.model_copy(update={"stream": True}), ready.source, ready.device, files=True)
+    return place, batch

@@ -1,0 +1,84 @@
+"""What each of several processes does in the tests: prune tiny models by every method, and keep what came of it.
+
+Run by a launcher, `torchrun --nproc-per-node N tests/several.py FOLDER`, as tests/test_distributed.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
+
+import sparsellm
+from sparsellm import distributed
+from sparsellm.evaluation import perplexity
+
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+CONFIGS = {
+    "opt": OPTConfig(**SIZES, word_embed_proj_dim=32, ffn_dim=64, dropout=0.0),
+    "llama": LlamaConfig(**SIZES, intermediate_size=48, num_key_value_heads=2),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=40, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+}
+LAYER_WISE = ("magnitude", "wanda", "sparsegpt", "alps")
+CASES = {
+    **{f"{name} {method}": (name, {"method": method}) for name in CONFIGS for method in LAYER_WISE},
+    **{f"{name} sparsellm": (name, {"method": "sparsellm"}) for name in CONFIGS},
+    **{f"{name} published": (name, {"method": "sparsellm", "as_published": True}) for name in CONFIGS},
+    "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),
+    "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
+    "llama epochs": ("llama", {"method": "sparsellm", "epochs": 2, "solver": "sparsegpt"}),
+    "llama refined": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "couple": "block", "refine": 10}),
+    "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
+    "llama coupled": (
+        "llama",
+        {"method": "sparsellm", "solver": "sparsegpt", "couple": "model", "couple_steps": 8, "couple_written": 8},
+    ),
+}
+"""By name: the model, and what of a recipe is not the usual."""
+
+
+def tiny(name: str) -> torch.nn.Module:
+    """A small random model, its outputs far from uniform."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
+def windows(count: int, seed: int) -> torch.Tensor:
+    """Token numbers, (count, 16), some of them much more frequent than others."""
+    generator = torch.Generator().manual_seed(seed)
+    return (96 * torch.rand(count, 16, generator=generator) ** 2).long()
+
+
+def main(folder: Path, chosen: str) -> None:
+    """Fill the folder: weights and figures of each case, for each process."""
+    with distributed.joined(os.environ):
+        for case, (name, settings) in CASES.items():
+            if chosen not in case:
+                continue
+            before = distributed.sent()
+            recipe = {"sparsity": "60%", "device": "cpu", "seed": 0, "batch": 2} | settings
+            result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
+            found = perplexity(result.model, windows(10, 2), batch=2)
+            told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
+            told |= {"sent": distributed.sent() - before, "coupled": result.report.coupled is not None}
+            to = folder / f"{case}-{distributed.rank()}"
+            save_file(
+                {key: x.contiguous() for key, x in result.model.state_dict().items() if "lm_head" not in key},
+                f"{to}.safetensors",
+            )
+            Path(f"{to}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
