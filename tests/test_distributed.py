@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import OPTConfig
@@ -102,3 +107,227 @@ def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     whose = distributed.owners(costs)
     loads = [sum(cost for cost, owner in zip(costs, whose, strict=True) if owner == process) for process in range(3)]
     assert sorted(loads) == [9.0, 9.0, 9.0]
+
+
+# What becomes of the others when one is lost.
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return int(some.getsockname()[1])
+
+
+def started(
+    rank: int, port: int, *words: object, host: str = "127.0.0.1", before: Sequence[str] = (), **more: str
+) -> subprocess.Popen[str]:
+    """One of two processes as a launcher starts them. before: the words that begin its command."""
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [*before, sys.executable, "-m", "sparsellm", *map(str, words)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process said that had to end by an error, on one line."""
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 1, told
+    assert "Traceback" not in told
+    return " ".join(told.split())
+
+
+def weights_of(folder: Path) -> bytes:
+    """The weights in a finished folder."""
+    return (folder / "model.safetensors").read_bytes()
+
+
+def until(finished: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    """Wait for something that running processes are to bring about."""
+    end = time.monotonic() + 240
+    while not finished():
+        assert time.monotonic() < end
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        time.sleep(0.05)
+
+
+def blocks_in(output: Path) -> int:
+    """How many blocks of a run are finished."""
+    journal = output / ".sparsellm" / "journal.jsonl"
+    lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
+    return sum(line.startswith('{"block"') for line in lines)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_file: Path) -> tuple[tuple[object, ...], bytes]:
+    """The words of a run that takes a while, after `prune MODEL OUT`, and the weights that two processes give it unbroken."""
+    words = (
+        "--calibration",
+        text_file,
+        "--samples",
+        64,
+        "--length",
+        64,
+        "--sparsity",
+        "60%",
+        "--device",
+        "cpu",
+        "--newton",
+        30,
+    )
+    output, port = tmp_path_factory.mktemp("unbroken") / "out", free_port()
+    both = [started(rank, port, "prune", tiny["llama"], output, *words) for rank in (0, 1)]
+    told = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert told[1] == ("", "")  # one speaks
+    assert "Wrote" in told[0][0]
+    return words, weights_of(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process(lost: int, run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path) -> None:
+    """The other ends within a minute and says which one died and what to do; resumed by two, the bytes of an unbroken run."""
+    words, unbroken = run
+    output, port = tmp_path / "out", free_port()
+    both = [started(rank, port, "prune", tiny["llama"], output, *words) for rank in (0, 1)]
+    until(lambda: blocks_in(output) == 1, *both)
+    both[lost].kill()
+    since = time.monotonic()
+    told = ended(both[1 - lost])
+    assert time.monotonic() - since < 60
+    assert f"Process {lost} of 2 (pid {both[lost].pid} on " in told
+    assert "died" in told
+    assert "--resume" in told
+    if lost == 1:
+        assert "blocks are finished and kept" in told
+    port = free_port()
+    again = [started(rank, port, "prune", tiny["llama"], output, *words, "--resume") for rank in (0, 1)]
+    said = [process.communicate(timeout=240) for process in again]
+    assert [process.returncode for process in again] == [0, 0], said
+    assert "begun by" not in said[0][1]
+    assert weights_of(output) == unbroken
+
+
+@pytest.mark.slow
+def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Processes whose launcher is gone end by themselves; resumed by one alone, which says that this is another number."""
+    words, unbroken = run
+    output = tmp_path / "out"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "sparsellm"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (tmp_path / "said").open("w") as said:
+        whole = [*launcher, "prune", tiny["llama"], output, *words]
+        process = subprocess.Popen(list(map(str, whole)), env=environment, stdout=said, stderr=said)
+        until(lambda: blocks_in(output) == 1, process)  # type: ignore[arg-type]
+        process.kill()
+        process.wait()
+        lock = FileLock(output / ".sparsellm" / "lock")
+        with lock.acquire(timeout=60):  # the leader has ended
+            pass
+    end = time.monotonic() + 30
+    while "The launcher is gone" not in (tmp_path / "said").read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert "The launcher is gone" in (tmp_path / "said").read_text()
+    alone = [sys.executable, "-m", "sparsellm", "prune", tiny["llama"], output, *words, "--resume"]
+    resumed = subprocess.run(list(map(str, alone)), env=environment, capture_output=True, text=True, timeout=240, check=True)
+    assert "begun by 2 processes of 1 threads, goes on with 1 processes of 1 threads" in " ".join(resumed.stderr.split())
+    assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
+
+
+@pytest.mark.slow
+def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Another recipe in one process, or another model: refused before anything is written, and told which and what."""
+    words = ("--calibration", text_file, "--samples", 8, "--length", 32, "--method", "wanda")
+    for name, other in (("recipe.sparsity", (tiny["llama"], "--sparsity", "60%")), ("file model.safetensors", (tiny["opt"],))):
+        port, output = free_port(), tmp_path / name
+        model, *more = other
+        first = started(0, port, "prune", tiny["llama"], output, *words)
+        second = started(1, port, "prune", model, output, *words, *more)
+        told = ended(first)
+        assert f"Process 1 was started otherwise than process 0: {name} is" in told
+        assert ended(second) == ""
+        assert not output.exists()
+
+
+@pytest.mark.slow
+def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """What goes wrong in a process that does not lead is told by the one that does, with its number and place."""
+    port, output = free_port(), tmp_path / "out"
+    words = ("--samples", 8, "--length", 32, "--method", "wanda")
+    first = started(0, port, "prune", tiny["llama"], output, *words, "--calibration", text_file)
+    second = started(1, port, "prune", tiny["llama"], output, *words, "--calibration", tmp_path / "missing.txt")
+    told = ended(first)
+    assert f"Process 1 of 2 (pid {second.pid} on " in told
+    assert "failed: BadText" in told
+    assert "missing.txt" in told
+    assert ended(second) == ""
+    assert not output.exists()
+
+
+@pytest.mark.slow
+def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    port = free_port()
+    words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--length", 32)
+    both = [started(rank, port, *words) for rank in (0, 1)]
+    assert "There are 1 calibration windows for 2 processes. Pass more --samples." in ended(both[0])
+    assert ended(both[1]) == ""
+
+
+@pytest.fixture
+def machines() -> Iterator[Callable[[], None]]:
+    """Two network namespaces that reach each other by one cable, 10.77.0.1 and 10.77.0.2; the call that cuts it."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and the program ip, to make network namespaces")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in ("spone", "sptwo"):
+            ip("netns", "add", name)
+        ip("link", "add", "spcable", "netns", "spone", "type", "veth", "peer", "name", "spcable", "netns", "sptwo")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+    try:
+        for number, name in enumerate(("spone", "sptwo"), 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "spcable")
+            ip("-n", name, "link", "set", "spcable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield lambda: ip("-n", "sptwo", "link", "set", "spcable", "down")
+    finally:
+        for name in ("spone", "sptwo"):
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off(
+    machines: Callable[[], None], run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two machines without a common folder prune together; when the cable between them is cut both end and say so."""
+    words, _ = run
+    port, outputs = free_port(), [tmp_path / "one" / "out", tmp_path / "two" / "out"]
+    more = {"host": "10.77.0.1", "GLOO_SOCKET_IFNAME": "spcable"}
+    spaces = [["ip", "netns", "exec", name] for name in ("spone", "sptwo")]
+
+    def both(*further: str) -> list[subprocess.Popen[str]]:
+        return [
+            started(rank, port, "prune", tiny["llama"], outputs[rank], *words, *further, before=spaces[rank], **more)
+            for rank in (0, 1)
+        ]
+
+    processes = both()
+    until(lambda: blocks_in(outputs[0]) == 1, *processes)
+    machines()
+    since = time.monotonic()
+    first, second = (ended(process) for process in processes)
+    assert time.monotonic() - since < 90
+    assert "Process 1 of 2" in first
+    assert "has not been heard of for 40 seconds" in first
+    assert "blocks are finished and kept" in first
+    assert "Process 0 of 2" in second
+    assert not outputs[1].exists()
