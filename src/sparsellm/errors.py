@@ -7,6 +7,7 @@ SparseLLMError
 ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
 ├── OutputExists        (FileExistsError)  a folder that would be overwritten
 ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+├── AccessDenied        (PermissionError)  the hub wants a login, or one that may do more
 ├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
 ├── CannotResume        (RuntimeError)     an unfinished output that was begun otherwise, or that another process works on
 ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
@@ -50,6 +51,10 @@ class OutputExists(SparseLLMError, FileExistsError):
 
 class Unreachable(SparseLLMError, ConnectionError):
     """A hub name that is neither cached nor reachable."""
+
+
+class AccessDenied(SparseLLMError, PermissionError):
+    """Something that the hub allows only with a login, or with another one."""
 
 
 class MissingPackage(SparseLLMError, ImportError):
