@@ -293,6 +293,9 @@ def test_folders_that_are_no_finished_output(
     for damaged in ("{", "[]", '{"blocks": []}', '{"blocks": [{}], "files": []}'):
         (own / "sparsellm.json").write_text(damaged)
         refused(command("push", own, "me/model"), "sparsellm.json is damaged")
+    (tmp_path / "secret").write_text("mine")
+    (own / "sparsellm.json").write_text(report.replace('"files": [', '"files": ["../secret",'))
+    refused(command("push", own, "me/model"), "lists ../secret, which is not in the folder")
     (own / "sparsellm.json").write_text(report)
     (own / "config.json").unlink()
     refused(command("push", own, "me/model"), "lacks 1 of the files", "config.json")

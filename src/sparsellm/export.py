@@ -23,7 +23,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, Verifi
 from sparsellm.inspection import REPORT, Tensors, compare, follows
 from sparsellm.linalg import zeros_in
 from sparsellm.methods import LayerResult
-from sparsellm.patterns import parse_pattern
+from sparsellm.patterns import Pattern, parse_pattern
 from sparsellm.report import Report, strict_json
 from sparsellm.weights import OnDisk
 
@@ -208,15 +208,10 @@ def verify(folder: Path, report: Report, dense: Path | None, model: PreTrainedMo
         )
 
 
-def check_again(
-    output: str | Path, trusted: bool = False, architecture: str | Path | None = None
-) -> tuple[Path, Mapping[str, Any]]:
-    """A finished output that still holds what its report says: its folder, and the report.
+def finished_report(output: str | Path) -> tuple[Path, Mapping[str, Any]]:
+    """The folder of a finished output, all of whose files are there, and its report.
 
-    Its files are all there, and each pruned layer has its zeros and its pattern. trusted: run code that it brings.
-    architecture: a file that describes its form.
-    Raises InvalidSetting for a folder that is no finished output, BadCheckpoint for a damaged one, VerificationFailed for one
-    that was changed.
+    Raises InvalidSetting for a folder that is none, BadCheckpoint for a damaged one.
     """
     path = Path(output).expanduser()
     if (path / WORK).exists():
@@ -226,12 +221,30 @@ def check_again(
         raise InvalidSetting(f"{output} {what}: there is no {REPORT} in it. Name a folder that `sparsellm prune` wrote.")
     try:
         report: dict[str, Any] = json.loads((path / REPORT).read_text(encoding="utf-8"))
-        told = {x["name"]: (x["zeros"], parse_pattern(x["pattern"])) for block in report["blocks"] for x in block["layers"]}
+        foreign = [name for name in report["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
         missing = sorted(name for name in report["files"] if not (path / name).is_file())
+        _told_zeros(report)
     except (ValueError, KeyError, TypeError):
         raise BadCheckpoint(f"{path / REPORT} is damaged: it is not the report of a run.") from None
+    if foreign:
+        raise BadCheckpoint(f"{path / REPORT} is damaged: it lists {foreign[0]}, which is not in the folder.")
     if missing:
         raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that it was written with, {missing[0]} first.")
+    return path, report
+
+
+def _told_zeros(report: Mapping[str, Any]) -> dict[str, tuple[int, Pattern]]:
+    """By layer, its zeros and its pattern as a report has them."""
+    return {x["name"]: (x["zeros"], parse_pattern(x["pattern"])) for block in report["blocks"] for x in block["layers"]}
+
+
+def check_again(output: str | Path, trusted: bool = False, architecture: str | Path | None = None) -> None:
+    """Raise VerificationFailed unless every pruned layer of a finished output has the zeros and the pattern of its report.
+
+    trusted: run code that it brings. architecture: a file that describes its form. Raises what `finished_report` does.
+    """
+    path, report = finished_report(output)
+    told = _told_zeros(report)
     described = None if architecture is None else read_architecture(architecture)
     model = open_checkpoint(str(path), None, trusted, described).skeleton()
     here = Tensors(path, model)
@@ -249,7 +262,6 @@ def check_again(
                     )
     if told:
         raise VerificationFailed(f"{output} has no {next(iter(told))}, which its report says was pruned: it was changed since.")
-    return path, report
 
 
 def _by_parameter(block: Block) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
-from sparsellm.export import check_again
+from sparsellm.export import check_again, finished_report
 from sparsellm.files import first_line
 
 if TYPE_CHECKING:
@@ -53,15 +53,16 @@ def push(
     overwrite: replace what a repository holds. dry_run: check all that can be checked here, and push nothing. trusted,
     architecture: as for `inspect`. bars: huggingface_hub's, on stderr.
     Only files that the report lists are pushed, after the zeros were counted again.
-    Raises what `export.check_again` does; InvalidSetting for a name that is none, AccessDenied without a login that may write,
-    OutputExists for a repository that holds files, Unreachable without a network.
+    Raises what `export.finished_report` and `export.check_again` do; InvalidSetting for a name that is none, AccessDenied
+    without a login that may write, OutputExists for a repository that holds files, Unreachable without a network.
     """
     from huggingface_hub import HfApi, get_token
 
     _check_name(repo)
+    folder, report = finished_report(output)
     if not dry_run and get_token() is None:
         raise AccessDenied("The hub wants a login to write. Run `hf auth login` with a token that may write, or set HF_TOKEN.")
-    folder, report = check_again(output, trusted, architecture)
+    check_again(output, trusted, architecture)
     files = tuple(sorted(report["files"]))
     size = sum((folder / name).stat().st_size for name in files)
     api, branch = HfApi(library_name="sparsellm", library_version=__version__), revision or MAIN
