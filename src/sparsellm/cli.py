@@ -8,6 +8,7 @@ from sparsellm import __version__, options
 from sparsellm.commands.comparing import report, sweep
 from sparsellm.commands.looking import demo, evaluate, inspect, methods
 from sparsellm.commands.pruning import plan, prune
+from sparsellm.commands.pushing import push
 
 app = typer.Typer(
     name="sparsellm",
@@ -34,7 +35,7 @@ def root(
         raise typer.Exit
 
 
-for command in (prune, plan, sweep, report, evaluate, inspect, methods, demo):
+for command in (prune, plan, sweep, report, evaluate, inspect, push, methods, demo):
     app.command()(command)
 
 

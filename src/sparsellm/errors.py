@@ -7,6 +7,7 @@
     ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
     ├── OutputExists        (FileExistsError)  a folder that would be overwritten
     ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
+    ├── AccessDenied        (PermissionError)  the hub wants a login, or one that may do more
     ├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
     ├── CannotResume        (RuntimeError)     an unfinished output, begun otherwise or in use by another process
     ├── LostProcess         (RuntimeError)     one of several processes that work together failed or cannot be reached
@@ -51,6 +52,10 @@ class OutputExists(SparseLLMError, FileExistsError):
 
 class Unreachable(SparseLLMError, ConnectionError):
     """A hub name that is neither cached nor reachable."""
+
+
+class AccessDenied(SparseLLMError, PermissionError):
+    """Something that the hub allows only with a login, or with another one."""
 
 
 class MissingPackage(SparseLLMError, ImportError):

@@ -160,6 +160,15 @@ Changes = Annotated[
 Retry = Annotated[bool, typer.Option("--retry", help="Try failed cells again.")]
 ListCells = Annotated[bool, typer.Option("--list", help="List the cells and what has become of each; run nothing.")]
 
+Finished = Annotated[str, typer.Argument(metavar="OUT", help="A pruned model's folder, as `prune` wrote it.")]
+Repo = Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the hub; made if it is not there.")]
+Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
+Branch = Annotated[
+    str | None, typer.Option("--revision", help="Branch to push to; made if it is not there.", show_default="main")
+]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files that REPO holds.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check, tell what would be pushed, and push nothing. Needs no login.")]
+
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="A pruned model's folder, or a sweep's.")]
 Page = Annotated[str | None, typer.Option("--output", help="The HTML file to write.", show_default="RUN.html, beside RUN")]
 Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there too, as SVG and PNG.")]

@@ -1,0 +1,42 @@
+"""`push`: the command that puts a finished output on the hub."""
+
+from __future__ import annotations
+
+import typer
+
+from sparsellm import options
+from sparsellm.commands import print_json, stderr, stdout, told
+
+
+def push(
+    context: typer.Context,
+    output: options.Finished,
+    repo: options.Repo,
+    private: options.Private = False,
+    revision: options.Branch = None,
+    overwrite: options.Replace = False,
+    dry_run: options.DryRun = False,
+    trust_remote_code: options.TrustRemoteCode = None,
+    architecture: options.Architecture = None,
+    as_json: options.Json = False,
+) -> None:
+    """Put a pruned model on the Hugging Face hub, its zeros counted again. The login is `hf auth login`'s, or HF_TOKEN.
+
+    Example: sparsellm push opt-70 me/opt-70 --dry-run
+    """
+    with told(context):
+        from dataclasses import asdict
+
+        from sparsellm.hub import push as put
+        from sparsellm.memory import human_bytes
+
+        more = (private, revision, overwrite, dry_run, bool(trust_remote_code), architecture)
+        then = "" if dry_run else f", then pushing it to {repo}"
+        stderr.print(f"verifying {output}{then}", highlight=False, soft_wrap=True)
+        done = put(output, repo, *more, bars=stderr.is_terminal)
+        if as_json:
+            print_json(asdict(done))
+            return
+        told_of = f"{len(done.files)} files, {human_bytes(done.bytes)}"
+        text = f"Would push {told_of}, to {done.url}: {', '.join(done.files)}." if dry_run else f"Pushed {told_of}: {done.url}"
+        stdout.print(text, highlight=False, soft_wrap=True)
