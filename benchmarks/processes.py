@@ -57,7 +57,16 @@ def measure(counts: list[int]) -> None:
     found: dict[str, list[dict[str, float]]] = {str(count): [] for count in counts}
     for _ in range(RUNS):
         for count in counts:
-            words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), __file__, "work"]
+            words = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(count),
+                __file__,
+                "work",
+            ]
             ran = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
             found[str(count)].append(json.loads(ran.stdout))
             print(count, ran.stdout.strip(), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Write docs/results.md, and the demo's table in README.md and docs/quick-start.md, from the figures in benchmarks/measured/.
+"""Write docs/results.md, docs/distributed.md, and the demo's table in README.md and the quick start, from benchmarks/measured/.
 
 sparsellm demo --json > benchmarks/measured/demo.json
 python benchmarks/render.py
@@ -10,6 +10,7 @@ import json
 
 import excess
 import planning
+import processes
 import solvers
 import speed
 import streaming
@@ -20,7 +21,7 @@ from sparsellm.display import plus_minus
 
 def render() -> None:
     """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    others = ("demo.json", "streaming", "planning.json", "solvers", "speed", "epochs-", "excess-")
+    others = ("demo.json", "streaming", "planning.json", "processes.json", "solvers", "speed", "epochs-", "excess-")
     names = (file for file in sorted(MEASURED.glob("*.json")) if not file.name.startswith(others))
     files = [json.loads(file.read_text()) for file in names]
     parts = []
@@ -38,6 +39,9 @@ def render() -> None:
     page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
     page = page.replace("{{speed}}\n", "\n".join(speed.tables()) + "\n")
     (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
+    told = (ROOT / "benchmarks" / "distributed.md.in").read_text(encoding="utf-8")
+    told = told.replace("{{processes}}", "\n".join(processes.table())).replace("{{costs}}", "\n".join(processes.costs()))
+    (ROOT / "docs" / "distributed.md").write_text(told, encoding="utf-8")
     middle = "\n".join(demo_table(json.loads((MEASURED / "demo.json").read_text())))
     for file in (ROOT / "README.md", ROOT / "docs" / "quick-start.md"):
         before, rest = file.read_text(encoding="utf-8").split("<!-- demo table -->\n")

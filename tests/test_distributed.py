@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 
 def launched(processes: int, *words: object) -> subprocess.CompletedProcess[str]:
     """A program run by so many processes, one thread each."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*launcher, *map(str, words)], env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -218,7 +218,7 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
     """Processes whose launcher is gone end by themselves; resumed by one alone, which says that this is another number."""
     words, unbroken = run
     output = tmp_path / "out"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "sparsellm"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sparsellm"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (tmp_path / "said").open("w") as said:
         whole = [*launcher, "prune", tiny["llama"], output, *words]

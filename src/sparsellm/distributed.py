@@ -18,11 +18,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from sparsellm.errors import LostProcess
 from sparsellm.watch import Watch
 
 Thing = TypeVar("Thing")
+
+MEETING = timedelta(minutes=10)
+"""How long processes wait for each other at the start."""
 
 BUCKET = 2**24
 """Bytes that are summed in one exchange: what is smaller waits for company, what is larger goes by itself."""
@@ -196,6 +200,15 @@ def _settle(work: dist.Work) -> None:
         raise _watch.explained(str(error).partition("\n")[0]) from error
 
 
+def apart(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The number of this process and how many there are, for processes of one launcher that work each on its own; each takes
+    its own GPU, if there are any. environment: as for `joined`."""
+    count = int(environment.get("WORLD_SIZE", "1"))
+    if count > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return int(environment.get("RANK", "0")) if count > 1 else 0, count
+
+
 @contextmanager
 def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
     """Work together with the other processes of a launcher (torchrun, accelerate launch, srun); whether this one leads.
@@ -212,9 +225,9 @@ def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
+    store, number, count = next(rendezvous("env://", timeout=MEETING))
     # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
-    dist.init_process_group(backend, timeout=timedelta(days=7))
-    store: Any = dist.distributed_c10d._get_default_store()
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))
     _watch = watch = Watch(store.clone(), rank(), world(), say)
     before = signal.signal(signal.SIGTERM, watch.stopped)
     try:

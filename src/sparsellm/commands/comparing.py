@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import typer
 from rich.text import Text
 
 from sparsellm import options
-from sparsellm.commands import print_json, stderr, stdout, told
+from sparsellm.commands import print_json, silent, stderr, stdout, told
 
 
 def sweep(
@@ -29,6 +31,7 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with told(context):
+        from sparsellm import distributed
         from sparsellm.comparison import grid, table, to_json, write_tables
         from sparsellm.display import Progress
         from sparsellm.display import table as shown
@@ -44,11 +47,17 @@ def sweep(
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
             return
-        with Progress(stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
+        number, count = distributed.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
+        with Progress(silent if number else stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
             observe = each(progress, tracked)
             outcomes = run_sweep(
                 cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
             )
+        if number:
+            return
+        while count > 1 and any(x.state == "at work" for x in outcomes):
+            time.sleep(1)
+            outcomes = read_outcomes(cells, folder)
         files = write_tables(cells, outcomes, folder)
         rows = table(cells, outcomes)
         if as_json:
