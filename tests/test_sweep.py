@@ -10,15 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import Result
 
 from sparsellm import pruning, run
 from sparsellm.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
+from sparsellm.display import show
+from sparsellm.display import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
 from sparsellm.recipe_file import read_recipe
@@ -356,3 +360,11 @@ def test_killed_twice_by_the_system_and_continued_by_two_processes(small: Callab
     both = [subprocess.Popen(words, **out) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     assert told(read_outcomes(sweep, tmp_path / "out")) == whole
+
+
+def test_a_narrow_console_keeps_every_column() -> None:
+    """A table is printed as wide as it is: no column is dropped, no figure cut."""
+    said = StringIO()
+    made = drawn(["model", "method", *(f"{n}0%" for n in range(9))], [["a model", "a method", *["1,234.5 ± 67.8"] * 9]])
+    show(Console(file=said, width=40), made)
+    assert said.getvalue().split("\n")[1].split() == ["a", "model", "a", "method", *["1,234.5", "±", "67.8"] * 9]

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -91,6 +92,14 @@ def table(columns: list[str], rows: list[list[str]], title: str | None = None, w
     return made
 
 
+def show(console: Console, made: Table) -> None:
+    """Print a table as wide as it is: a narrow console would drop its first column, or cut its figures."""
+    before = console.width
+    console.width = max(before, Measurement.get(console, console.options.update(width=1000), made).maximum)
+    console.print(made)
+    console.width = before
+
+
 def plus_minus(value: float, error: float | None) -> str:
     """A measured figure with its standard error, the error to two digits."""
     if error is None or not error > 0:
@@ -118,13 +127,13 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
             for text, values in report.perplexity.items()
         ]
-        console.print(table(["text", "dense perplexity", "pruned perplexity"], rows))
+        show(console, table(["text", "dense perplexity", "pruned perplexity"], rows))
     if report.tasks:
         rows = [
             [task, *(percent(found[when]["value"], found[when]["standard_error"]) for when in ("dense", "pruned"))]
             for task, found in report.tasks.items()
         ]
-        console.print(table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
+        show(console, table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
     console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
 
 
@@ -158,7 +167,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         ]
         for x in found.stages
     ]
-    console.print(table(["stage", f"memory ({found.device})", "files", "operations", "time"], rows))
+    show(console, table(["stage", f"memory ({found.device})", "files", "operations", "time"], rows))
     say(
         f"Peak: {human_bytes(found.data)} of memory on {found.device} while {found.peak.name}, of {human_bytes(place.memory)} "
         f"that may be taken; the process {human_bytes(found.resident)}, Python and its libraries included."

@@ -218,7 +218,7 @@ def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _
     LostProcess says which one it was.
     """
     if int(environment.get("WORLD_SIZE", "1")) == 1 or world() > 1:
-        yield True
+        yield leads()
         return
     global _watch  # noqa: PLW0603  (one for the process)
     backend = "gloo"

@@ -33,7 +33,7 @@ def sweep(
     with told(context):
         from sparsellm import distributed
         from sparsellm.comparison import grid, table, to_json, write_tables
-        from sparsellm.display import Progress
+        from sparsellm.display import Progress, show
         from sparsellm.display import table as shown
         from sparsellm.events import each
         from sparsellm.sweep_file import read_sweep
@@ -63,7 +63,7 @@ def sweep(
         if as_json:
             print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
         else:
-            stdout.print(shown(*grid(cells, rows), title=cells.title))
+            show(stdout, shown(*grid(cells, rows), title=cells.title))
             stdout.print(f"Wrote {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
         failed = [x for x in outcomes if x.state == "failed"]
         others = [x for x in outcomes if x.state == "at work"]

@@ -33,7 +33,7 @@ def evaluate(
     """
     with told(context):
         from sparsellm import distributed
-        from sparsellm.display import percent, plus_minus, table
+        from sparsellm.display import percent, plus_minus, show, table
         from sparsellm.measuring import measure
         from sparsellm.zeroshot import mean
 
@@ -52,10 +52,10 @@ def evaluate(
             for name, x in found.items()
         ]
         if rows:
-            stdout.print(table(["text", "perplexity", "windows", "seconds"], rows))
+            show(stdout, table(["text", "perplexity", "windows", "seconds"], rows))
         if answered:
             lines = [[name, percent(x["value"], x["standard_error"]), f"{x['questions']}"] for name, x in answered.items()]
-            stdout.print(table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*mean(answered)), ""]]))
+            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*mean(answered)), ""]]))
 
 
 def inspect(
@@ -72,7 +72,7 @@ def inspect(
     Example: sparsellm inspect demo:opt
     """
     with told(context):
-        from sparsellm.display import table
+        from sparsellm.display import show, table
         from sparsellm.inspection import inspect as look
 
         found = look(model, against, expect, bool(trust_remote_code), architecture)
@@ -85,7 +85,7 @@ def inspect(
                 [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %", *([marks[x.holds]] if expect else [])]
                 for x in found.layers
             ]
-            stdout.print(table(columns, rows))
+            show(stdout, table(columns, rows))
             share = 100 * found.zeros / max(found.parameters, 1)
             stdout.print(
                 f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).", highlight=False
@@ -133,7 +133,7 @@ def demo(
         from dataclasses import asdict
 
         from sparsellm.demonstration import SPARSITY, demonstrate
-        from sparsellm.display import Progress, plus_minus, table
+        from sparsellm.display import Progress, plus_minus, show, table
         from sparsellm.export import check_output
 
         if output is not None:
@@ -150,6 +150,6 @@ def demo(
             [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
             for x in rows
         ]
-        stdout.print(table(["method", "perplexity", "zeros", "seconds"], cells, title))
+        show(stdout, table(["method", "perplexity", "zeros", "seconds"], cells, title))
         if output is not None:
             stdout.print(f"Wrote SparseLLM's model to {output}, read back and verified.", highlight=False, soft_wrap=True)
