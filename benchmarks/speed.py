@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from results import MEASURED, processor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 import sparsellm
 from sparsellm.demo import model_path
@@ -213,9 +214,11 @@ def make(folder: Path, shape: str, blocks: int, width: int | None = None) -> Pat
 
 
 def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bool = False) -> dict[str, Any]:
-    """One run in this process: seconds and what was done by phase."""
+    """One run in this process: seconds and what was done by phase. windows: of 512 tokens, or as many more that are shorter."""
+    length = min(LENGTH, AutoConfig.from_pretrained(model).max_position_embeddings)
+    samples = windows * LENGTH // length
     recipe = read_recipe(
-        {"model": str(model), "sparsity": SPARSITY, "calibration": "demo", "samples": windows, "length": LENGTH, **settings}
+        {"model": str(model), "sparsity": SPARSITY, "calibration": "demo", "samples": samples, "length": length, **settings}
     )
     phases = Phases(operations)
 
@@ -252,7 +255,8 @@ def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
                     subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
                 )
             cell["rate"] = rates(torch.device("cpu"), 2.0)[PRODUCT]
-        _keep("phases", f"{shape} | {blocks} | {windows} | {name}", cell)
+        deep = blocks if shape in SHAPES else AutoConfig.from_pretrained(shape).num_hidden_layers
+        _keep("phases", f"{Path(shape).name} | {deep} | {windows} | {name}", cell)
 
 
 def scaling(methods: list[str]) -> None:
@@ -366,7 +370,7 @@ def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
     plain, counted = cell["plain"], cell["counted"]
     products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
     large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
-    lines = [f"{name}, {shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens: {plain['total']:.1f} s.", ""]
+    lines = [f"{name}, {shape}, {blocks} blocks, {int(windows) * LENGTH:,} tokens: {plain['total']:.1f} s.", ""]
     share, reached = products / counted["total"], operations / products / cell["rate"]
     lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
     lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
