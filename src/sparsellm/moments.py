@@ -17,7 +17,11 @@ CONSTANT = 3e-5
 """The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
 
 PANEL = 256
-"""Columns of a symmetric product that are made at once, as far as the diagonal: little more than half the operations remain."""
+"""Rows of a symmetric matrix that are exchanged at once, from the diagonal on."""
+
+PANELS = 8
+"""In how many panels of rows a product is made and added up: of a symmetric one little more than half the operations remain.
+What lives for a moment is an eighth of the matrix, also in the miniature by which a run is foreseen."""
 
 QUEUED_PANEL = 2048
 """The same where a whole product of so many columns is what fills a GPU; not measured."""
@@ -75,7 +79,7 @@ class Gram(InputNorms):
     r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
     dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
-    Cost: (in, in) doubles, and in² + 256 in multiply-adds for every token over two.
+    Cost: (in, in) doubles, and 9/8 in² multiply-adds for every token over two.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -93,11 +97,11 @@ class Gram(InputNorms):
         """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
         self._sum.wait()
         found = torch.empty(self._products.shape, dtype=self._dtype, device=self._device)
-        for start in range(0, self.features, PANEL):  # panel by panel: the doubles stay few
-            panel = self._products[start : start + PANEL, start:] / max(self.tokens, 1)
+        for start, stop in _panels(self.features, self._device):  # the doubles stay few
+            panel = self._products[start:stop, start:] / max(self.tokens, 1)
             if centre is not None:
-                panel -= centre[start : start + PANEL].outer(centre[start:])
-            found[start : start + PANEL, start:] = panel
+                panel -= centre[start:stop].outer(centre[start:])
+            found[start:stop, start:] = panel
         return found
 
     @property
@@ -119,9 +123,8 @@ class Gram(InputNorms):
     def update(self, inputs: Tensor) -> None:
         NoInputs.update(self, inputs)
         x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
-        panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
-        for start in range(0, self.features, panel):
-            self._products[start : start + panel, start:] += _product(x[:, start : start + panel], x[:, start:], self._dtype)
+        for start, stop in _panels(self.features, x.device):
+            self._products[start:stop, start:] += _product(x[:, start:stop], x[:, start:], self._dtype)
         self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
@@ -164,10 +167,9 @@ class _Centred(Gram):
 
 def mirrored(matrix: Tensor) -> Tensor:
     """A square matrix with its upper half below the diagonal too; in place."""
-    for start in range(PANEL, len(matrix), PANEL):  # panel by panel: the temporaries stay small
-        matrix[start : start + PANEL, :start] = matrix[:start, start : start + PANEL].T
-    for start in range(0, len(matrix), PANEL):
-        block = matrix[start : start + PANEL, start : start + PANEL]
+    for start, stop in _panels(len(matrix), matrix.device):  # the temporaries stay small
+        matrix[start:stop, :start] = matrix[:start, start:stop].T
+        block = matrix[start:stop, start:stop]
         block.copy_(block.triu() + block.triu(1).T)
     return matrix
 
@@ -188,11 +190,11 @@ class Cross:
     def less(self, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
         """(out, in) float32: the mean of y xᵀ over the tokens, less an outer product of doubles."""
         found = torch.empty(self._products.shape, device=self._device)
-        for start in range(0, len(found), PANEL):
-            panel = self._products[start : start + PANEL] / max(self._tokens, 1)
+        for start, stop in _panels(len(found), self._device):
+            panel = self._products[start:stop] / max(self._tokens, 1)
             if outputs is not None and inputs is not None:
-                panel -= outputs[start : start + PANEL].outer(inputs)
-            found[start : start + PANEL] = panel
+                panel -= outputs[start:stop].outer(inputs)
+            found[start:stop] = panel
         return found
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
@@ -201,13 +203,19 @@ class Cross:
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
         y, x = (_multiplied_as(some, torch.float32) for some in (targets, inputs))
-        for start in range(0, len(self._products), PANEL):
-            self._products[start : start + PANEL] += _product(y[:, start : start + PANEL], x, torch.float32)
+        for start, stop in _panels(len(self._products), self._device):
+            self._products[start:stop] += _product(y[:, start:stop], x, torch.float32)
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
         self._tokens = distributed.total(self._tokens, self._device)
         distributed.sum_(self._products)
+
+
+def _panels(rows: int, device: torch.device) -> list[tuple[int, int]]:
+    """From which row to which each panel goes."""
+    height = max(-(-rows // PANELS), QUEUED_PANEL if devices.queued(device) else 1)
+    return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
 def _multiplied_as(some: Tensor, dtype: torch.dtype) -> Tensor:
