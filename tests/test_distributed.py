@@ -331,3 +331,25 @@ def test_a_machine_that_is_cut_off(
     assert "blocks are finished and kept" in first
     assert "Process 0 of 2" in second
     assert not outputs[1].exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_and_a_measurement(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Processes of a launcher share a sweep's cells out, and the first one tells; a perplexity is the same by two as by one."""
+    sweep, port = tmp_path / "sweep.yaml", free_port()
+    sweep.write_text(
+        f"recipe: {{model: {tiny['llama']}, method: magnitude}}\naxes: {{sparsity: [50%, 60%, 70%, 80%, 2:4, 3:4]}}\n"
+    )
+    both = [started(rank, port, "sweep", sweep, tmp_path / "out", "--json") for rank in (0, 1)]
+    told = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert told[1] == ("", "")
+    assert len(list((tmp_path / "out" / "cells").glob("*/result.json"))) == 6
+    assert len(json.loads(told[0][0])["cells"]) == 6
+    port, words = free_port(), ("evaluate", tiny["llama"], "--text", text_file, "--length", 32, "--json")
+    both = [started(rank, port, *words) for rank in (0, 1)]
+    alone = subprocess.run([sys.executable, "-m", "sparsellm", *map(str, words)], capture_output=True, text=True, check=True)
+    said = [process.communicate(timeout=240)[0] for process in both]
+    assert said[1] == ""
+    values = [json.loads(text)["perplexity"][str(text_file)]["value"] for text in (said[0], alone.stdout)]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)

@@ -172,7 +172,7 @@ def _whole_lines(file: Path) -> list[dict[str, Any]]:
 
 def durable(file: Path, data: bytes) -> None:
     """Write a file so that it is there whole, also after a crash, or as it was before."""
-    aside = file.with_name(f"{file.name}.partial")
+    aside = file.with_name(f"{file.name}.{os.getpid()}.partial")  # another process may be writing the same
     try:
         with aside.open("wb") as stream:
             stream.write(data)

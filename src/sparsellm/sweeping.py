@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import itertools
 import json
 import re
 import traceback
@@ -136,8 +137,9 @@ def run_sweep(
     _open(home, sweep)
     shared = Shared(home / "dense")
     places = [CellFolder(home, cell) for cell in mine]
-    for number, place in enumerate(places, 1):
-        if place.result.exists() or (place.failure.exists() and not retry):
+    passes = itertools.product((False, True), enumerate(places, 1))
+    for again, (number, place) in passes:  # twice: a cell that another process only looked at seemed taken
+        if place.result.exists() or (place.failure.exists() and (again or not retry)):
             continue
         with place.taken() as free:
             if not free or place.result.exists():
