@@ -17,11 +17,11 @@ CONSTANT = 3e-5
 """The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
 
 PANEL = 256
-"""Rows of a symmetric matrix that are exchanged at once, from the diagonal on."""
+"""Rows of a symmetric product that are made, and exchanged, at once, from the diagonal on: little more than half remains."""
 
 PANELS = 8
-"""In how many panels of rows a product is made and added up: of a symmetric one little more than half the operations remain.
-What lives for a moment is an eighth of the matrix, also in the miniature by which a run is foreseen."""
+"""In how many panels of rows matrices are added up and read: what lives for a moment is an eighth of the matrix, also in the
+miniature by which a run is foreseen."""
 
 QUEUED_PANEL = 2048
 """The same where a whole product of so many columns is what fills a GPU; not measured."""
@@ -79,7 +79,7 @@ class Gram(InputNorms):
     r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
     dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
-    Cost: (in, in) doubles, and 9/8 in² multiply-adds for every token over two.
+    Cost: (in, in) doubles, and in² + 256 in multiply-adds for every token over two.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -123,8 +123,11 @@ class Gram(InputNorms):
     def update(self, inputs: Tensor) -> None:
         NoInputs.update(self, inputs)
         x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
-        for start, stop in _panels(self.features, x.device):
-            self._products[start:stop, start:] += _product(x[:, start:stop], x[:, start:], self._dtype)
+        panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
+        for start in range(0, self.features, panel):
+            made = _product(x[:, start : start + panel], x[:, start:], self._dtype)
+            for first, last in _panels(len(made), x.device):  # added bit by bit: what is cast for it stays small
+                self._products[start + first : start + last, start:] += made[first:last]
         self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
@@ -203,8 +206,9 @@ class Cross:
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
         y, x = (_multiplied_as(some, torch.float32) for some in (targets, inputs))
-        for start, stop in _panels(len(self._products), self._device):
-            self._products[start:stop] += _product(y[:, start:stop], x, torch.float32)
+        made = _product(y, x, torch.float32)
+        for start, stop in _panels(len(made), self._device):
+            self._products[start:stop] += made[start:stop]
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
