@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from sparsellm import distillation, prune
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint
 from sparsellm.errors import SparseLLMError, TooLarge
-from sparsellm.memory import available, check_fits, human_bytes, predictions_bytes, trained_bytes
+from sparsellm.memory import COPIES, available, check_fits, human_bytes, predictions_bytes, trained_bytes
+from sparsellm.meter import Meter
 from sparsellm.patterns import parse_pattern
 from sparsellm.refinement import Descent
 from tests.conftest import report_of
@@ -133,16 +134,30 @@ def test_too_large_is_a_memory_error() -> None:
     assert issubclass(TooLarge, SparseLLMError)
 
 
+def test_copies_of_what_is_trained() -> None:
+    """A descent holds no more than it is said to, but for what the loss itself makes: as many times the parameters."""
+    parameters = {str(number): nn.Parameter(torch.randn(1000, 200)) for number in range(5)}
+
+    def loss(number: int) -> Iterator[Tensor]:
+        for _ in range(3):
+            yield sum((some.sum() for some in parameters.values()), torch.zeros(()))  # its gradient is a number, spread
+
+    with Meter() as meter:
+        meter.hold(parameters.values())
+        Descent(3, 1e-3).run(parameters, {}, loss, 4, 0)
+    assert meter.peak["cpu"] == pytest.approx(COPIES * 4 * 1_000_000, rel=0.01)
+
+
 def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
-    """Five float32 copies of the largest block, or of all; and the predictions' states, logits three times, and inputs."""
+    """Seven float32 copies of the largest block, or of all; and the predictions' states, logits three times, and inputs."""
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     blocks = blocks_of(model)
-    assert trained_bytes(blocks, together=False) == 5 * 4 * BLOCK
-    assert trained_bytes(blocks, together=True) == 3 * 5 * 4 * BLOCK
+    assert trained_bytes(blocks, together=False) == 7 * 4 * BLOCK
+    assert trained_bytes(blocks, together=True) == 3 * 7 * 4 * BLOCK
     model.model.layers[1].mlp.up_proj = nn.Linear(32, 100)
     larger = BLOCK + 32 * (100 - 48) + 100
-    assert trained_bytes(blocks, together=False) == 5 * 4 * larger
-    assert trained_bytes(blocks, together=True) == 5 * 4 * (2 * BLOCK + larger)
+    assert trained_bytes(blocks, together=False) == 7 * 4 * larger
+    assert trained_bytes(blocks, together=True) == 7 * 4 * (2 * BLOCK + larger)
     assert trained_bytes([], together=False) == trained_bytes([], together=True) == 0
     assert predictions_bytes(10, 3, 4, 7, 2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
 

@@ -13,8 +13,9 @@ import torch
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, TooLarge
 
-COPIES = 5
-"""float32 copies of what is trained: the weights, their gradient, Adam's two moments, and the best state so far."""
+COPIES = 7
+"""float32 copies of what is trained: the weights, Adam's two moments, the best state so far, a batch's gradient, and, as two,
+the sum of all batches' in float64."""
 
 
 def available(device: torch.device) -> int | None:

@@ -135,6 +135,8 @@ def _slope(pieces: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> floa
     """
     value = 0.0
     sums: list[Tensor | None] = [None] * len(parameters)
+    for parameter in parameters:
+        parameter.grad = None  # the last step's: its memory is needed
     with torch.enable_grad():
         for piece in pieces:
             value += float(piece.detach())
@@ -170,7 +172,7 @@ def refine_block(
 
     keep: masks by layer. names: which parameters of the block to train. metric: F, (model, model), or None for the identity.
     A step reads `windows_a_step` windows, batch after batch, or one batch where that is more. The gradient is of one block
-    only; memory for the block in float32 five times, and for one batch's backward pass.
+    only; memory for the block in float32 seven times, and for one batch's backward pass.
     """
     inputs.advance_dense()
     targets = inputs.dense

@@ -44,7 +44,7 @@ def begin(
 
 def check_alike(told: Mapping[str, Any]) -> None:
     """Raise InvalidSetting unless all processes that work together are about to do the same. told: this one's fingerprint."""
-    mine = json.loads(json.dumps({name: _everywhere(value) for name, value in told.items() if name not in OF_ONE}))
+    mine = json.loads(json.dumps({name: _everywhere(name, value) for name, value in told.items() if name not in OF_ONE}))
     first, *others = distributed.told(mine)
     for number, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):
@@ -55,9 +55,10 @@ def check_alike(told: Mapping[str, Any]) -> None:
                 )
 
 
-def _everywhere(value: Any) -> Any:
+def _everywhere(name: str, value: Any) -> Any:
     """What is told of a file, without the time at which it was written: copies on other machines have their own."""
-    return [value[0], value[2]] if isinstance(value, list) and len(value) == 3 else value
+    size_and_digest = slice(None, None, 2)
+    return value[size_and_digest] if name.startswith("file ") else value
 
 
 def _note_machine(journal: Journal, say: Observer) -> None:
