@@ -54,6 +54,7 @@ STOREYS = {
         "methods/signals",
         "methods/published",
         "methods/part",
+        "methods/settings",
         "methods/two_streams",
         "methods/sparsellm",
         "allocation",

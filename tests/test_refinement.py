@@ -17,7 +17,8 @@ from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.sparsellm import SparseLLM, Window
+from sparsellm.methods.settings import Window
+from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
 from sparsellm.refinement import Descent, Pieces, Refined, cut, refine_block, windows_a_step
 from sparsellm.sequential import Step, prune_blocks

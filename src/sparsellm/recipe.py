@@ -15,7 +15,8 @@ from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.methods.sparsellm import SparseLLM, Window
+from sparsellm.methods.settings import Window
+from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -75,6 +75,21 @@ def owners(block: Block, names: Sequence[str]) -> dict[str, int]:
     layers = [block.layer(name) for name in names]
     costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
     return dict(zip(names, distributed.owners(costs), strict=True))
+
+
+def solutions(
+    block: Block, names: Sequence[str], solve: Callable[[str], tuple[Tensor, Any]]
+) -> Iterator[tuple[str, Tensor, Any]]:
+    """By layer, a weight with plain data about it, each found by one of several processes and handed to all.
+
+    solve: one layer's weight, (out, in) float32 on the block's device, and its data.
+    """
+    whose = owners(block, names)
+    mine = {name: solve(name) for name, owner in whose.items() if owner == distributed.rank()}
+    for name, owner in whose.items():
+        layer = block.layer(name)
+        weight, data = mine.get(name) or (torch.empty(layer.weight.shape, device=layer.weight.device), None)
+        yield name, distributed.given(owner, weight), distributed.agreed(data, owner)
 
 
 def handed_on(block: Block, whose: Mapping[str, int], steps: Iterable[LayerResult]) -> Iterator[LayerResult]:

@@ -26,6 +26,7 @@ from sparsellm.methods.layerwise import (
     problem_of,
     prune_layer,
     result,
+    solutions,
     solve,
 )
 from sparsellm.methods.signals import Signals
@@ -158,20 +159,16 @@ class PublishedSparseLLM:
 
     def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> Answer:
         """One weight step: every coupled layer toward its present aim."""
-        weights: dict[str, Tensor] = {}
-        spent: dict[str, tuple[float | None, float]] = {}
-        for name, owner in (whose := owners(block, list(aims))).items():
-            if owner == distributed.rank():
-                started = time.perf_counter()
-                full = block.full_name(name)
-                weights[name], damping = solve(self.solver, aims[name], plan[full], full)
-                spent[name] = damping, time.perf_counter() - started
-        for name, owner in whose.items():
-            weights[name] = distributed.given(owner, weights.get(name, aims[name].weight))
-            damping, seconds = distributed.agreed(spent.get(name), owner)
-            spent[name] = damping, seconds
-        weights = {name: weights[name] for name in aims}
-        return Answer(weights, spent, epoch, float("inf"))
+
+        def solved(name: str) -> tuple[Tensor, list[float | None]]:
+            started, full = time.perf_counter(), block.full_name(name)
+            weight, damping = solve(self.solver, aims[name], plan[full], full)
+            return weight, [damping, time.perf_counter() - started]
+
+        answer = Answer({}, {}, epoch, float("inf"))
+        for name, weight, (damping, seconds) in solutions(block, list(aims), solved):
+            answer.weights[name], answer.spent[name] = weight, (damping, seconds)
+        return answer
 
 
 @dataclass

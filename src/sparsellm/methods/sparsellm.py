@@ -11,11 +11,8 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
-from sparsellm.methods.two_streams import Curvature as Curvature
-from sparsellm.methods.two_streams import Horizon as Horizon
-from sparsellm.methods.two_streams import Settings, TwoStreams
-from sparsellm.methods.two_streams import Targets as Targets
-from sparsellm.methods.two_streams import Window as Window
+from sparsellm.methods.settings import Settings
+from sparsellm.methods.two_streams import TwoStreams
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.refinement import Refined
 from sparsellm.sensitivity import layer_sensitivities

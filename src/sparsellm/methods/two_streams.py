@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm import distributed
 from sparsellm.activations import Activations, Seen
 from sparsellm.blocks import Block
-from sparsellm.errors import InvalidSetting
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped, lifted, refit, zeros_in
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import owners, planned, solve, step_of, zeros_of
-from sparsellm.methods.part import METRIC_LIFT, SAMPLED, Part, Weights, weights_of
+from sparsellm.methods.layerwise import planned, solutions, solve, step_of, zeros_of
+from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
+from sparsellm.methods.settings import Settings
 from sparsellm.moments import Gram
-from sparsellm.refinement import Descent, Refined, refine_block
+from sparsellm.refinement import Refined, refine_block
 from sparsellm.regression import Regression
-from sparsellm.solvers import LayerSolver
-from sparsellm.solvers.alps import ALPS
 from sparsellm.storage import Kept
-
-Targets = Literal["teacher", "own"]
-Curvature = Literal["none", "diagonal", "kronecker"]
-Horizon = Literal["feedforward", "model"]
-Window = Literal["none", "feedforward", "block"]
 
 NEWTON_STEPS = 8
 """Conjugate gradients in one Gauss-Newton round."""
@@ -38,39 +30,8 @@ NEWTON_STEPS = 8
 SHORTEST_STEP = 0.1
 """Of a Gauss-Newton step's length, how little is still tried."""
 
-NO_REFINEMENT = Descent(0, 3e-4)
-"""No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
-who ask for steps: short ones, since what comes before is near its optimum."""
-
 WRITER_STEPS = 20
 """Conjugate gradients in a refit of the writer."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of `sparsellm.methods.sparsellm.SparseLLM`, which says what they mean."""
-
-    solver: LayerSolver = field(default_factory=ALPS.thorough)
-    targets: Targets = "teacher"
-    residual: bool = True
-    epochs: int = 1
-    alpha: float = 0.1
-    beta: float = 0.1
-    curvature: Curvature = "kronecker"
-    horizon: Horizon = "model"
-    newton: int = 3
-    sampled: int = SAMPLED
-    refine: Descent = NO_REFINEMENT
-    couple: Window = "feedforward"
-    ridge: float = 1e-3
-    keep_zeros: bool = False
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0 or self.newton < 0:
-            raise InvalidSetting(
-                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, "
-                f"got {self.epochs}, {self.alpha}, {self.beta}, {self.ridge} and {self.newton}."
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,15 +229,15 @@ class TwoStreams:
 
     def _solve(self, *tasks: Task) -> None:
         """Solve layers toward their targets and write weights and biases. Several processes share them out."""
-        whose = owners(self._block, [task.name for task in tasks])
-        mine = {task.name: self._solution(task) for task in tasks if whose[task.name] == distributed.rank()}
-        for task in tasks:
-            layer = self._block.layer(task.name)
-            weight, step = mine.get(task.name) or (torch.empty(layer.weight.shape, device=layer.weight.device), None)
-            weight = distributed.given(whose[task.name], weight)
-            self._results[task.name] = step_of(distributed.agreed(None if step is None else asdict(step), whose[task.name]))
-            self._keep[task.name] = weight != 0
-            self._write({task.name: (weight, task.regression.bias(weight))})
+        by_name = {task.name: task for task in tasks}
+
+        def solved(name: str) -> tuple[Tensor, dict[str, Any]]:
+            weight, step = self._solution(by_name[name])
+            return weight, asdict(step)
+
+        for name, weight, step in solutions(self._block, list(by_name), solved):
+            self._results[name], self._keep[name] = step_of(step), weight != 0
+            self._write({name: (weight, by_name[name].regression.bias(weight))})
 
     def _solution(self, task: Task) -> tuple[Tensor, LayerResult]:
         """The weight that solves a layer, and what to say of it."""
