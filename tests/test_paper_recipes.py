@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,15 +49,9 @@ def test_the_table_names_every_recipe() -> None:
     assert text.count(".yaml](") == len(RECIPES)
 
 
-USUALLY = ("two-four", "zero-shot")
-"""Recipes whose small form is run every time."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", HERE)
 def test_the_small_form_runs(path: Path, tmp_path: Path, command: Callable[..., Result]) -> None:
-    if path.stem not in USUALLY and "SPARSELLM_EVERY_RECIPE" not in os.environ:
-        pytest.skip("takes a minute; SPARSELLM_EVERY_RECIPE=1 runs it")
     changes = []
     if path.stem == "zero-shot":
         if find_spec("lm_eval") is None or not QUESTIONS.is_dir():

@@ -99,6 +99,22 @@ def test_output_is_a_whole_checkpoint(tiny: dict[str, Path], text_file: Path, tm
     assert measured == pytest.approx(report["perplexity"][str(text_file)]["pruned"]["value"], rel=1e-6)
 
 
+def test_the_first_windows_of_a_text(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """Few windows for a try: the perplexity of those, told as such, the same by `prune` and by `evaluate`."""
+    few = ("--length", 32, "--evaluate-limit", 3)
+    ran = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--evaluate", text_file, *few, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    found = json.loads(ran.stdout)["perplexity"][str(text_file)]
+    assert [found[when]["windows"] for when in ("dense", "pruned")] == [3, 3]
+    assert "first 3 windows of 32 tokens" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    again = command("evaluate", tmp_path / "out", "--text", text_file, *few, "--json")
+    measured = json.loads(again.stdout)["perplexity"][str(text_file)]
+    assert measured["windows"] == 3
+    assert measured["value"] == pytest.approx(found["pruned"]["value"], rel=1e-6)
+    every = command("evaluate", tmp_path / "out", "--text", text_file, "--length", 32, "--json")
+    assert json.loads(every.stdout)["perplexity"][str(text_file)]["windows"] > 3
+
+
 def test_report_tells_what_was_run(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """The recipe really run, versions, and for each layer its sparsity, error, damping and seconds; the losses per epoch."""
     out = tmp_path / "out"

@@ -20,12 +20,13 @@ def measure(
     texts: Sequence[str],
     field: str | None = None,
     length: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    memory: str | None = None,
+    evaluate_limit: int | None = None,
     tasks: Sequence[str] = (),
     task_data: str | None = None,
     task_limit: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    memory: str | None = None,
     revision: str | None = None,
     trusted: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -39,7 +40,7 @@ def measure(
     recipe = read_recipe(
         {"model": model, "method": "magnitude", "evaluate": tuple(texts), "text_field": field, "length": length, "dtype": dtype}
         | {"memory": memory, "revision": revision, "trust_remote_code": trusted}
-        | {"task": tuple(tasks), "task_data": task_data, "task_limit": task_limit}
+        | {"task": tuple(tasks), "task_data": task_data, "task_limit": task_limit, "evaluate_limit": evaluate_limit}
     )
     place = device_of(device)
     source = open_checkpoint(model, revision, trusted)

@@ -108,6 +108,7 @@ Written = Annotated[int | None, _texts(help="Calibration windows more, that the 
 Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
 Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
 Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
+EvaluateLimit = Annotated[int | None, _texts(help="Windows of each text, for a try.", default="all, 256 of C4")]
 Prompt = Annotated[list[str] | None, _texts(help="Let the model continue this, before and after, for the report.")]
 Task = Annotated[
     list[str] | None,

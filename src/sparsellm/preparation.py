@@ -85,6 +85,8 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         prepared(recipe.task, recipe.task_data)
         if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
             note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
+        if (few := recipe.evaluate_limit) and tests:
+            note(f"the perplexity is of the first {few} windows of {length} tokens of each text, for a try", report, say)
         _note_few_tokens(method, plan, blocks, windows, report, say)
         every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
         batch = recipe.batch or _usual_batch(every, length)
@@ -202,7 +204,7 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
 
 def read_test(recipe: Recipe, source: Checkpoint | Loaded, text: str, length: int) -> Tensor:
     """The windows to measure on, (windows, length)."""
-    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length)
+    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
 
 
 def _usual_batch(windows: Tensor, length: int) -> int:

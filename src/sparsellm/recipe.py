@@ -135,6 +135,7 @@ class Recipe(BaseModel):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
     evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")
+    evaluate_limit: int | None = Field(None, gt=0, description="windows of each text, for a try; default: all, 256 of C4")
     prompt: tuple[str, ...] = Field((), description="what the model continues, before and after, for the report")
     task: tuple[str, ...] = Field((), description="zero-shot tasks to measure the accuracy on, before and after")
     task_data: str | None = Field(None, description="folder of the tasks' questions, as .jsonl; default: from the hub")

@@ -23,7 +23,7 @@ from sparsellm.relay import Relay
 LOCK = "lock"
 """The file that tells other processes that one is at work; the system releases it when that one ends, however it ends."""
 
-NOT_DECISIVE = ("memory", "stream", "evaluate", "prompt", "task", "task_data", "task_limit")
+NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Fields of a recipe that may differ when a run goes on: they do not change the weights."""
 
 

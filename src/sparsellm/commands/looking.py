@@ -22,6 +22,7 @@ def evaluate(
     trust_remote_code: options.TrustRemoteCode = None,
     text_field: options.TextField = None,
     length: options.Length = None,
+    evaluate_limit: options.EvaluateLimit = None,
     memory: options.Memory = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -40,8 +41,9 @@ def evaluate(
         if not text and not task:
             raise typer.BadParameter("name what to measure on: --text or --task")
         with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
-            on = (text or [], text_field, length, device or "auto", dtype or "auto", memory, task or [], task_data, task_limit)
-            found, answered = measure(model, *on, revision=revision, trusted=bool(trust_remote_code))
+            on = (text or [], text_field, length, evaluate_limit, task or [], task_data, task_limit)
+            at = (device or "auto", dtype or "auto", memory)
+            found, answered = measure(model, *on, *at, revision=revision, trusted=bool(trust_remote_code))
         if not leads:
             return
         if as_json:

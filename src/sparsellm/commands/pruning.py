@@ -53,6 +53,7 @@ def prune(
     length: options.Length = None,
     seed: options.Seed = None,
     evaluate: options.Evaluate = None,
+    evaluate_limit: options.EvaluateLimit = None,
     prompt: options.Prompt = None,
     task: options.Task = None,
     task_data: options.TaskData = None,
