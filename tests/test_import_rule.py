@@ -101,6 +101,7 @@ STOREYS = {
         "sweeping",
         "comparison",
         "plots",
+        "panels",
         "sweep_plots",
         "page",
         "hub",

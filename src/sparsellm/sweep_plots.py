@@ -1,4 +1,4 @@
-"""Plots of what a sweep found: perplexity against sparsity, calibration and hyper-parameters, error by depth, time."""
+"""Plots of what a sweep found: perplexity against sparsity, calibration and hyper-parameters, and time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparsellm.comparison import SEED, Figure, Row
+from sparsellm.panels import by_depth, by_epoch
 from sparsellm.patterns import NM, parse_pattern
-from sparsellm.plots import COLOURS, INK, MARKERS, Plot, drawn, with_error
+from sparsellm.plots import COLOURS, MARKERS, Plot, drawn, with_error
 from sparsellm.sweep_file import Sweep, in_words
 from sparsellm.sweeping import Outcome
 
@@ -155,84 +156,6 @@ def surface(sweep: Sweep, rows: Sequence[Row], measure: str, name: str) -> list[
 
         found.append(drawn(f"{name}-{number}", f"{measure}: alpha and beta", text, ["alpha", *betas], table, draw, (5.0, 3.2)))
     return found
-
-
-def by_depth(outcomes: Sequence[Outcome]) -> Plot | None:
-    """The mean error of each block's layers, for every finished cell of the first seed."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for outcome in outcomes:
-        first = not lines or outcome.cell.recipe.seed == outcomes[0].cell.recipe.seed
-        if outcome.report is None or not first:
-            continue
-        for block in outcome.report["blocks"]:
-            if block["layers"]:
-                mean = sum(layer["error"] for layer in block["layers"]) / len(block["layers"])
-                lines.setdefault(outcome.cell.name, []).append((block["index"], mean))
-    if not lines:
-        return None
-    rows = [[name, *(f"{value:.3g}" for _, value in points)] for name, points in lines.items()]
-    means = {name: sum(value for _, value in points) / len(points) for name, points in lines.items()}
-    least = min(means, key=lambda name: means[name])
-    text = (
-        f"Mean relative output error of each block's layers, {len(lines)} cells; the least mean is {means[least]:.3g}, {least}."
-    )
-    most = max(len(points) for points in lines.values())
-
-    def draw(canvas: Canvas) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        axes = canvas.subplots()
-        for number, (name, points) in enumerate(lines.items()):
-            look: dict[str, Any] = {
-                "color": COLOURS[number % len(COLOURS)],
-                "marker": MARKERS[number // len(COLOURS) % len(MARKERS)],
-            }
-            axes.plot(*zip(*points, strict=True), label=name, **look)
-        axes.set_yscale("log")
-        axes.set_xlabel("block")
-        axes.set_ylabel("mean relative error")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(lines) <= 16:
-            canvas.legend(loc="outside lower center", ncols=2, fontsize=8)
-
-    size = (5.6, 3.0 + (0.11 * len(lines) if len(lines) <= 16 else 0))
-    return drawn("depth", "Error by depth", text, ["cell", *(f"block {n}" for n in range(most))], rows, draw, size)
-
-
-def by_epoch(outcomes: Sequence[Outcome]) -> Plot | None:
-    """Algorithm 1's objective after each epoch, the mean over blocks relative to the first epoch's."""
-    lines: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        blocks = outcome.report["blocks"] if outcome.report else []
-        series = [[step["after_weights"] for step in block["epochs"] if step["step"] == "published"] for block in blocks]
-        series = [found for found in series if len(found) > 1 and None not in found and found[0]]
-        if series:
-            lines[outcome.cell.name] = [
-                sum(found[n] / found[0] for found in series) / len(series) for n in range(len(series[0]))
-            ]
-    if not lines:
-        return None
-    rows = [[name, *(f"{value:.4g}" for value in found)] for name, found in lines.items()]
-    ends = [found[-1] for found in lines.values()]
-    text = (
-        f"The objective of Algorithm 1 after the last epoch is {min(ends):.3g} to {max(ends):.3g} times that after the first."
-    )
-
-    def draw(canvas: Canvas) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        axes = canvas.subplots()
-        for number, (name, found) in enumerate(lines.items()):
-            axes.plot(range(1, len(found) + 1), found, marker=MARKERS[number // 8 % 8], color=COLOURS[number % 8], label=name)
-        axes.axhline(1.0, color=INK, lw=0.6)
-        axes.set_xlabel("epoch")
-        axes.set_ylabel("objective, relative")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if len(lines) <= 16:
-            canvas.legend(loc="outside lower center", ncols=2, fontsize=8)
-
-    most = max(map(len, lines.values()))
-    return drawn("epochs", "Training loss by epoch", text, ["cell", *(f"epoch {n + 1}" for n in range(most))], rows, draw)
 
 
 def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
