@@ -16,12 +16,13 @@ from pathlib import Path
 from statistics import mean
 
 from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of, computed_in
+from sparsellm.blocks import blocks_of
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import compute_dtype, open_checkpoint
 from sparsellm.evaluation import perplexity
 from sparsellm.methods import EpochResult
 from sparsellm.methods.published import PublishedSparseLLM
+from sparsellm.modes import computed_in
 from sparsellm.patterns import parse_pattern
 from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS

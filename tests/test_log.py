@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.events import Note
-from sparsellm.export import WORK
+from sparsellm.inspection import WORK
 from sparsellm.journal import Journal
 from sparsellm.log import LOG, Log
 from tests.conftest import report_of

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from sparsellm import prune
 from sparsellm.blocks import Block
 from sparsellm.errors import TooLarge
-from sparsellm.export import WORK
+from sparsellm.inspection import WORK
 from sparsellm.journal import JOURNAL, Journal
 from sparsellm.methods import BlockResult
 from tests.test_bad_input import refused

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm import devices, distributed
-from sparsellm.blocks import Block, computed_in, instead
+from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
 from sparsellm.errors import NonFinite
 from sparsellm.linalg import all_finite
+from sparsellm.modes import computed_in, instead
 from sparsellm.routes import Routes
 from sparsellm.stand_ins import home, standing_in
 from sparsellm.storage import Kept, Storage
@@ -92,7 +93,7 @@ class Activations:
         """
         calls: list[list[Call]] = [[] for _ in blocks]
         body, (pruned, *dense) = model.base_model, streams or ([],)
-        with computed_in(model, dtype, without=blocks):
+        with computed_in(model, dtype, without=[block.module for block in blocks]):
             for batch in distributed.dealt(batches):
                 entered: dict[int, tuple[Tensor, Call]] = {}
 

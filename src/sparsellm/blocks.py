@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from sparsellm.architectures import Architecture, architecture_of, discovered, is_linear
 from sparsellm.calls import Call
 from sparsellm.curves import CURVES
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
 from sparsellm.linalg import all_finite
+from sparsellm.modes import instead
 from sparsellm.views import Layer, Rows, View, by_experts, by_pieces, expert_views, piece_rows
 
 if TYPE_CHECKING:
@@ -257,84 +256,3 @@ def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
     if architecture.experts:
         found |= expert_views(module.get_submodule(architecture.experts), architecture.experts)
     return found
-
-
-@contextmanager
-def computed_in(module: nn.Module, dtype: torch.dtype | None, without: Sequence[Block] = ()) -> Iterator[None]:
-    """Within the context the module computes in `dtype`; then every tensor goes back to the dtype it came in.
-
-    A processor without 16-bit arithmetic is several times faster in float32, and the detour is exact: every bfloat16 and
-    float16 number is a float32 number. dtype: None changes nothing. without: blocks that stay as they are.
-    """
-    left = {id(t) for block in without for t in chain(block.module.parameters(), block.module.buffers())}
-    every = chain(module.parameters(), module.buffers())
-    tensors = [t for t in every if t.is_floating_point() and id(t) not in left]
-    before = [tensor.dtype for tensor in tensors]
-    try:
-        for tensor in tensors if dtype else ():
-            tensor.data = tensor.data.to(dtype)
-        yield
-    finally:
-        for tensor, original in zip(tensors, before, strict=True):
-            tensor.data = tensor.data.to(original)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the context every module is in evaluation mode (no dropout); then each goes back to the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
-def checkpointed(blocks: Sequence[Block]) -> Iterator[None]:
-    """Within the context blocks keep only their inputs for the backward pass, and run again when it reaches them."""
-
-    def thrifty(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **keywords: checkpoint(forward, *arguments, use_reentrant=False, **keywords)
-
-    with replaced(blocks, lambda block: thrifty(block.module.forward)):
-        yield
-
-
-@contextmanager
-def replaced(blocks: Sequence[Block], forward: Callable[[Block], Callable[..., Any]]) -> Iterator[None]:
-    """Within the context each block runs another function in place of its own forward."""
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(instead(block.module, forward(block)))
-        yield
-
-
-@contextmanager
-def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within the context a module runs another function in place of its own forward."""
-    before = module.__dict__.get("forward")  # set by libraries that wrap modules
-    setattr(module, "forward", forward)  # noqa: B010  (mypy forbids the plain assignment)
-    try:
-        yield
-    finally:
-        delattr(module, "forward")
-        if before is not None:
-            setattr(module, "forward", before)  # noqa: B010
-
-
-@contextmanager
-def only_trained(module: nn.Module, trained: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Within the context only these parameters ask for gradients, and have none yet; then all are as before."""
-    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
-    wanted = {id(parameter) for parameter in trained}
-    try:
-        for parameter, _, _ in before:
-            parameter.requires_grad_(id(parameter) in wanted)
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, asked, gradient in before:
-            parameter.requires_grad_(asked)
-            parameter.grad = gradient

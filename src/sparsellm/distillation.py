@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm import distributed
-from sparsellm.blocks import blocks_of, checkpointed, computed_in, evaluating, only_trained
+from sparsellm.blocks import blocks_of
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import planned
+from sparsellm.modes import checkpointed, computed_in, evaluating, only_trained
 from sparsellm.refinement import Descent, Refined
 
 if TYPE_CHECKING:
@@ -138,7 +139,12 @@ def distil(
     shares = distributed.told([sum(len(batch) for batch in group) for group in groups])
     sizes = [sum(each) for each in zip(*shares, strict=True)]
     head = model.get_output_embeddings()
-    with evaluating(model), computed_in(model, torch.float32), only_trained(model, parameters.values()), checkpointed(blocks):
+    with (
+        evaluating(model),
+        computed_in(model, torch.float32),
+        only_trained(model, parameters.values()),
+        checkpointed(block.module for block in blocks),
+    ):
 
         def loss(number: int) -> Iterator[Tensor]:
             windows = sizes[number]

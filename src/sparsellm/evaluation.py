@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sparsellm import distributed
-from sparsellm.blocks import blocks_of, evaluating
+from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.modes import evaluating
 from sparsellm.sequential import walk
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Storage

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsellm.blocks import computed_in, evaluating
 from sparsellm.checkpoint import compute_dtype
+from sparsellm.modes import computed_in, evaluating
 from sparsellm.residence import Residence
 
 if TYPE_CHECKING:

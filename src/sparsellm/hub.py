@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
-from sparsellm.export import check_again, finished_report
 from sparsellm.files import first_line
+from sparsellm.verification import check_again, finished_report
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 REPORT = "sparsellm.json"
 """The file in which a run leaves its report beside the weights."""
 
+WORK = ".sparsellm"
+"""The folder within an unfinished output where a run works; a finished one has none."""
+
 
 @dataclass(frozen=True)
 class LayerZeros:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from sparsellm import devices, distributed
 from sparsellm.activations import Activations
-from sparsellm.blocks import Block, computed_in, only_trained
+from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import spectrum
+from sparsellm.modes import computed_in, only_trained
 
 LOOKS = 10
 """How often the held-back groups are looked at on the way."""

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import blocks_of, computed_in
+from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
 from sparsellm.linalg import zeros_in
 from sparsellm.memory import available, human_bytes
+from sparsellm.modes import computed_in
 from sparsellm.places import NotStreamable
 from sparsellm.recipe import Recipe
 from sparsellm.storage import Storage
@@ -112,7 +113,8 @@ def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, 
         reason = told if recipe.stream is None else "--stream reads it block by block"
         raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --memory.")
     if not files:
-        raise TooLarge(f"{told[0].upper()}{told[1:]}. Name the folder to write, so that it can be read block by block.")
+        reason = told if recipe.stream is None else "`stream` reads the model block by block and keeps what is pruned in files"
+        raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:
         source.stream(recipe.dtype)
     except NotStreamable as error:

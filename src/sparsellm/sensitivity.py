@@ -18,10 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
-from sparsellm.blocks import Block, blocks_of, computed_in, evaluating, only_trained
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.linalg import all_finite, spectrum
+from sparsellm.modes import computed_in, evaluating, only_trained
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
-from sparsellm.blocks import Block, blocks_of, computed_in, evaluating
+from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import InvalidSetting
 from sparsellm.journal import Journal
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
+from sparsellm.modes import computed_in, evaluating
 from sparsellm.moments import NoInputs
 from sparsellm.refinement import Refined
 from sparsellm.sensitivity import output_sensitivities

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.blocks import Block, computed_in, replaced
+from sparsellm.blocks import Block
 from sparsellm.calls import Call
+from sparsellm.modes import computed_in, instead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ def predicting(
         run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
         return standing_in(blocks, answer, run).logits  # type: ignore[no-any-return]
 
-    with computed_in(model, dtype, without=blocks):
+    with computed_in(model, dtype, without=[block.module for block in blocks]):
         yield predict
 
 
@@ -62,7 +63,9 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
 
             return forward
 
-        with replaced(blocks, forward_of):
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(instead(block.module, forward_of(block)))
             return run()
 
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm import distributed
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.errors import CannotResume
-from sparsellm.export import WORK
+from sparsellm.inspection import WORK
 from sparsellm.journal import JOURNAL, Journal
 from sparsellm.recipe import Recipe
 from sparsellm.relay import Relay

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsellm import distributed
-from sparsellm.blocks import computed_in, evaluating
 from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
+from sparsellm.modes import computed_in, evaluating
 from sparsellm.recipe import TASKS
 from sparsellm.residence import Residence
 
