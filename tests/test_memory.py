@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,15 @@ from sparsellm import distillation, prune
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint
 from sparsellm.errors import SparseLLMError, TooLarge
-from sparsellm.memory import COPIES, available, check_fits, human_bytes, predictions_bytes, trained_bytes
+from sparsellm.memory import (
+    COPIES,
+    available,
+    check_fits,
+    human_bytes,
+    peak_memory,
+    predictions_bytes,
+    trained_bytes,
+)
 from sparsellm.meter import Meter
 from sparsellm.patterns import parse_pattern
 from sparsellm.refinement import Descent
@@ -312,3 +322,12 @@ def test_few_windows_are_coupled_too(loud: dict[str, Path], text_file: Path, tmp
     words = ("--calibration", text_file, "--samples", 32, "--length", 32, *WEAK, *COUPLED)
     assert command("prune", loud["llama"], tmp_path / "out", *words).exit_code == 0
     assert report_of(tmp_path / "out")["coupled"]["steps"] > 0
+
+
+def test_the_peak_is_this_process_s_own() -> None:
+    """A small program that a large one starts tells of itself."""
+    large = torch.ones(2**28)
+    words = "from sparsellm.memory import peak_memory; print(peak_memory())"
+    found = int(subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout)
+    assert 2**24 < found < large.nbytes
+    assert peak_memory() > large.nbytes

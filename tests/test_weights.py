@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from sparsellm.evaluation import perplexity, streamed_perplexity
 from sparsellm.journal import Journal
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
-from sparsellm.places import NotStreamable
+from sparsellm.places import NotStreamable, Place, read_stored
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import prune_blocks
 from sparsellm.storage import Storage
@@ -176,6 +177,23 @@ class Code:
 
     def __reduce__(self) -> tuple[object, ...]:
         return print, ("this must never be printed",)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (1, 40), (7,), (64, 3), (9, 2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("piece", [1, 16, 100, 2**24])
+def test_read_in_pieces(
+    shape: tuple[int, ...], dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of the file, with memory of its own, however much of the file is mapped at a time."""
+    monkeypatch.setattr("sparsellm.places.PIECE", piece)
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    save_file({"other": torch.ones(5), "wanted": tensor}, tmp_path / "some.safetensors")
+    found = read_stored(Place(tmp_path / "some.safetensors", "wanted"))
+    (tmp_path / "some.safetensors").write_bytes(b"")
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor)
+    assert found.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])

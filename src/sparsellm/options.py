@@ -124,7 +124,7 @@ Stream = Annotated[
 ]
 Device = Annotated[str | None, _machine(help="auto, cpu, cuda, mps.", default="auto")]
 Dtype = Annotated[str | None, _machine(help="auto (as stored), float32, bfloat16, float16.", default="auto")]
-Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 4,096 tokens")]
+Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 2,048 tokens")]
 
 Config = Annotated[str | None, _output(help="YAML with the same fields; options win over it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and stop.")]

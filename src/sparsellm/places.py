@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+PIECE = 2**24
+"""Bytes of a file that are mapped at a time."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor is stored. file: .safetensors or .bin. key: its name there."""
@@ -132,12 +136,26 @@ def _read(place: Place) -> Tensor:
     """A tensor with memory of its own: nothing of the file stays mapped."""
     try:
         if place.file.suffix == ".safetensors":
-            with safe_open(place.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(place.key).clone()
-                return tensor
+            return _copied(place)
         return _unpickled(place.file)[place.key].clone()
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
+
+
+def _copied(place: Place) -> Tensor:
+    """A tensor of a safetensors file. A large one is copied piece by piece, the file opened anew for each: what is mapped of it
+    counts as this process's memory until it is closed, and would be the tensor a second time."""
+    with safe_open(place.file, framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(place.key)
+        if tensor.nbytes <= PIECE or tensor.dim() == 0:
+            return tensor.clone()
+        found = torch.empty_like(tensor)
+        del tensor
+    rows = max(1, PIECE // found[0].nbytes)
+    for start in range(0, len(found), rows):
+        with safe_open(place.file, framework="pt") as opened:
+            found[start : start + rows] = opened.get_slice(place.key)[start : start + rows]
+    return found
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ class Recipe(BaseModel):
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
     keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
-    batch: int | None = Field(None, gt=0, description="windows at a time; default: about 4,096 tokens")
+    batch: int | None = Field(None, gt=0, description="windows at a time; default: about 2,048 tokens")
     memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
     stream: bool | None = Field(
         None, description="read the model block by block; default: where it takes more than half of that memory"
