@@ -88,7 +88,7 @@ WITH = {
     "feed-forward curvature": {"curvature": "kronecker", "horizon": "feedforward"},
     "curvature": {"curvature": "kronecker"},
     "Gauss-Newton": {"newton": 1},
-    "couple block": {"couple": "block"},
+    "couple block": {"couple": "block", "refine": None},
     "allocation": {"allocation": "error"},
 }
 INGREDIENTS = (

@@ -4,6 +4,7 @@
     python benchmarks/speed.py phases --shape PATH/wt2-llama
     python benchmarks/speed.py scaling
     python benchmarks/speed.py race --peer PEER/bin/python --script race_llmcompressor.py --text TEXT
+    python benchmarks/speed.py memory
     python benchmarks/speed.py tables
 
 Models have the named shapes and random weights, which time does not care about. For `race`, PEER is an environment of its own
@@ -29,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from sparsellm.memory import peak_memory
 from sparsellm.meter import PRODUCT, _tensors, _work, rates
 from sparsellm.recipe_file import read_recipe
 from sparsellm.run import run
+from sparsellm.work import working
 
 FILE = MEASURED / "speed.json"
 
@@ -61,6 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
+    "SparseGPT, read block by block": {"method": "sparsegpt", "stream": True},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": {"method": "sparsellm"},
@@ -226,10 +230,12 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
         if isinstance(event, Stage):
             phases.stage(event.name)
 
-    with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
-        phases.restart()  # the imports are no part of it
-        done = run(recipe, observe)
-    phases.enter("end")
+    with tempfile.TemporaryDirectory() as folder, working(f"{folder}/out", resume=False, restart=False) as work:
+        with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
+            phases.restart()  # the imports are no part of it
+            done = run(recipe, observe, work=work)
+        phases.enter("end")
+        done.save_pretrained(f"{folder}/out")
     left_out = {"opening", "reading texts", "loading", "end"}
     seconds = {name: spent for name, spent in phases.seconds.items() if name not in left_out}
     return {
@@ -278,6 +284,26 @@ def scaling(methods: list[str]) -> None:
                     words += ["--epochs", str(point["epochs"])] if "epochs" in point else []
                     found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
                 _keep("scaling", f"{name} | {axis} | {next(iter(point.values()))}", found["total"])
+
+
+def memory(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
+    """Fill in what a race's methods hold at most: the command as a user runs it, without a clock in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        # A process of its own: what this one held would count as its children's peak.
+        making = get_context("spawn").Process(target=make, args=(model, shape, blocks))
+        making.start()
+        making.join()
+        for name in methods:
+            settings = METHODS[name] | {"sparsity": SPARSITY, "calibration": "demo", "samples": windows, "length": LENGTH}
+            Path(folder, "recipe.yaml").write_text(json.dumps({"model": str(model), **settings}))
+            words = [sys.executable, "-m", "sparsellm", "prune", "--config", f"{folder}/recipe.yaml", "--overwrite"]
+            _, status, used = os.wait4(
+                subprocess.Popen([*words, str(model), f"{folder}/out"], stdout=subprocess.DEVNULL).pid, 0
+            )
+            if status:
+                raise SystemExit(f"{name} failed.")
+            _keep("memory", f"{shape} | {blocks} | {windows} | {name}", used.ru_maxrss * 1024)
 
 
 def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
@@ -339,13 +365,15 @@ def tables() -> list[str]:
     phases = known.get("phases", {})
     lines: list[str] = []
     for key, rounds in known.get("race", {}).items():
-        lines += [*_race_table(key, rounds, phases), ""]
+        lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
     for key, cell in phases.items():
         lines += [*_phases_table(key, cell), ""]
     return lines + _scaling_table(known.get("scaling", {}))
 
 
-def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any]) -> list[str]:
+def _race_table(
+    key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any], memory: dict[str, int]
+) -> list[str]:
     """One race: medians, ratios within each round, and what the operations alone would take."""
     shape, blocks, windows, threads = key.split(" | ")
     lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
@@ -355,7 +383,7 @@ def _race_table(key: str, rounds: dict[str, list[dict[str, float]]], phases: dic
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
         spent = statistics.median(each["seconds"] for each in some)
-        held = max(each["memory"] for each in some)
+        held = memory.get(f"{shape} | {blocks} | {windows} | {name}") or max(each["memory"] for each in some)
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         share = held / max(each["memory"] for each in best)
         counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
@@ -405,7 +433,7 @@ def _slope(points: list[tuple[float, float]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("phases", "scaling", "race"):
+    for command in ("phases", "scaling", "memory", "race"):
         one = commands.add_parser(command)
         if command != "scaling":
             one.add_argument("--shape", default="opt-125m")
@@ -430,7 +458,7 @@ def main() -> None:
         print(json.dumps(timed(Path(words.model), METHODS[words.method] | more, words.windows, words.counted)))
     else:
         given = {name: value for name, value in vars(words).items() if name != "command"}
-        {"phases": phases, "scaling": scaling, "race": race}[words.command](**given)
+        {"phases": phases, "scaling": scaling, "memory": memory, "race": race}[words.command](**given)
 
 
 if __name__ == "__main__":
