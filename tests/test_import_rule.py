@@ -45,6 +45,7 @@ STOREYS = {
         "ahead",
         "places",
         "weights",
+        "looks",
         "activations",
         "sensitivity",
     ],

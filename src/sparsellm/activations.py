@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -15,34 +14,16 @@ from torch import Tensor, nn
 from sparsellm import devices, distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
-from sparsellm.errors import NonFinite
 from sparsellm.linalg import all_finite
+from sparsellm.looks import Enough, Look, Looks, Seen, first_not_finite, glimpse, not_finite
 from sparsellm.modes import computed_in, instead
 from sparsellm.routes import Routes
 from sparsellm.stand_ins import home, standing_in
 from sparsellm.storage import Kept, Storage
-from sparsellm.views import Rows, routed
+from sparsellm.views import routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Look = Callable[[Tensor], None]
-"""Shown what a layer reads or writes, batch by batch, flattened to (tokens, in) or (tokens, out)."""
-
-Looks = Mapping[str, Sequence[Look]]
-"""By layer, who is shown."""
-
-
-@dataclass
-class Seen:
-    """What one batch showed on its way through a block.
-
-    entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out).
-    """
-
-    entering: Tensor
-    inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
 
 
 class Activations:
@@ -158,11 +139,11 @@ class Activations:
 
             def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
                 counts.append([len(mine) for mine in routed(top_k_index, len(experts) // 3)])
-                raise _Enough
+                raise Enough
 
             with instead(views[0].owner, count):
                 for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                    with suppress(_Enough):
+                    with suppress(Enough):
                         block(hidden, call)
             tokens = [windows * length for windows, length in self.shapes]
             least = max(view.in_features for view in experts[:3])
@@ -176,7 +157,7 @@ class Activations:
         """Batch by batch through the block, as far as the last of the named layers; nothing travels on."""
         routes = self.routes(block, names)
         for hidden, call in zip(self.pruned, self.calls(block), strict=True):
-            yield _look(block, names, hidden, call, routes.choose if routes else None)
+            yield glimpse(block, names, hidden, call, routes.choose if routes else None)
 
     @torch.no_grad()
     def pairs(self, block: Block, names: Sequence[str]) -> Iterator[tuple[Seen, Seen]]:
@@ -189,7 +170,7 @@ class Activations:
         routes = self.routes(block, names)
         first, second = (routes.choose, routes.again) if routes else (None, None)
         for pruned, dense, call in zip(self.pruned, self.dense, self.calls(block), strict=True):
-            yield _look(block, names, pruned, call, first), _look(self.teacher, names, dense, call, second)
+            yield glimpse(block, names, pruned, call, first), glimpse(self.teacher, names, dense, call, second)
 
     @torch.no_grad()
     def watch(self, block: Block, reads: Looks, writes: Looks | None = None) -> None:
@@ -209,7 +190,7 @@ class Activations:
                     look(shown)
                 missing.discard((name, written))
                 if not missing:
-                    raise _Enough
+                    raise Enough
 
             return hook
 
@@ -219,7 +200,7 @@ class Activations:
             with block.opened(names, routes.choose if routes else None):
                 for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
                     missing.update(wanted)
-                    with suppress(_Enough):
+                    with suppress(Enough):
                         block(hidden, call)
         finally:
             for hook in hooks:
@@ -273,11 +254,11 @@ class Activations:
             if devices.queued(hidden.device):
                 finite.append(hidden.isfinite().all())
             elif not all_finite(hidden):
-                raise _not_finite(_first_not_finite(block, stream[number], call), hidden, number)
+                raise not_finite(first_not_finite(block, stream[number], call), hidden, number)
             stream[number] = hidden
         for number, good in enumerate(devices.read(finite)):
             if not good:  # what entered is gone, and with it which layer was the first
-                raise _not_finite(block.name, stream[number], number)
+                raise not_finite(block.name, stream[number], number)
 
 
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
@@ -285,57 +266,3 @@ def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch
     embedding = model.get_input_embeddings().weight
     width: int = model.config.get_text_config().hidden_size
     return sum(batch.numel() for batch in batches) * width * (dtype or embedding.dtype).itemsize
-
-
-class _Enough(Exception):
-    """All that was asked for was seen: the rest of the block need not run."""
-
-
-def _look(block: Block, names: Sequence[str], hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
-    """One batch through a block, as far as the last of the named layers."""
-    seen = Seen(hidden.flatten(0, -2), {}, {})
-
-    def shows(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            seen.inputs[name], seen.outputs[name] = inputs[0].flatten(0, -2), output.flatten(0, -2)
-            if len(seen.inputs) == len(set(names)):
-                raise _Enough
-
-        return hook
-
-    hooks = [block.layer(name).register_forward_hook(shows(name)) for name in names]
-    try:
-        with block.opened(names, rows), suppress(_Enough):
-            block(hidden, call)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen
-
-
-def _not_finite(what: str, hidden: Tensor, batch: int) -> NonFinite:
-    """That the output of a block or a layer is not finite."""
-    return NonFinite(
-        f"The output of {what} is not finite ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
-    )
-
-
-def _first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
-    """The first layer of a block whose output is not finite, by its full name; the block's where it is none of its layers."""
-    found: list[str] = []
-
-    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not all_finite(output):
-                found.append(block.full_name(name))
-
-        return hook
-
-    hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in block.layers.items()]
-    try:
-        with block.opened(block.layers):
-            block(hidden, call)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else block.name

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from sparsellm import devices, distributed
-from sparsellm.activations import Activations, Look, Looks
+from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import all_finite, zeros_in
+from sparsellm.looks import Look, Looks
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsellm import devices, distributed
-from sparsellm.activations import Looks
 from sparsellm.blocks import Block
 from sparsellm.errors import SingularGram
 from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
 from sparsellm.linalg import dot, quadratic
+from sparsellm.looks import Looks
 from sparsellm.moments import Cross, Gram
 from sparsellm.problem import LayerProblem
 from sparsellm.views import Layer

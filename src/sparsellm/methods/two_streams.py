@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations import Activations, Seen
+from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped, lifted, refit, zeros_in
+from sparsellm.looks import Seen
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import planned, solutions, solve, step_of, zeros_of
 from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
