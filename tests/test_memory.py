@@ -324,10 +324,22 @@ def test_few_windows_are_coupled_too(loud: dict[str, Path], text_file: Path, tmp
     assert report_of(tmp_path / "out")["coupled"]["steps"] > 0
 
 
+def told(words: str) -> list[int]:
+    """Numbers that a process of its own prints."""
+    words = f"import torch; from sparsellm.memory import forget_peak, peak_memory; {words}"
+    found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout
+    return [int(word) for word in found.split()]
+
+
 def test_the_peak_is_this_process_s_own() -> None:
     """A small program that a large one starts tells of itself."""
     large = torch.ones(2**28)
-    words = "from sparsellm.memory import peak_memory; print(peak_memory())"
-    found = int(subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout)
-    assert 2**24 < found < large.nbytes
     assert peak_memory() > large.nbytes
+    assert 2**24 < told("print(peak_memory())")[0] < large.nbytes
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not forget a peak")
+def test_a_peak_is_forgotten() -> None:
+    """What came before a run is not counted as its own."""
+    before, after = told("torch.ones(2**28); print(peak_memory()); forget_peak(); print(peak_memory())")
+    assert before > 2**30 > after > 2**24

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -85,6 +86,12 @@ def give_back() -> None:
     except (AttributeError, OSError, TypeError):
         return
     trim(0)
+
+
+def forget_peak() -> None:
+    """Let `peak_memory` begin anew with what is held now, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak_memory() -> int:
