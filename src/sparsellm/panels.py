@@ -89,9 +89,7 @@ def _panels(name: str, title: str, text: str, along: str, measure: str, lines: L
 
         for cell, points in lines:
             if (cell.labels.get("model", ""), cell.labels.get("sparsity", "")) == (model, sparsity):
-                number = kinds.index(in_words(cell.labels, without))
-                colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
-                axes.plot(*zip(*points, strict=True), color=colour, marker=marker, ms=4)
+                axes.plot(*zip(*points, strict=True), **_look(kinds.index(in_words(cell.labels, without))))
         dress(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -109,15 +107,18 @@ def _panels(name: str, title: str, text: str, along: str, measure: str, lines: L
             canvas.supylabel(measure, fontsize=10)
         for axes in grid[-1]:
             axes.set_xlabel(along)
-        looks = (
-            Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n // len(COLOURS) % len(MARKERS)], ms=4)
-            for n in range(len(kinds))
-        )
         if named:
-            canvas.legend(list(looks), kinds, loc="outside lower center", ncols=2, fontsize=8)
+            looks = [Line2D([], [], **_look(number)) for number in range(len(kinds))]
+            canvas.legend(looks, kinds, loc="outside lower center", ncols=2, fontsize=8)
 
     places = sorted({at for _, points in lines for at, _ in points})
     rows = [[cell.name, *(f"{dict(points)[at]:.4g}" if at in dict(points) else "" for at in places)] for cell, points in lines]
     wide, tall = 1.2 + 1.6 * len(sparsities), 0.6 + (1.9 if len(models) > 1 else 2.6) * len(models)
     size = (max(5.6, wide), tall + (0.11 * len(kinds) if named else 0))
     return drawn(name, title, text, ["cell", *(f"{along} {at}" for at in places)], rows, draw, size)
+
+
+def _look(number: int) -> dict[str, Any]:
+    """Colour and marker of a kind of line."""
+    marker = MARKERS[number // len(COLOURS) % len(MARKERS)]
+    return {"color": COLOURS[number % len(COLOURS)], "marker": marker, "ms": 4}
