@@ -21,7 +21,7 @@ from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note,
 from sparsellm.export import save
 from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
-from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
+from sparsellm.memory import forget_peak, give_back, keep_pages, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import parse_pattern
@@ -119,6 +119,7 @@ def run(
     called by those who watch it; its output's name, or its model's, if not given.
     All that can be refused is refused before the weights are read.
     """
+    keep_pages()
     forget_peak()
     log = Log()
     say = each(log, observe)
