@@ -99,8 +99,8 @@ class Phases:
                 return function(*arguments, **keywords)
             finally:
                 self.settle()
-                if self.rates and function.__name__ == "sweep":  # a kernel is no operation of torch's: in, out, and the errors
-                    self.least[phase] += 3 * arguments[0].nbytes / self.rates[PASS]
+                if self.rates and function.__name__ == "sweep":  # a kernel is no operation of torch's: in and out
+                    self.least[phase] += 2 * arguments[0].nbytes / self.rates[PASS]
                 self._stack.pop()
 
         return told

@@ -70,11 +70,8 @@ def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures:
     return lower  # type: ignore[no-any-return]
 
 
-def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
-    r"""The upper triangular $U$ with $M^{-1} = U^\top U$, from one Cholesky of the reversed matrix.
-
-    With $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$ upper triangular with $M = RR^\top$, so $U = R^{-1}$: a third of the
-    operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never formed.
+def reversed_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
+    r"""The upper triangular $R$ with $M = R R^\top$: with $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$.
 
     failures: as for `cholesky`.
     """
@@ -82,9 +79,21 @@ def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None
     del matrix  # each of these is as large as a layer's largest: what is no longer read is given back, if the caller lets it
     lower = cholesky(turned, damping, failures=failures)
     del turned
-    upper = lower.flip(0, 1)
-    del lower
-    inverse = torch.zeros_like(upper)
+    return lower.flip(0, 1)
+
+
+def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
+    r"""The upper triangular $U$ with $M^{-1} = U^\top U$: the inverse of the `reversed_factor`.
+
+    A third of the operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never
+    formed. failures: as for `cholesky`.
+    """
+    return inverse_upper(reversed_factor(matrix, damping, failures))
+
+
+def inverse_upper(upper: Tensor) -> Tensor:
+    """The inverse of an upper triangular matrix."""
+    inverse = torch.zeros(upper.shape, dtype=upper.dtype, device=upper.device)
     _invert_upper(upper, inverse)
     return inverse
 

@@ -35,7 +35,6 @@ if triton is not None:
         columns,
         factor,
         keep,
-        errors,
         count,
         outputs,
         GROUP: tl.constexpr,  # noqa: N803
@@ -71,28 +70,25 @@ if triton is not None:
             removed = tl.where(stays != 0, 0.0, column)
             pivot = tl.load(factor + j * (count + 1))
             error = tl.div_rn(removed, tl.broadcast_to(pivot, (LANES,)))
-            tl.store(errors + j * outputs + lane, error, mask=lane < outputs)
             later = tl.load(factor + j * count + index, mask=(index > j) & (index < count), other=0.0)
             tile -= later[:, None] * error[None, :]
             tile = tl.where(here, tile - removed[None, :], tile)
         tl.store(columns + index[:, None] * outputs + lane[None, :], tile, mask=inside)
 
 
-def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> Tensor:
-    """As SparseGPT's plain loop, by the kernel: prune (columns, out) in place; the errors, scaled, for what comes after.
+def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
+    """As SparseGPT's plain loop, by the kernel: prune (columns, out) in place.
 
     columns: contiguous, at most MOST_COLUMNS of them, float32. factor: (columns, columns), upper triangular. keep: the block's
     mask, or None where `pattern` (N:M) decides each group as it is reached.
     """
     count, outputs = columns.shape
-    errors = torch.empty_like(columns)
     group, zeros = (pattern.group, pattern.zeros) if keep is None and isinstance(pattern, NM) else (0, 0)
     with torch.cuda.device_of(columns):
         _kernel[(triton.cdiv(outputs, LANES),)](
             columns,
-            factor.contiguous(),  # a part of a matrix that is stored by columns
+            factor.contiguous(),  # it may be a part of a larger one
             columns if keep is None else keep.contiguous().view(torch.uint8),
-            errors,
             count,
             outputs,
             GROUP=group,
@@ -101,7 +97,6 @@ def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern
             LANES=LANES,
             num_warps=1,
         )
-    return errors
 
 
 def serves(columns: Tensor, pattern: Pattern) -> bool:
@@ -128,7 +123,7 @@ def works(device: torch.device) -> bool:
     columns, factor = torch.ones(2, 1, device=device), torch.tensor([[2.0, 1.0], [0.0, 1.0]], device=device)
     keep = torch.tensor([[False], [True]], device=device)
     try:
-        errors = sweep(columns, factor, keep, Unstructured(0.5))
+        sweep(columns, factor, keep, Unstructured(0.5))
     except Exception:  # whatever a compiler or a driver may raise: the plain loop gives the same answer
         return False
-    return columns.tolist() == [[0.0], [0.5]] and errors.tolist() == [[0.5], [0.0]]
+    return columns.tolist() == [[0.0], [0.5]]

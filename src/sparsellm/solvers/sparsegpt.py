@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped, inverse_factor, lifted
+from sparsellm.linalg import damped, inverse_factor, inverse_upper, lifted, reversed_factor
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern, keep_largest
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
@@ -33,11 +33,13 @@ class SparseGPT:
     Follows Frantar & Alistarh, SparseGPT: massive language models can be accurately pruned in one-shot (ICML 2023),
     Algorithm 1.
     Departs from its code: an unstructured block loses exactly its share (the code removes one weight too many per block), and
-    `U` comes from one factorisation instead of three. With a curvature the scores of row i are multiplied by $S_{ii}$, or,
-    where all of S is known, by $1 / [S^{-1}]_{ii}$: what is left of it once the other rows make good.
+    one factorisation serves instead of three, $G = R R^\top$ with $R = U^{-1}$. Of $U$ only diagonal blocks are made: a block B
+    takes in what the columns A before it lost when its turn comes, $w_B \leftarrow w_B - (\hat w_A - w_A) R_{AB} R_{BB}^{-1}$.
+    With a curvature the scores of row i are multiplied by $S_{ii}$, or, where all of S is known, by $1 / [S^{-1}]_{ii}$: what
+    is left of it once the other rows make good.
 
     damping: added to the Gram's diagonal, as a share of its mean. block: columns whose unstructured mask is chosen at once.
-    Cost: one Cholesky and one triangular inverse of (in, in), and out · in² multiply-adds. A block's columns are one kernel on
+    Cost: one Cholesky of (in, in), and out · in² / 2 multiply-adds. A block's columns are one kernel on
     NVIDIA GPUs (`column_loop`), a loop elsewhere.
     """
 
@@ -63,26 +65,28 @@ class SparseGPT:
         dead = problem.norms == 0
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
-        factor = inverse_factor(damped(problem.gram, self.damping), self.damping, failures)
+        moved = torch.empty_like(columns)  # what was taken from each weight so far
+        factor = reversed_factor(damped(problem.gram, self.damping), self.damping, failures)
         height = self._height(problem, failures)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
         block = self.block if pattern.span is None else max(pattern.span, self.block // pattern.span * pattern.span)
         for start in range(0, inputs, block):
             end = min(start + block, inputs)
-            here = columns[start:end]
+            here, dense = columns[start:end], columns[start:end].clone()
             gone = None if problem.gone is None else problem.gone.T[start:end]
-            diagonal_block = factor[start:end, start:end]
+            diagonal_block = inverse_upper(factor[start:end, start:end])
+            here -= diagonal_block.T @ (factor[:start, start:end].T @ moved[:start])
             keep = None
             if pattern.span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
                 keep = _without(gone, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed))
             if gone is None and column_loop.serves(here, pattern):
-                errors = column_loop.sweep(here, diagonal_block, keep, pattern)
+                column_loop.sweep(here, diagonal_block, keep, pattern)
             else:
-                errors = _sweep(here, diagonal_block, keep, pattern, gone)
-            columns[end:] -= factor[start:end, end:].T @ errors
+                _sweep(here, diagonal_block, keep, pattern, gone)
+            torch.sub(here, dense, out=moved[start:end])
         return columns.T.contiguous()
 
     def _height(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
@@ -105,8 +109,8 @@ def _without(gone: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor
     return kept(score) if gone is None else kept(score.masked_fill(gone, -1)) & ~gone
 
 
-def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None = None) -> Tensor:
-    """Prune a block of columns (columns, out) in place; the errors, scaled, for the columns beyond it.
+def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None = None) -> None:
+    """Prune a block of columns (columns, out) in place.
 
     keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
     gone: what is removed already, (columns, out).
@@ -118,7 +122,6 @@ def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Patter
         mask, lost = (None if some is None else some[panel] for some in (keep, gone))
         _sweep_panel(columns[panel], factor[panel, panel], mask, pattern, lost, errors[panel])
         columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
-    return errors
 
 
 def _sweep_panel(
