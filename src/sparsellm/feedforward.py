@@ -15,6 +15,7 @@ with $\varphi$ the ReLU (plain only), SiLU or a GELU. Every update divides by al
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,17 +86,16 @@ class PlainFeedForward:
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
         r"""For a ReLU the better of the two branches, entry by entry (paper eq. 12); else the gate's minimiser with z = 1.
 
-        $z = \max((m + r p) / (1 + r), 0)$ where the ReLU passes, $z = \min(m, 0)$ where it does not.
+        $z = \max((m + r p) / (1 + r), 0)$ where the ReLU passes, $z = \min(m, 0)$ where it does not. Both costs compared, it
+        should pass where $m \ge 0$, and where $m + (\sqrt{1 + r} - 1)\, p \ge 0$: one look at each signal decides.
         """
         (reached,) = outputs
         if self.activation != "relu":
             curve = CURVES[self.activation]
             return (best_gate(reached, torch.ones_like(reached), activated, ratio, present=hidden[0], curve=curve),)
-        passing = ((reached + ratio * activated) / (1 + ratio)).clamp_(min=0)
-        blocked = reached.clamp(max=0)
-        passing_cost = ratio * (activated - passing).square_() + (passing - reached).square()
-        blocked_cost = ratio * activated.square() + (blocked - reached).square()
-        return (torch.where(passing_cost <= blocked_cost, passing, blocked),)
+        passes = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(reached) >= 0
+        passing = torch.lerp(reached, activated, ratio / (1 + ratio)).clamp_(min=0)
+        return (torch.where(passes, passing, reached),)
 
 
 @dataclass(frozen=True)

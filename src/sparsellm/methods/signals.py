@@ -117,7 +117,7 @@ class Signals:
 
             sums.target_power += target.square().sum()
             sums.missed += self._missed(reached, target, weights)
-            sums.distance += (activated - self._feed_forward.activate(*hidden)).square().sum()
+            sums.distance += self._feed_forward.activate(*hidden).sub_(activated).square_().sum()
             sums.inputs.update(activated)
             sums.add(writer, target, activated)
             for name, signal in zip(readers, hidden, strict=True):
@@ -135,7 +135,8 @@ class Signals:
 
     def _missed(self, reached: tuple[Tensor, ...], target: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The sum over tokens of ‖y - V φ(z)‖² where the readers give z."""
-        return (target - self._feed_forward.activate(*reached) @ weights[self._feed_forward.writer].T).square().sum()
+        written = self._feed_forward.activate(*reached) @ weights[self._feed_forward.writer].T
+        return written.sub_(target).square_().sum()
 
     def _of_dense(self, x: Tensor) -> tuple[Tensor, ...]:
         """The dense readers' outputs."""
