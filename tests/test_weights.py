@@ -22,6 +22,7 @@ from sparsellm.budgets import by_error
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.evaluation import perplexity, streamed_perplexity
+from sparsellm.inspection import Tensors, compare
 from sparsellm.journal import Journal
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
@@ -194,6 +195,29 @@ def test_read_in_pieces(
     assert found.dtype == dtype
     assert torch.equal(found, tensor)
     assert found.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("piece", [1, 10, 2**22])
+def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit, one row more, another form and another dtype are each found, however few rows are read at a time."""
+    monkeypatch.setattr("sparsellm.places.PIECE", piece)
+    skeleton = open_checkpoint(str(tiny["llama"])).skeleton()
+
+    def tensors(tensor: Tensor, name: str) -> Tensors:
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"x": tensor}, folder / "model.safetensors")
+        return Tensors(folder, skeleton)
+
+    whole = torch.arange(35.0).reshape(7, 5)
+    here, bit = tensors(whole, "here"), whole.clone()
+    bit[6, 4] = torch.nextafter(bit[6, 4], torch.tensor(0.0))
+    others = {"same": whole, "bit": bit, "row": torch.cat([whole, whole[:1]]), "form": whole.reshape(5, 7).contiguous()}
+    changed = {name: compare(here, tensors(other, name))["changed"] for name, other in others.items()}
+    assert changed == {"same": (), "bit": ("x",), "row": ("x",), "form": ("x",)}
+    wide = tensors(whole.double(), "wide")
+    assert compare(here, wide)["changed"] == ("x",)
+    assert compare(here, wide, as_stored=False)["changed"] == ()
 
 
 @pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])

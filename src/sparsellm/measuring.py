@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoint import device_of, open_checkpoint
+from sparsellm.memory import keep_pages
 from sparsellm.preparation import read_test, window_length
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import settle
@@ -42,6 +43,7 @@ def measure(
         | {"memory": memory, "revision": revision, "trust_remote_code": trusted}
         | {"task": tuple(tasks), "task_data": task_data, "task_limit": task_limit, "evaluate_limit": evaluate_limit}
     )
+    keep_pages()
     place = device_of(device)
     source = open_checkpoint(model, revision, trusted)
     window = window_length(recipe, source.length)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-PIECE = 2**24
-"""Bytes of a file that are mapped at a time."""
+PIECE = 2**22
+"""Entries of a tensor that are mapped at a time."""
 
 
 @dataclass(frozen=True)
@@ -134,28 +135,54 @@ def read_stored(stored: Stored) -> Tensor:
 
 def _read(place: Place) -> Tensor:
     """A tensor with memory of its own: nothing of the file stays mapped."""
-    try:
-        if place.file.suffix == ".safetensors":
-            return _copied(place)
-        return _unpickled(place.file)[place.key].clone()
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
-
-
-def _copied(place: Place) -> Tensor:
-    """A tensor of a safetensors file. A large one is copied piece by piece, the file opened anew for each: what is mapped of it
-    counts as this process's memory until it is closed, and would be the tensor a second time."""
-    with safe_open(place.file, framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(place.key)
-        if tensor.nbytes <= PIECE or tensor.dim() == 0:
-            return tensor.clone()
-        found = torch.empty_like(tensor)
-        del tensor
-    rows = max(1, PIECE // found[0].nbytes)
-    for start in range(0, len(found), rows):
-        with safe_open(place.file, framework="pt") as opened:
-            found[start : start + rows] = opened.get_slice(place.key)[start : start + rows]
+    if place.file.suffix != ".safetensors":
+        with _readable(place):
+            return _unpickled(place.file)[place.key].clone()
+    shape, pieces = _shape(place), by_rows(place)
+    first = next(pieces)
+    if first.shape == shape:
+        return first
+    found = first.new_empty(shape)
+    found[: len(first)] = first
+    start = len(first)
+    for some in pieces:
+        found[start : start + len(some)] = some
+        start += len(some)
     return found
+
+
+def by_rows(place: Place) -> Iterator[Tensor]:
+    """A tensor of a safetensors file, so many rows at a time, the same for every dtype; each with memory of its own.
+
+    The file is opened anew for each: what is mapped of it counts as this process's memory until it is closed, and would be a
+    large tensor a second time.
+    """
+    shape = _shape(place)
+    if len(shape) == 0 or shape.numel() <= PIECE:
+        with _readable(place), safe_open(place.file, framework="pt") as opened:
+            whole: Tensor = opened.get_tensor(place.key).clone()
+        yield whole
+        return
+    rows = max(1, PIECE // shape[1:].numel())
+    for start in range(0, shape[0], rows):
+        with _readable(place), safe_open(place.file, framework="pt") as opened:
+            some = opened.get_slice(place.key)[start : start + rows].clone()
+        yield some
+
+
+def _shape(place: Place) -> torch.Size:
+    """Of a tensor in a safetensors file."""
+    with _readable(place), safe_open(place.file, framework="pt") as opened:
+        return torch.Size(opened.get_slice(place.key).get_shape())
+
+
+@contextmanager
+def _readable(place: Place) -> Iterator[None]:
+    """What goes wrong with a file, in words."""
+    try:
+        yield
+    except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
+        raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:
