@@ -78,6 +78,9 @@ MORE = {
     "couple block": {"couple": "block"},
     "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
     "128 windows written": {"written": 128},
+    "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
+    "couple none, ALPS inside": {"couple": "none", "solver": "alps"},
+    "without Gauss-Newton, ALPS inside": {"newton": 0, "solver": "alps"},
     "OWL": {"allocation": "owl"},
     "DLP": {"allocation": "dlp"},
 }
@@ -129,7 +132,7 @@ def measure_model(words: argparse.Namespace) -> None:
                 for label, change in chosen.items():
                     for samples in counts:
                         key = f"{label} | {pattern} | {seed} | {samples} | {text}"
-                        if key in _known(name):
+                        if key in known(name):
                             continue
                         if change.get("allocation") in ("owl", "dlp", "error") and ":" in pattern:
                             continue
@@ -165,7 +168,7 @@ class Clock:
         self._stage, self._since = stage, now
 
 
-def _known(name: str) -> dict:
+def known(name: str) -> dict:
     """What was measured of a model so far."""
     file = MEASURED / f"excess-{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
@@ -176,7 +179,7 @@ def _record(name: str, key: str, cell: dict) -> None:
     MEASURED.mkdir(exist_ok=True)
     with open(Path(tempfile.gettempdir()) / "sparsellm-measured.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        data = _known(name) | {key: cell, "machine": f"{processor()}, torch {torch.__version__}"}
+        data = known(name) | {key: cell, "machine": f"{processor()}, torch {torch.__version__}"}
         (MEASURED / f"excess-{name}.json").write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
     "moments": ("moments:Gram.update", "moments:Cross.update", "regression:Regression.update"),
-    "factorisation": ("linalg:cholesky", "linalg:inverse_factor"),
+    "factorisation": ("linalg:cholesky", "linalg:reversed_factor", "linalg:inverse_upper"),
     "regression": ("problem:LayerProblem.toward",),
     "masks": ("patterns:keep_largest",),
     "column loop": ("solvers.sparsegpt:_sweep", "solvers.column_loop:sweep"),

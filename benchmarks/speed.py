@@ -34,6 +34,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import excess
 import torch
 from results import MEASURED, processor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +69,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": {"method": "sparsellm"},
+    "default, couple none, SparseGPT inside": {"method": "sparsellm", "couple": "none", "solver": "sparsegpt"},
+    "default, couple none, ALPS inside": {"method": "sparsellm", "couple": "none", "solver": "alps"},
+    "default, without Gauss-Newton, ALPS inside": {"method": "sparsellm", "newton": 0, "solver": "alps"},
 }
+"""The last three are cheaper forms of the default, with their names in `excess.py`."""
+
+EXCESS_NAMES = {"SparseLLM as published, 4 epochs": "as published", "default": "sparsellm"}
+"""What `excess.py` calls methods that have another name here."""
 
 SPARSITY, LENGTH = "70%", 512
 
@@ -80,7 +88,12 @@ PEER = "llm-compressor's SparseGPT"
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
     "moments": ("moments:Gram.update", "moments:Cross.update", "moments:InputNorms.update", "regression:Regression.update"),
-    "factorisation": ("linalg:cholesky", "linalg:inverse_factor", "solvers.alps:_shifted_by_eigenvectors"),
+    "factorisation": (
+        "linalg:cholesky",
+        "linalg:reversed_factor",
+        "linalg:inverse_upper",
+        "solvers.alps:_shifted_by_eigenvectors",
+    ),
     "regression": ("problem:LayerProblem.toward",),
     "column loop": ("solvers.sparsegpt:SparseGPT.solve",),
     "ADMM": ("solvers.alps:ALPS._search",),
@@ -366,6 +379,7 @@ def tables() -> list[str]:
     lines: list[str] = []
     for key, rounds in known.get("race", {}).items():
         lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
+    lines += _bargain_table(known.get("race", {}))
     for key, cell in phases.items():
         lines += [*_phases_table(key, cell), ""]
     return lines + _scaling_table(known.get("scaling", {}))
@@ -390,6 +404,23 @@ def _race_table(
         least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
         lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
     return lines
+
+
+def _bargain_table(races: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
+    """What the methods of the shallowest race take, beside what is lost with them: from the cells of `excess.py`."""
+    key = min(races, key=lambda some: int(some.split(" | ")[1]), default=None)
+    data = excess.known("demo-opt")
+    if key is None or not data:
+        return []
+    best = races[key][_best(races[key])]
+    lines = ["| | time over llm-compressor's SparseGPT | excess, demo-opt, 80 % |", "|---|---:|---:|"]
+    rows: list[tuple[float, str]] = []
+    for name, some in races[key].items():
+        lost = excess.summary(excess.cells(data, EXCESS_NAMES.get(name, name), "80%"))
+        if lost:
+            ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
+            rows.append((ratio, f"| {name} | {ratio:.2f} | {lost} |"))
+    return [*lines, *(row for _, row in sorted(rows)), ""]
 
 
 def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
@@ -418,9 +449,10 @@ def _scaling_table(known: dict[str, float]) -> list[str]:
         slopes[name, axis].append((math.log(float(value)), math.log(seconds)))
     if not slopes:
         return []
-    lines = ["| seconds against | " + " | ".join(METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
+    names = [name for name in METHODS if name in {known for known, _ in slopes}]
+    lines = ["| seconds against | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for axis in dict.fromkeys(axis for _, axis in slopes):
-        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in METHODS]
+        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in names]
         lines.append(f"| {axis} | " + " | ".join(row) + " |")
     return lines
 

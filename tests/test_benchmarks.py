@@ -34,11 +34,11 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     speed, layerwise = importlib.import_module("speed"), importlib.import_module("sparsellm.methods.layerwise")
     linalg, solver = importlib.import_module("sparsellm.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
-    before = linalg.inverse_factor, solver.SparseGPT.solve, layerwise.solve
+    before = linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve
     phases = speed.Phases(operations=False)
     with speed.watched(phases.telling, speed.PHASES):
-        assert solver.inverse_factor is linalg.inverse_factor is not before[0]
-        solver.inverse_factor(torch.eye(3), 0.0)
+        assert solver.reversed_factor is linalg.reversed_factor is not before[0]
+        solver.reversed_factor(torch.eye(3), 0.0)
         assert phases.seconds["factorisation"] > 0
-    assert (linalg.inverse_factor, solver.SparseGPT.solve, layerwise.solve) == before
-    assert solver.inverse_factor is before[0]
+    assert (linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve) == before
+    assert solver.reversed_factor is before[0]
