@@ -180,11 +180,12 @@ def by_error(
             problem = problem_of(block, name, known)
             full = block.full_name(name)
             weighed = LayerProblem(problem.weight, problem.inputs, weighs[name])
-            power = float(weighed.energy(weighed.weight))
+            gram = weighed.gram
+            least = 1e-12 * float(weighed.energy(weighed.weight, gram))
             errors = []
             for level in levels:
                 pruned, _ = solve(SparseGPT(), problem, Unstructured(1 - level), full)
-                errors.append(max(weighed.error(pruned), 1e-12) * power)
+                errors.append(max(float(weighed.energy(pruned.sub_(weighed.weight), gram)), least))
             curves[full] = problem.weight.numel(), errors
     found = _balanced(curves, levels, asked)
     return {name: asked * (density / asked) ** CAUTION for name, density in found.items()}
