@@ -35,6 +35,24 @@ def close(got: Tensor, wanted: Tensor, rounding: float) -> bool:
     return bool(((got.double() - wanted).abs() <= rounding * root.outer(root)).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
+    """The same bits from half the memory; each reader still gets its own; no more tokens, and no other centre."""
+    gram = Gram(FEATURES, dtype=dtype)
+    gram.update(inputs())
+    before = gram.matrix, gram.norms, gram.mean
+    for _ in range(2):
+        gram.settle()
+        gram.matrix.zero_()
+        assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.norms, gram.mean), strict=True))
+        assert gram.tokens == TOKENS
+    assert gram._products.numel() == 0
+    with pytest.raises(TypeError, match="takes in nothing more"):
+        gram.update(inputs())
+    with pytest.raises(TypeError, match="sums are gone"):
+        gram.centred()
+
+
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{len(split)}-batches")
 def test_any_split_gives_the_direct_moments(split: list[int]) -> None:
     """Tokens, norms, Gram and cross products do not depend on the batches, but for float32 rounding."""

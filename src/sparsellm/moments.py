@@ -52,6 +52,9 @@ class NoInputs:
         """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
         self._tokens = distributed.total(self._tokens, self._device)
 
+    def settle(self) -> None:
+        """All is summed: keep no more than what will be read. It takes in nothing from then on."""
+
 
 class InputNorms(NoInputs):
     """The size of every input."""
@@ -87,11 +90,12 @@ class Gram(InputNorms):
         self._dtype, wide = dtype, devices.widest(self._device)
         self._products = torch.zeros(features, features, dtype=wide, device=device)  # of which the upper half counts
         self._sums = torch.zeros(features, dtype=wide, device=device)
+        self._settled: tuple[Tensor, Tensor] | None = None  # the matrix and the norms, once they are all that is kept
 
     @property
     def matrix(self) -> Tensor:
         """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
-        return mirrored(self._upper(None))
+        return mirrored(self._upper(None)) if self._settled is None else self._settled[0].clone()
 
     def _upper(self, centre: Tensor | None) -> Tensor:
         """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
@@ -106,6 +110,8 @@ class Gram(InputNorms):
 
     @property
     def norms(self) -> Tensor:
+        if self._settled is not None:
+            return self._settled[1]
         self._sum.wait()
         return (self._products.diagonal() / max(self.tokens, 1)).sqrt().float()
 
@@ -121,6 +127,8 @@ class Gram(InputNorms):
         return self._sums / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
+        if self._settled is not None:
+            raise TypeError("A settled Gram takes in nothing more.")
         NoInputs.update(self, inputs)
         x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
         panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
@@ -135,8 +143,16 @@ class Gram(InputNorms):
         starts = range(0, self.features, PANEL)
         self._sum = distributed.Sum(*(self._products[start : start + PANEL, start:] for start in starts), self._sums)
 
+    def settle(self) -> None:
+        """Keep the matrix in the products' dtype, half of what its sums take; it can no longer be centred."""
+        if self._settled is None:
+            self._settled = self.matrix, self.norms
+            self._products = self._products.new_empty(0)
+
     def centred(self) -> Gram:
         r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too."""
+        if self._settled is not None:
+            raise TypeError("A settled Gram cannot be centred: its sums are gone.")
         return _Centred(self)
 
 
@@ -163,6 +179,9 @@ class _Centred(Gram):
     @property
     def matrix(self) -> Tensor:
         return self._moments.clone()
+
+    def settle(self) -> None:
+        pass  # it is
 
     def update(self, inputs: Tensor) -> None:
         raise TypeError("A centred Gram takes in nothing more: update the one that it was made from.")

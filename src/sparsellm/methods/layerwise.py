@@ -67,6 +67,7 @@ class LayerWise:
 
     def _prune_one(self, block: Block, inputs: Activations, name: str, known: NoInputs, plan: Plan) -> LayerResult:
         """One layer by itself."""
+        known.settle()
         problem = problem_of(block, name, known, self.keep_zeros)
         return prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
 
@@ -200,6 +201,7 @@ def _prune_unwaiting(
     answers: list[Tensor] = []
     told: list[Tensor] = []
     for name, known in moments.items():
+        known.settle()
         problem, pattern = problem_of(block, name, known), plan[block.full_name(name)]
         if pattern.removed(problem.weight.numel()):
             weight, sound = solver.attempt(problem, pattern)
