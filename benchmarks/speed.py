@@ -70,10 +70,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": {"method": "sparsellm"},
     "default, couple none, SparseGPT inside": {"method": "sparsellm", "couple": "none", "solver": "sparsegpt"},
-    "default, couple none, ALPS inside": {"method": "sparsellm", "couple": "none", "solver": "alps"},
+    "default, couple none, SparseGPT inside, DLP": {
+        "method": "sparsellm",
+        "couple": "none",
+        "solver": "sparsegpt",
+        "allocation": "dlp",
+    },
+    "default, couple none, ALPS inside, DLP": {
+        "method": "sparsellm",
+        "couple": "none",
+        "solver": "alps",
+        "allocation": "dlp",
+    },
     "default, without Gauss-Newton, ALPS inside": {"method": "sparsellm", "newton": 0, "solver": "alps"},
 }
-"""The last three are cheaper forms of the default, with their names in `excess.py`."""
+"""The last four are cheaper forms of the default, with their names in `excess.py`."""
 
 EXCESS_NAMES = {"SparseLLM as published, 4 epochs": "as published", "default": "sparsellm"}
 """What `excess.py` calls methods that have another name here."""
