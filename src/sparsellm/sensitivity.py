@@ -22,7 +22,6 @@ from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.linalg import all_finite, spectrum
 from sparsellm.modes import computed_in, evaluating, only_trained
-from sparsellm.moments import Gram
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights
@@ -198,12 +197,17 @@ def layer_sensitivities(
     heights, vectors = spectrum(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device)
-    sums = {name: Gram(block.layer(name).out_features, metric.device) for name in names}
+    wide = devices.widest(metric.device)
+    sums = {name: torch.zeros(2 * (block.layer(name).out_features,), dtype=wide, device=metric.device) for name in names}
     tokens = 0
 
     def keeps(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
-            output.register_hook(sums[name].update)
+            def take(gradient: Tensor) -> None:
+                rows = gradient.flatten(0, -2).float()
+                sums[name] += rows.T @ rows
+
+            output.register_hook(take)
 
         return hook
 
@@ -225,8 +229,6 @@ def layer_sensitivities(
     finally:
         for one in hooks:
             one.remove()
-    for some in sums.values():
-        some.reduce()
-    # The mean is over the tokens that were given an error, of which a batch may hold fewer than it has.
-    share = distributed.total(tokens, metric.device)
-    return {name: some.matrix.mul_(some.tokens / share) for name, some in sums.items()}
+    count = torch.tensor(float(tokens), dtype=wide, device=metric.device)
+    distributed.sum_(count, *sums.values())
+    return {name: (some / count).float() for name, some in sums.items()}
