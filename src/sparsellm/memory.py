@@ -97,9 +97,9 @@ def give_back() -> None:
 def keep_pages() -> None:
     """Let memory that is freed and taken again cost little: by pages of 2 MiB (Linux), and not given back in between (glibc).
 
-    A pass through a block takes and frees the same tens of megabytes for every batch; page by page, of 4 KiB, and zeroed each
-    time, that is a twentieth of SparseGPT's time. Torch asks once about large pages, at its first tensor: later does nothing,
-    nor harm. What a user has set stays.
+    A pass through a block takes and frees the same tens of megabytes for every batch: without this page by page, of 4 KiB, and
+    zeroed each time. Torch asks once about large pages, at its first tensor; later this does nothing, nor harm. What a user has
+    set stays.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:

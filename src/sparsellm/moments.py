@@ -128,7 +128,7 @@ class Gram(InputNorms):
 
     def update(self, inputs: Tensor) -> None:
         if self._settled is not None:
-            raise TypeError("A settled Gram takes in nothing more.")
+            raise TypeError("A Gram that is settled, or centred, takes in nothing more.")
         NoInputs.update(self, inputs)
         x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
         panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
@@ -157,34 +157,21 @@ class Gram(InputNorms):
 
 
 class _Centred(Gram):
-    """A Gram about the mean; it takes in nothing more."""
+    """A Gram about the mean, settled from the start."""
 
     def __init__(self, gram: Gram) -> None:
         super().__init__(0, gram._device, gram._dtype)
         self.features, self._tokens = gram.features, gram._tokens
-        self._moments = mirrored(gram._upper(gram.centre))
+        moments = mirrored(gram._upper(gram.centre))
         # What is left of an input that never changes is rounding, of either sign: it is dead.
-        dead = self._moments.diagonal() <= CONSTANT * gram.norms.square()
-        self._moments[dead] = 0
-        self._moments[:, dead] = 0
-
-    @property
-    def norms(self) -> Tensor:
-        return self._moments.diagonal().sqrt().float()
+        dead = moments.diagonal() <= CONSTANT * gram.norms.square()
+        moments[dead] = 0
+        moments[:, dead] = 0
+        self._settled = moments, moments.diagonal().sqrt().float()
 
     @property
     def mean(self) -> Tensor:
-        return torch.zeros_like(self._moments[0])
-
-    @property
-    def matrix(self) -> Tensor:
-        return self._moments.clone()
-
-    def settle(self) -> None:
-        pass  # it is
-
-    def update(self, inputs: Tensor) -> None:
-        raise TypeError("A centred Gram takes in nothing more: update the one that it was made from.")
+        return torch.zeros_like(self.norms, dtype=self._dtype)
 
 
 def mirrored(matrix: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -138,14 +139,14 @@ def _read(place: Place) -> Tensor:
     if place.file.suffix != ".safetensors":
         with _readable(place):
             return _unpickled(place.file)[place.key].clone()
-    shape, pieces = _shape(place), by_rows(place)
-    first = next(pieces)
-    if first.shape == shape:
+    pieces = by_rows(place)
+    first, second = next(pieces), next(pieces, None)
+    if second is None:
         return first
-    found = first.new_empty(shape)
-    found[: len(first)] = first
-    start = len(first)
-    for some in pieces:
+    with _readable(place), safe_open(place.file, framework="pt") as opened:
+        found = first.new_empty(opened.get_slice(place.key).get_shape())
+    start = 0
+    for some in chain((first, second), pieces):
         found[start : start + len(some)] = some
         start += len(some)
     return found
@@ -157,10 +158,11 @@ def by_rows(place: Place) -> Iterator[Tensor]:
     The file is opened anew for each: what is mapped of it counts as this process's memory until it is closed, and would be a
     large tensor a second time.
     """
-    shape = _shape(place)
-    if len(shape) == 0 or shape.numel() <= PIECE:
-        with _readable(place), safe_open(place.file, framework="pt") as opened:
-            whole: Tensor = opened.get_tensor(place.key).clone()
+    with _readable(place), safe_open(place.file, framework="pt") as opened:
+        shape = torch.Size(opened.get_slice(place.key).get_shape())
+        small = len(shape) == 0 or shape.numel() <= PIECE
+        whole = opened.get_tensor(place.key).clone() if small else None
+    if whole is not None:
         yield whole
         return
     rows = max(1, PIECE // shape[1:].numel())
@@ -168,12 +170,6 @@ def by_rows(place: Place) -> Iterator[Tensor]:
         with _readable(place), safe_open(place.file, framework="pt") as opened:
             some = opened.get_slice(place.key)[start : start + rows].clone()
         yield some
-
-
-def _shape(place: Place) -> torch.Size:
-    """Of a tensor in a safetensors file."""
-    with _readable(place), safe_open(place.file, framework="pt") as opened:
-        return torch.Size(opened.get_slice(place.key).get_shape())
 
 
 @contextmanager

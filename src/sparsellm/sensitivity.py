@@ -133,8 +133,8 @@ def _last_gradients(
 def drawn(shares: Tensor, generator: torch.Generator) -> Tensor:
     """One number for each row of (rows, n) shares that sum to 1, each as likely as its share: (rows,).
 
-    By one random number for a row and the shares' running sums, in double precision; `torch.multinomial` draws n for each, at
-    a vocabulary of 50,000 a third of what all sensitivities take.
+    By one random number for a row and the shares' running sums, in double precision: `torch.multinomial` draws n for each,
+    which for a vocabulary takes as long as the products.
     """
     wide = devices.widest(shares.device)
     places = torch.rand(len(shares), 1, generator=generator, device=shares.device, dtype=wide)
