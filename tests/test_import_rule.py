@@ -83,6 +83,7 @@ STOREYS = {
         "export",
         "events",
         "log",
+        "pages",
         "residence",
         "generation",
         "zeroshot",

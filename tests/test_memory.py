@@ -57,7 +57,7 @@ PAGES = """
 import sys
 from pathlib import Path
 import sparsellm.run, torch
-from sparsellm.memory import keep_pages
+from sparsellm.pages import keep_pages
 if "keep" in sys.argv:
     keep_pages()
 faults = lambda: int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoint import device_of, open_checkpoint
-from sparsellm.memory import keep_pages
+from sparsellm.pages import keep_pages
 from sparsellm.preparation import read_test, window_length
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import settle

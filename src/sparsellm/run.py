@@ -21,9 +21,10 @@ from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note,
 from sparsellm.export import save
 from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
-from sparsellm.memory import forget_peak, give_back, keep_pages, out_of_memory, peak_memory
+from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.moments import NoInputs
+from sparsellm.pages import keep_pages
 from sparsellm.patterns import parse_pattern
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
