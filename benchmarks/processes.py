@@ -105,7 +105,7 @@ def costs() -> list[str]:
     moments = TOKENS * (3 * WIDTH**2 + HIDDEN**2)
     layers = [(WIDTH, WIDTH), (WIDTH, KEYS), (WIDTH, KEYS), (WIDTH, WIDTH), (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
     solves = [4 / 3 * reads**3 + reads**2 * writes for reads, writes in layers]
-    exchanged = 8 * (3 * WIDTH**2 + HIDDEN**2) / 2 + 2 * weights
+    exchanged = 8 * (3 * WIDTH**2 + HIDDEN**2) * 9 / 16 + 2 * weights
     lines = ["| GPUs | forward and moments | solves | exchange | a block | 80 blocks |", "|---|---|---|---|---|---|"]
     for count in (1, 8, 64):
         loads = [0.0] * count

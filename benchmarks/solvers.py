@@ -22,6 +22,7 @@ import torch
 from results import MEASURED, processor
 from torch import Tensor
 
+from sparsellm.activations import Activations
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.calibration import calibration_windows
 from sparsellm.checkpoint import open_checkpoint
@@ -70,11 +71,12 @@ def _parts(problem: LayerProblem) -> tuple[Tensor, object]:
     return problem.weight, problem.inputs
 
 
-def _curvatures(block: Block, inputs: object) -> dict[str, Tensor]:
+def _curvatures(block: Block, inputs: Activations) -> dict[str, Tensor]:
     """The readers' curvature as far as the feed-forward's output, on the dense model."""
     part = block.architecture.feed_forward
     assert part is not None
-    seen = [look.inputs[part.readers[0]] for look in inputs.passes(block, [part.readers[0]])]  # type: ignore[attr-defined]
+    seen: list[Tensor] = []
+    inputs.watch(block, {part.readers[0]: [seen.append]})
     return Part(part, None, seen, seen).curvatures(weights_of(block, (*part.readers, part.writer)))
 
 

@@ -98,7 +98,13 @@ PEER = "llm-compressor's SparseGPT"
 
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
-    "moments": ("moments:Gram.update", "moments:Cross.update", "moments:InputNorms.update", "regression:Regression.update"),
+    "moments": (
+        "moments:Gram.update",
+        "moments:Cross.update",
+        "moments:InputNorms.update",
+        "regression:Summed.update",
+        "regression:Twins.update",
+    ),
     "factorisation": (
         "linalg:cholesky",
         "linalg:reversed_factor",

@@ -79,8 +79,9 @@ def exchanged(config: OPTConfig) -> int:
 
 
 def upper(width: int) -> int:
-    """How many numbers of a symmetric matrix are exchanged: panels of 256 rows, from the diagonal on."""
-    return sum(min(256, width - start) * (width - start) for start in range(0, width, 256))
+    """How many numbers of a symmetric matrix are exchanged: eight panels of rows, of 16 at least, from the diagonal on."""
+    height = max(width // 8, 16)
+    return sum(min(height, width - start) * (width - start) for start in range(0, width, height))
 
 
 def test_alone() -> None:

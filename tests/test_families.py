@@ -351,7 +351,7 @@ def test_each_token_goes_to_its_experts(name: str) -> None:
         tokens = []
         for number in range(4):
             name, gram = f"mlp.experts.{number}.up_proj", Gram(32)
-            gram.update(torch.cat([shown.inputs[name] for shown in inputs.passes(block, [name])]))
+            inputs.watch(block, {name: [gram.update]})
             own = x[(chosen == number).any(-1)]
             if wanted[number] >= least:
                 torch.testing.assert_close(gram.matrix, own.T @ own / len(own), rtol=1e-4, atol=1e-4)

@@ -46,7 +46,7 @@ def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
         gram.matrix.zero_()
         assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.norms, gram.mean), strict=True))
         assert gram.tokens == TOKENS
-    assert gram._products.numel() == 0
+    assert not gram._products
     with pytest.raises(TypeError, match="takes in nothing more"):
         gram.update(inputs())
     with pytest.raises(TypeError, match="sums are gone"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsellm.moments import Gram
 from sparsellm.patterns import Unstructured
-from sparsellm.regression import Regression
+from sparsellm.regression import Carried, Regression, Summed, Twins
 from sparsellm.solvers.alps import ALPS
 
 TOKENS, FEATURES, OUTPUTS = 400, 16, 6
@@ -40,7 +40,7 @@ def tokens(constant: bool = False) -> tuple[Tensor, Tensor]:
 
 def summed(x: Tensor, y: Tensor, affine: bool, split: list[int] | None = None) -> Regression:
     """The regression of y on x, taken in batch by batch."""
-    found = Regression(Gram(x.shape[1]), y.shape[1], affine)
+    found = Summed(Gram(x.shape[1]), y.shape[1], affine)
     for inputs, targets in zip(x.split(split or [len(x)]), y.split(split or [len(y)]), strict=True):
         found.inputs.update(inputs)
         found.update(targets, inputs)
@@ -216,7 +216,7 @@ def test_layers_share_a_gram(affine: bool) -> None:
     """Two regressions on one Gram, which is updated once a batch, are each what they would be alone."""
     x, y = tokens()
     gram = Gram(FEATURES)
-    both = [Regression(gram, 4, affine), Regression(gram, 2, affine)]
+    both = [Summed(gram, 4, affine), Summed(gram, 2, affine)]
     for inputs, targets in zip(x.split(150), y.split(150), strict=True):
         gram.update(inputs)
         for regression, some in zip(both, targets.split([4, 2], 1), strict=True):
@@ -229,9 +229,38 @@ def test_layers_share_a_gram(affine: bool) -> None:
 @every_form
 def test_before_any_token(affine: bool) -> None:
     """Nothing seen is zero, not NaN, and the target is the prior."""
-    found = Regression(Gram(3), 2, affine)
+    found = Summed(Gram(3), 2, affine)
     weight = torch.ones(2, 3)
     assert (found.power, found.error(weight)) == (0, 0)
     assert torch.equal(found.problem(weight, 1e-3).weight, weight)
     bias = found.bias(weight)
     assert bias is None or torch.equal(bias, torch.zeros(2))
+
+
+@every_form
+@pytest.mark.parametrize("constant", [False, True], ids=["", "constant"])
+def test_targets_that_are_never_made(affine: bool, constant: bool) -> None:
+    """Targets A z + a, from the sums of z and x alone: the errors, biases and problems that the targets themselves give."""
+    x, _ = tokens(constant)
+    z = (x + 0.4 * draw(*x.shape, seed=20).float()).roll(1, 1)
+    offset = draw(OUTPUTS, seed=22).float() if affine else None
+    layer = draw(OUTPUTS, FEATURES, seed=21).float()
+    targets = z @ layer.T if offset is None else z @ layer.T + offset
+    twins = Twins(Gram(FEATURES))
+    for here, there in zip(x.split(150), z.split(150), strict=True):
+        twins.inputs.update(here)
+        twins.update(here, there)
+    twins.inputs.reduce()
+    twins.reduce()
+    found, wanted = Carried(twins, layer, offset), summed(x, targets, affine)
+    assert found.affine == affine
+    assert found.power == pytest.approx(wanted.power, rel=1e-5)
+    prior = layer + 0.1 * draw(OUTPUTS, FEATURES, seed=23).float()
+    torch.testing.assert_close(found.problem(prior, 1e-3).weight, wanted.problem(prior, 1e-3).weight, rtol=1e-3, atol=1e-4)
+    for weight in (prior, draw(OUTPUTS, FEATURES, seed=24).float()):
+        lost, best = missed(x, targets, weight, affine)
+        assert found.error(weight) == pytest.approx(lost, rel=2e-4, abs=1e-5 * found.power)
+        bias = found.bias(weight)
+        assert (bias is None) == (not affine)
+        if bias is not None:
+            torch.testing.assert_close(bias.double(), best, rtol=1e-4, atol=1e-4)

@@ -216,9 +216,10 @@ def test_later_layers_read_what_rounded_ones_write(family: str) -> None:
     assert isinstance(method.solver, Recorder)
     problems = iter(method.solver.seen)
     for block, inputs in walk(model, batches(), compute=torch.float32):
-        reads = [seen.inputs for seen in inputs.passes(block, list(block.layers))]
+        reads: dict[str, list[Tensor]] = {name: [] for name in block.layers}
+        inputs.watch(block, {name: [some.append] for name, some in reads.items()})
         for name, layer in block.layers.items():
-            x, known = torch.cat([read[name] for read in reads]).double(), next(problems)[0].inputs
+            x, known = torch.cat(reads[name]).double(), next(problems)[0].inputs
             x = x if layer.bias is None else x - x.mean(0)
             assert isinstance(known, Gram)
             assert far(known.matrix, x.T @ x / len(x)) < 1e-5, name

@@ -24,6 +24,7 @@ from sparsellm.activations import Activations
 from sparsellm.allocation import select_blocks, uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
+from sparsellm.looks import Asked
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.patterns import NM, Unstructured
@@ -149,6 +150,60 @@ def test_stop_and_watch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, before, strict=True))
     assert not block.layer("fc1")._forward_pre_hooks
     assert len(block.layer("fc1")._forward_hooks) == 1
+
+
+def test_passes_end_where_nothing_more_is_asked_for() -> None:
+    """A layer whose inputs alone are asked for does not run; where nothing is, nothing does; each stream has its own block."""
+    model = tiny("opt")
+    block, inputs = next(walk(model, batches(), teacher=True))
+    assert inputs.teacher is not None
+    with torch.no_grad():
+        block.layer("self_attn.out_proj").weight.zero_()
+    ran: list[str] = []
+    for which, some in (("pruned", block), ("dense", inputs.teacher)):
+        for name, layer in some.layers.items():
+            layer.register_forward_hook(lambda *_, name=name, which=which: ran.append(f"{which} {name}"))
+    asked = Asked(["fc1"], ["self_attn.out_proj"])
+    pairs = list(inputs.pairs(block, asked, Asked()))
+    assert set(ran) == {f"pruned self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
+    for (pruned, dense), hidden in zip(pairs, inputs.dense or [], strict=True):
+        assert torch.equal(
+            pruned.outputs["self_attn.out_proj"], block.layer("self_attn.out_proj").bias.expand(len(hidden.flatten(0, 1)), -1)
+        )
+        assert (list(pruned.inputs), dense.inputs, dense.outputs, dense.leaving) == (["fc1"], {}, {}, None)
+        assert torch.equal(dense.entering, hidden.flatten(0, 1))
+    assert inputs.teacher is not None
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_dense_stream_travels_on_with_its_last_pass(last: bool) -> None:
+    """It is then where it would have been by itself, to the bit, and no teacher is left; else it stays where it was."""
+    walked = [walk(tiny("llama"), batches(), teacher=True) for _ in range(2)]
+    (block, inputs), (_, other) = (next(some) for some in walked)
+    before = list(inputs.dense or [])
+    for (_, dense), entered in zip(
+        inputs.pairs(block, Asked(), Asked(writes=["mlp.down_proj"], whole=last)), before, strict=True
+    ):
+        assert torch.equal(dense.entering, entered.flatten(0, 1))
+        assert (dense.leaving is not None) == last
+    assert (inputs.teacher is None) == last
+    if last:
+        other.advance_dense()
+    assert all(torch.equal(a, b) for a, b in zip(inputs.dense or [], other.dense or [], strict=True))
+    inputs.advance_dense()
+    if not last:
+        other.advance_dense()
+    assert all(torch.equal(a, b) for a, b in zip(inputs.dense or [], other.dense or [], strict=True))
+
+
+def test_a_whole_pass_is_checked() -> None:
+    """What is not finite is found where it arises, also in the pass that takes the dense stream onward."""
+    model = tiny("opt")
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc2.weight[0] = float("inf")
+    block, inputs = next(walk(model, batches(), teacher=True))
+    with pytest.raises(NonFinite, match=r"layers\.0\.fc2 is not finite"):
+        list(inputs.pairs(block, Asked(), Asked(whole=True)))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

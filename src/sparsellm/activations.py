@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from sparsellm import devices, distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
 from sparsellm.linalg import all_finite
-from sparsellm.looks import Enough, Look, Looks, Seen, first_not_finite, glimpse, not_finite
+from sparsellm.looks import Asked, Enough, Looks, Seen, first_not_finite, glimpse, looking, not_finite
 from sparsellm.modes import computed_in, instead
 from sparsellm.routes import Routes
 from sparsellm.stand_ins import home, standing_in
@@ -153,24 +153,26 @@ class Activations:
         return found
 
     @torch.no_grad()
-    def passes(self, block: Block, names: Sequence[str]) -> Iterator[Seen]:
-        """Batch by batch through the block, as far as the last of the named layers; nothing travels on."""
-        routes = self.routes(block, names)
-        for hidden, call in zip(self.pruned, self.calls(block), strict=True):
-            yield glimpse(block, names, hidden, call, routes.choose if routes else None)
+    def pairs(self, block: Block, pruned: Asked, dense: Asked) -> Iterator[tuple[Seen, Seen]]:
+        """Batch by batch, what the pruned stream shows in the block, and the dense one in its teacher.
 
-    @torch.no_grad()
-    def pairs(self, block: Block, names: Sequence[str]) -> Iterator[tuple[Seen, Seen]]:
-        """As `passes`, each batch twice: the pruned stream's pass through the block, the dense one's through its teacher.
-
-        Experts see the same tokens in both: those that the pruned stream's router sends them.
+        Experts see the same tokens in both: those that the pruned stream's router sends them. Where all of the dense stream's
+        pass is asked for, it travels on with it: there is no teacher afterwards.
         """
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
-        routes = self.routes(block, names)
+        routes = self.routes(block, [*pruned.reads, *pruned.writes])
         first, second = (routes.choose, routes.again) if routes else (None, None)
-        for pruned, dense, call in zip(self.pruned, self.dense, self.calls(block), strict=True):
-            yield glimpse(block, names, pruned, call, first), glimpse(self.teacher, names, dense, call, second)
+        teacher, onward = self.teacher, _Onward(self.dense, self.teacher)
+        for number, call in enumerate(self.calls(block)):
+            here = glimpse(block, pruned, self.pruned[number], call, first)
+            there = glimpse(teacher, dense, self.dense[number], call, second)
+            yield here, there
+            if there.leaving is not None:
+                onward.take(number, there.leaving, call)
+        onward.settle()
+        if dense.whole:
+            self.teacher = None
 
     @torch.no_grad()
     def watch(self, block: Block, reads: Looks, writes: Looks | None = None) -> None:
@@ -178,33 +180,10 @@ class Activations:
 
         reads: who is shown what layers read. writes: who is shown what they write.
         """
-        wanted = [(name, False) for name in reads] + [(name, True) for name in writes or {}]
-        names = list(dict.fromkeys(name for name, _ in wanted))
-        routes = self.routes(block, names)
-        missing = set(wanted)
-
-        def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
-            def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-                shown = (output[0] if written else inputs[0]).flatten(0, -2)
-                for look in many:
-                    look(shown)
-                missing.discard((name, written))
-                if not missing:
-                    raise Enough
-
-            return hook
-
-        hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
-        hooks += [block.layer(name).register_forward_hook(shows(name, True, many)) for name, many in (writes or {}).items()]
-        try:
-            with block.opened(names, routes.choose if routes else None):
-                for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                    missing.update(wanted)
-                    with suppress(Enough):
-                        block(hidden, call)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        routes = self.routes(block, [*reads, *(writes or {})])
+        with looking(block, reads, writes or {}, routes.choose if routes else None) as through:
+            for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
+                through(hidden, call)
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
@@ -248,17 +227,32 @@ class Activations:
 
     def _advance(self, stream: Kept, block: Block) -> None:
         """Pass one stream through a block."""
-        finite: list[Tensor] = []
+        onward = _Onward(stream, block)
         for number, call in enumerate(self.calls(block)):
-            hidden = block(stream[number], call)
-            if devices.queued(hidden.device):
-                finite.append(hidden.isfinite().all())
-            elif not all_finite(hidden):
-                raise not_finite(first_not_finite(block, stream[number], call), hidden, number)
-            stream[number] = hidden
-        for number, good in enumerate(devices.read(finite)):
+            onward.take(number, block(stream[number], call), call)
+        onward.settle()
+
+
+class _Onward:
+    """A stream whose batches are replaced by what a block makes of them, as long as that is finite."""
+
+    def __init__(self, stream: Kept, block: Block) -> None:
+        self._stream, self._block = stream, block
+        self._finite: list[Tensor] = []
+
+    def take(self, number: int, hidden: Tensor, call: Call) -> None:
+        """Put a batch's new hidden states in the place of those that it entered with. Raises NonFinite, naming the layer."""
+        if devices.queued(hidden.device):
+            self._finite.append(hidden.isfinite().all())
+        elif not all_finite(hidden):
+            raise not_finite(first_not_finite(self._block, self._stream[number], call), hidden, number)
+        self._stream[number] = hidden
+
+    def settle(self) -> None:
+        """Raise NonFinite, naming the block, where a GPU was not waited for before."""
+        for number, good in enumerate(devices.read(self._finite)):
             if not good:  # what entered is gone, and with it which layer was the first
-                raise not_finite(block.name, stream[number], number)
+                raise not_finite(self._block.name, self._stream[number], number)
 
 
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:

@@ -35,13 +35,17 @@ def damped(gram: Tensor, damping: float) -> Tensor:
 
     Dead inputs get that mean as their diagonal (1 where all are dead): they couple to nothing, and nothing is divided by zero.
     """
-    result = gram.clone()
-    diagonal = result.diagonal()
+    return damped_(gram.clone(), damping)
+
+
+def damped_(gram: Tensor, damping: float) -> Tensor:
+    """As `damped`, in place: of a Gram matrix that nobody else reads."""
+    diagonal = gram.diagonal()
     dead = dead_inputs(gram)
     mean = diagonal.mean()
     diagonal += damping * mean
     diagonal.copy_(torch.where(dead, torch.where(mean > 0, mean, torch.ones_like(mean)), diagonal))
-    return result
+    return gram
 
 
 def lifted(curvature: Tensor, share: float) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -21,41 +22,85 @@ Looks = Mapping[str, Sequence[Look]]
 """By layer, who is shown."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a stream's passes through a block are to show. reads: layers whose inputs. writes: layers whose outputs.
+
+    whole: whether the stream travels on with the same pass, so that it must not end before the block does.
+    """
+
+    reads: Sequence[str] = ()
+    writes: Sequence[str] = ()
+    whole: bool = False
+
+
 @dataclass
 class Seen:
     """What one batch showed on its way through a block.
 
     entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out).
+    leaving: the block's output, (batch, seq, model), where the pass was a whole one.
     """
 
     entering: Tensor
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
+    leaving: Tensor | None = None
 
 
 class Enough(Exception):
     """All that was asked for was seen: the rest of the block need not run."""
 
 
-def glimpse(block: Block, names: Sequence[str], hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
-    """One batch through a block, as far as the last of the named layers."""
-    seen = Seen(hidden.flatten(0, -2), {}, {})
+@contextmanager
+def looking(
+    block: Block, reads: Looks, writes: Looks, rows: Rows | None = None, whole: bool = False
+) -> Iterator[Callable[[Tensor, Call], Tensor | None]]:
+    """Within the context a way to pass one batch through the block, as far as there is something to show.
 
-    def shows(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            seen.inputs[name], seen.outputs[name] = inputs[0].flatten(0, -2), output.flatten(0, -2)
-            if len(seen.inputs) == len(set(names)):
+    It gives the block's output, or None where it ended before; a layer whose inputs alone are asked for does not run, if it is
+    the last. rows: which tokens experts are shown, if not those that are routed to them. whole: to pass all of the block.
+    """
+    wanted = {(name, False) for name in reads} | {(name, True) for name in writes}
+    missing: set[tuple[str, bool]] = set()
+
+    def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
+            shown = (output[0] if written else inputs[0]).flatten(0, -2)
+            for look in many:
+                look(shown)
+            missing.discard((name, written))
+            if not missing and not whole:
                 raise Enough
 
         return hook
 
-    hooks = [block.layer(name).register_forward_hook(shows(name)) for name in names]
+    def through(hidden: Tensor, call: Call) -> Tensor | None:
+        missing.update(wanted)
+        with suppress(Enough):
+            return block(hidden, call)
+        return None
+
+    hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
+    hooks += [block.layer(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
     try:
-        with block.opened(names, rows), suppress(Enough):
-            block(hidden, call)
+        with block.opened([*reads, *writes], rows):
+            yield through
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
+    """What one batch shows on its way through a block. rows: as for `looking`."""
+    seen = Seen(hidden.flatten(0, -2), {}, {})
+    if not (asked.reads or asked.writes or asked.whole):
+        return seen
+    reads = {name: [partial(seen.inputs.__setitem__, name)] for name in asked.reads}
+    writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.writes}
+    with looking(block, reads, writes, rows, asked.whole) as through:
+        left = through(hidden, call)
+    seen.leaving = left if asked.whole else None
     return seen
 
 

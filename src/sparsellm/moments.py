@@ -16,15 +16,15 @@ from sparsellm import devices, distributed
 CONSTANT = 3e-5
 """The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
 
-PANEL = 256
-"""Rows of a symmetric product that are made, and exchanged, at once, from the diagonal on: little more than half remains."""
-
 PANELS = 8
-"""In how many panels of rows matrices are added up and read: what lives for a moment is an eighth of the matrix, also in the
-miniature by which a run is foreseen."""
+"""In how many panels of rows matrices are made, kept, added up and read. Of a symmetric one each panel begins at the diagonal:
+9/16 of it remains, and what lives for a moment is an eighth, also in the miniature by which a run is foreseen."""
 
-QUEUED_PANEL = 2048
-"""The same where a whole product of so many columns is what fills a GPU; not measured."""
+LEAST_PANEL = 16
+"""Rows of a panel at least: a product of fewer is added up token by token, with twenty times the rounding."""
+
+QUEUED_PANEL = 512
+"""The same on a GPU, which fewer rows would not fill; not measured."""
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes whose products are exact in float32."""
@@ -82,15 +82,19 @@ class Gram(InputNorms):
     r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
     dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
-    Cost: (in, in) doubles, and in² + 256 in multiply-adds for every token over two.
+    Cost: 9/16 in² doubles, and as many multiply-adds for every token.
     """
 
     def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         super().__init__(features, device)
         self._dtype, wide = dtype, devices.widest(self._device)
-        self._products = torch.zeros(features, features, dtype=wide, device=device)  # of which the upper half counts
+        self._places = _panels(features, self._device)
+        self._products = [
+            torch.zeros(stop - start, features - start, dtype=wide, device=device) for start, stop in self._places
+        ]
         self._sums = torch.zeros(features, dtype=wide, device=device)
         self._settled: tuple[Tensor, Tensor] | None = None  # the matrix and the norms, once they are all that is kept
+        self._central: _Centred | None = None
 
     @property
     def matrix(self) -> Tensor:
@@ -100,9 +104,9 @@ class Gram(InputNorms):
     def _upper(self, centre: Tensor | None) -> Tensor:
         """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
         self._sum.wait()
-        found = torch.empty(self._products.shape, dtype=self._dtype, device=self._device)
-        for start, stop in _panels(self.features, self._device):  # the doubles stay few
-            panel = self._products[start:stop, start:] / max(self.tokens, 1)
+        found = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
+        for (start, stop), products in zip(self._places, self._products, strict=True):  # the doubles stay few
+            panel = products / max(self.tokens, 1)
             if centre is not None:
                 panel -= centre[start:stop].outer(centre[start:])
             found[start:stop, start:] = panel
@@ -113,7 +117,8 @@ class Gram(InputNorms):
         if self._settled is not None:
             return self._settled[1]
         self._sum.wait()
-        return (self._products.diagonal() / max(self.tokens, 1)).sqrt().float()
+        squares = torch.cat([products.diagonal() for products in self._products])
+        return (squares / max(self.tokens, 1)).sqrt().float()
 
     @property
     def mean(self) -> Tensor:
@@ -129,31 +134,36 @@ class Gram(InputNorms):
     def update(self, inputs: Tensor) -> None:
         if self._settled is not None:
             raise TypeError("A Gram that is settled, or centred, takes in nothing more.")
+        self._central = None
         NoInputs.update(self, inputs)
         x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
-        panel = QUEUED_PANEL if devices.queued(x.device) else PANEL
-        for start in range(0, self.features, panel):
-            made = _product(x[:, start : start + panel], x[:, start:], self._dtype)
+        for (start, stop), products in zip(self._places, self._products, strict=True):
+            made = _product(x[:, start:stop], x[:, start:], self._dtype)
             for first, last in _panels(len(made), x.device):  # added bit by bit: what is cast for it stays small
-                self._products[start + first : start + last, start:] += made[first:last]
+                products[first:last] += made[first:last]
         self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
         NoInputs.reduce(self)
-        starts = range(0, self.features, PANEL)
-        self._sum = distributed.Sum(*(self._products[start : start + PANEL, start:] for start in starts), self._sums)
+        self._central = None
+        self._sum = distributed.Sum(*self._products, self._sums)
 
     def settle(self) -> None:
         """Keep the matrix in the products' dtype, half of what its sums take; it can no longer be centred."""
         if self._settled is None:
             self._settled = self.matrix, self.norms
-            self._products = self._products.new_empty(0)
+            self._products.clear()
 
     def centred(self) -> Gram:
-        r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too."""
+        r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too.
+
+        Kept until more is taken in: layers that share their inputs share this too.
+        """
         if self._settled is not None:
             raise TypeError("A settled Gram cannot be centred: its sums are gone.")
-        return _Centred(self)
+        if self._central is None:
+            self._central = _Centred(self)
+        return self._central
 
 
 class _Centred(Gram):
@@ -224,7 +234,7 @@ class Cross:
 
 def _panels(rows: int, device: torch.device) -> list[tuple[int, int]]:
     """From which row to which each panel goes."""
-    height = max(-(-rows // PANELS), QUEUED_PANEL if devices.queued(device) else 1)
+    height = max(-(-rows // PANELS), QUEUED_PANEL if devices.queued(device) else LEAST_PANEL)
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 

@@ -20,7 +20,7 @@ from sparsellm.blocks import Block
 from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
 from sparsellm.linalg import lifted
 from sparsellm.moments import Gram
-from sparsellm.regression import Regression
+from sparsellm.regression import Regression, Summed
 from sparsellm.storage import Rows, lengths
 
 Weights = dict[str, tuple[Tensor, Tensor | None]]
@@ -124,7 +124,7 @@ class Part:
         """The writer's: from the activations that these readers really give, toward t."""
         (out, features), bias = weights[self.feed_forward.writer][0].shape, weights[self.feed_forward.writer][1]
         gram = Gram(features, self._device)
-        found = Regression(gram, out, affine=bias is not None)
+        found = Summed(gram, out, affine=bias is not None)
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
             gram.update(activated)
@@ -144,7 +144,7 @@ class Part:
             gram.reduce()
         return {name: (writer.T @ writer) * gram.matrix for name, gram in slopes.items()}
 
-    def aims(self, weights: Weights, ratio: float) -> dict[str, Regression]:
+    def aims(self, weights: Weights, ratio: float) -> Mapping[str, Regression]:
         r"""SparseLLM's signals for one epoch, from what the part now computes, as regressions of the readers' new targets.
 
         From $z = W x$, $p = \varphi(z)$: first p moves toward what the writer would need (paper eq. 9), then z toward
@@ -154,7 +154,7 @@ class Part:
         bias = weights[self.feed_forward.writer][1]
         correction = activation_correction(writer, ratio)
         gram = Gram(self._width, writer.device)
-        found = {name: Regression(gram, len(weights[name][0]), affine=weights[name][1] is not None) for name in readers}
+        found = {name: Summed(gram, len(weights[name][0]), affine=weights[name][1] is not None) for name in readers}
         for x, t in self._batches():
             hidden = self.hidden(weights, x)
             target = self._weighed(t if bias is None else t - bias)

@@ -82,10 +82,10 @@ class SparseLLM(Settings):
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
         run = TwoStreams(self, block, inputs, plan, metric, sensitivities)
-        for group in block.architecture.groups:
-            mine = [name for name in group if name in weighed]
-            if mine:
-                run.solve_group(mine)
+        groups = [[name for name in group if name in weighed] for group in block.architecture.groups]
+        alone = [group for group in groups if group]
+        for number, group in enumerate(alone, 1):
+            run.solve_group(group, last=number == len(alone) and not parts)
         if parts == [block.architecture.feed_forward]:
             yield from run.solve_part(parts[0])
         elif parts:

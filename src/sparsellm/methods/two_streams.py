@@ -14,15 +14,15 @@ from torch.nn.functional import linear
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.feedforward import FeedForward
-from sparsellm.linalg import damped, lifted, refit, zeros_in
-from sparsellm.looks import Seen
+from sparsellm.linalg import damped_, lifted, refit, zeros_in
+from sparsellm.looks import Asked, Seen
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import planned, solutions, solve, step_of, zeros_of
 from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
 from sparsellm.methods.settings import Settings
 from sparsellm.moments import Gram
 from sparsellm.refinement import Refined, refine_block
-from sparsellm.regression import Regression
+from sparsellm.regression import Carried, Regression, Summed, Twins
 from sparsellm.storage import Kept
 
 NEWTON_STEPS = 8
@@ -68,9 +68,9 @@ class TwoStreams:
         self._gone = {name: zeros_of(block.layer(name).weight, settings.keep_zeros) for name in planned(block, plan)}
         self._sensitivities = sensitivities
 
-    def solve_group(self, names: Sequence[str]) -> None:
-        """Solve layers that share an input, each by itself, and write them."""
-        _, regressions = self._regress(names, None)
+    def solve_group(self, names: Sequence[str], last: bool) -> None:
+        """Solve layers that share an input, each by itself, and write them. last: whether no other of the block follows."""
+        regressions = self._regress(names, last)
         self._solve(*(Task(name, regressions[name], self._curvature(self._sensitivities.get(name))) for name in names))
 
     def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
@@ -92,7 +92,8 @@ class TwoStreams:
             2 * len(parts), 4 * shown * self._block.layer(parts[0].readers[0]).in_features
         ) as lists:
             seen = list(zip(lists[::2], lists[1::2], strict=True))
-            for pruned, dense in self._inputs.pairs(self._block, [part.readers[0] for part in parts]):
+            asked = Asked([part.readers[0] for part in parts])
+            for pruned, dense in self._inputs.pairs(self._block, asked, asked):
                 source = dense if self._settings.targets == "teacher" else pruned
                 for part, (inputs, targets) in zip(parts, seen, strict=True):
                     inputs.append(pruned.inputs[part.readers[0]].float())
@@ -103,23 +104,20 @@ class TwoStreams:
 
     def _regress_expert(self, part: FeedForward, inputs: Kept, targets: Kept) -> dict[str, Regression]:
         """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
-        dense = {name: weights_of(self._block, (name,))[name] for name in (*part.readers, part.writer)}
-        gram = Gram(inputs[0].shape[1], inputs[0].device)
-        found = {name: Regression(gram, len(dense[name][0]), dense[name][1] is not None) for name in part.readers}
+        dense = weights_of(self._block, (*part.readers, part.writer))
+        twins = Twins(Gram(inputs[0].shape[1], inputs[0].device))
         for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
-            gram.update(x)
+            twins.inputs.update(x)
+            twins.update(x, aimed)
             hidden = [linear(aimed, *dense[name]) for name in part.readers]
-            for name, target in zip(part.readers, hidden, strict=True):
-                found[name].update(target, x)
             targets[number] = linear(part.activate(*hidden), *dense[part.writer])
-        gram.reduce()
-        for regression in found.values():
-            regression.reduce()
-        return found
+        twins.inputs.reduce()
+        twins.reduce()
+        return {name: Carried(twins, *dense[name]) for name in part.readers}
 
     def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
         """As `solve_part`, with empty lists for what the part reads and should write."""
-        _, regressions = self._regress(feed_forward.readers, (inputs, targets))
+        regressions = self._regress(feed_forward.readers, True, (inputs, targets))
         yield from self._solve_together(feed_forward, inputs, targets, regressions)
 
     def _solve_together(
@@ -190,43 +188,51 @@ class TwoStreams:
             zeros = zeros_in(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
 
-    def _regress(self, names: Sequence[str], part: tuple[Kept, Kept] | None) -> tuple[Gram, dict[str, Regression]]:
+    def _regress(self, names: Sequence[str], last: bool, part: tuple[Kept, Kept] | None = None) -> Mapping[str, Regression]:
         """The regressions of layers that share an input, from one pass of both streams.
 
+        last: whether nothing of the block is looked at afterwards: the dense stream then travels on with the same pass.
         part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
         """
-        block, inputs = self._block, self._inputs
-        layers = {name: block.layer(name) for name in names}
-        gram = Gram(layers[names[0]].in_features, layers[names[0]].weight.device)
-        found = {name: Regression(gram, layer.out_features, layer.bias is not None) for name, layer in layers.items()}
-        writes = part is not None or self._writer in names
-        watched = [*names, *([self._adder] if writes else []), *([self._writer] if part else [])]
-        for pruned, dense in inputs.pairs(block, list(dict.fromkeys(watched))):
-            lost = self._lost(pruned, dense, after_attention=writes)
-            x = pruned.inputs[names[0]].float()
+        first, dense, taught = names[0], weights_of(self._block, tuple(names)), self._settings.targets == "teacher"
+        gram = Gram(dense[first][0].shape[1], self._block.device)
+        # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
+        plain = not self._repairs or {self._adder, self._writer}.isdisjoint(names)
+        twins = Twins(gram) if plain and gram.features <= sum(len(weight) for weight, _ in dense.values()) else None
+        sums = {} if twins else {name: Summed(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
+        made = [*sums, *([self._writer] if part else [])]
+        lost = [self._adder] if self._repairs and self._writer in made else []
+        onward = last and not self._block.views  # by pieces views compute the same, but not to the bit
+        if taught:
+            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), onward)
+        else:
+            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, onward)
+        for pruned, teacher in self._inputs.pairs(self._block, own, aimed):
+            source, x = teacher if taught else pruned, pruned.inputs[first].float()
             gram.update(x)
-            for name in names:
-                source = dense if self._settings.targets == "teacher" else pruned  # not pruned yet: the dense layer on x
-                target = source.outputs[name].float()
-                if self._repairs and name in (self._adder, self._writer):
-                    target = target + lost
-                found[name].update(target, x)
-            if part is not None:
-                source = dense if self._settings.targets == "teacher" else pruned
-                target = source.outputs[self._writer].float()
+            if twins:
+                twins.update(x, source.inputs[first].float())
+            for name, some in sums.items():
+                some.update(self._target(name, source, pruned, teacher), x)
+            if part:
                 part[0].append(x)
-                part[1].append(target + lost if self._repairs else target)
+                part[1].append(self._target(self._writer, source, pruned, teacher))
         gram.reduce()
-        for regression in found.values():
-            regression.reduce()
-        return gram, found
+        for shared in (twins, *sums.values()):
+            if shared:
+                shared.reduce()
+        return {name: Carried(twins, *dense[name]) for name in names} if twins else sums
 
-    def _lost(self, pruned: Seen, dense: Seen, after_attention: bool) -> Tensor:
-        """What the stream lacks of the dense one where a writer adds to it, (tokens, model)."""
-        lost = dense.entering.float() - pruned.entering.float()
-        if after_attention:
-            lost = lost + dense.outputs[self._adder].float() - pruned.outputs[self._adder].float()
-        return lost
+    def _target(self, name: str, source: Seen, pruned: Seen, dense: Seen) -> Tensor:
+        """What a layer should write, (tokens, out): what the source wrote, and for those that write to the stream also what the
+        pruned one lacks of the dense one where they do."""
+        target = source.outputs[name].float()
+        if not self._repairs or name not in (self._adder, self._writer):
+            return target
+        target = target + (dense.entering.float() - pruned.entering.float())
+        if name == self._writer:
+            target += dense.outputs[self._adder].float() - pruned.outputs[self._adder].float()
+        return target
 
     def _solve(self, *tasks: Task) -> None:
         """Solve layers toward their targets and write weights and biases. Several processes share them out."""
@@ -269,7 +275,7 @@ class TwoStreams:
         regression = part.regression(weights)
         problem = regression.problem(weights[name][0], self._settings.ridge)
         metric = None if self._metric is None else lifted(self._metric, METRIC_LIFT)
-        gram = damped(problem.gram, self._settings.ridge)
+        gram = damped_(problem.gram, self._settings.ridge)
         weight = refit(weights[name][0], problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric)
         return weight, regression.bias(weight)
 
@@ -288,6 +294,11 @@ class TwoStreams:
             self._block.write(name, weight)
             if bias is not None:
                 self._block.write_bias(name, bias)
+
+
+def _once(*names: Sequence[str]) -> list[str]:
+    """All names in order, none twice."""
+    return list(dict.fromkeys(name for some in names for name in some))
 
 
 def _moved(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import cholesky, damped, dead_inputs, lifted, refit, spectrum
+from sparsellm.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
@@ -88,9 +88,9 @@ class ALPS:
         return cls(refit_steps=20, pace=0.5, relaxation=1.6)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        raw = problem.gram
-        dead = dead_inputs(raw)
-        gram, scale = _unit(damped(raw, self.damping))
+        gram = problem.gram
+        dead = dead_inputs(gram)
+        gram, scale = _unit(damped_(gram, self.damping))
         curvature, rows = None, problem.rows
         if problem.curvature is not None and problem.curvature.ndim == 2:
             curvature, height = _unit(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)))

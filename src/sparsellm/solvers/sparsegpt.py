@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped, inverse_factor, inverse_upper, lifted, reversed_factor
+from sparsellm.linalg import damped_, inverse_factor, inverse_upper, lifted, reversed_factor
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern, keep_largest
 from sparsellm.problem import LEAST_CURVATURE, LayerProblem
@@ -66,7 +66,7 @@ class SparseGPT:
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
         moved = torch.empty_like(columns)  # what was taken from each weight so far
-        factor = reversed_factor(damped(problem.gram, self.damping), self.damping, failures)
+        factor = reversed_factor(damped_(problem.gram, self.damping), self.damping, failures)
         height = self._height(problem, failures)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
