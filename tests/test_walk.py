@@ -175,6 +175,23 @@ def test_passes_end_where_nothing_more_is_asked_for() -> None:
     assert inputs.teacher is not None
 
 
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
+def test_a_stream_may_travel_on_while_it_is_watched(family: str) -> None:
+    """Where blocks stay as they are one pass shows and moves; each next block is entered by the same numbers, once."""
+    entered: dict[bool, list[list[Tensor]]] = {False: [], True: []}
+    for onward, seen in entered.items():
+        model, ran = tiny(family), [0]
+        for block, inputs in walk(model, batches()):
+            seen.append([hidden.clone() for hidden in inputs.pruned])
+            shown: list[Tensor] = []
+            block.module.register_forward_pre_hook(lambda *_, ran=ran: ran.__setitem__(0, ran[0] + 1))
+            inputs.watch(block, {name: [shown.append] for name in list(block.layers)[-1:]}, onward=onward)
+            assert len(shown) == len(batches())
+        passes = 3 if onward else 5  # of three blocks: the last one's output is nobody's
+        assert ran == [passes * len(batches())]
+    assert all(torch.equal(a, b) for one, other in zip(*entered.values(), strict=True) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_the_dense_stream_travels_on_with_its_last_pass(last: bool) -> None:
     """It is then where it would have been by itself, to the bit, and no teacher is left; else it stays where it was."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsellm import devices, distributed
+from sparsellm import distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
-from sparsellm.linalg import all_finite
-from sparsellm.looks import Asked, Enough, Looks, Seen, first_not_finite, glimpse, looking, not_finite
+from sparsellm.looks import Asked, Looks, Seen, glimpse, looking
 from sparsellm.modes import computed_in, instead
+from sparsellm.onward import Onward
+from sparsellm.recall import Enough, Recall, additive, within
 from sparsellm.routes import Routes
 from sparsellm.stand_ins import home, standing_in
 from sparsellm.storage import Kept, Storage
@@ -52,6 +53,8 @@ class Activations:
         self.shapes = shapes
         self._calls = calls  # by block, then by batch
         self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
+        self._recalls: dict[bool, Recall] = {}  # by whether of the dense stream
+        self._behind: int | None = None  # the block that the pruned stream is behind already
 
     @classmethod
     def entering(
@@ -115,6 +118,7 @@ class Activations:
 
     def arrive(self, block: Block) -> None:
         """Keep the block as it is now, to carry the dense stream; nothing where there is none."""
+        self.close()
         self.teacher = block.copy() if self.dense is not None else None
 
     def routed(self, block: Block, name: str) -> int | None:
@@ -163,40 +167,93 @@ class Activations:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
         routes = self.routes(block, [*pruned.reads, *pruned.writes])
         first, second = (routes.choose, routes.again) if routes else (None, None)
-        teacher, onward = self.teacher, _Onward(self.dense, self.teacher)
+        teacher, onward = self.teacher, Onward(self.dense, self.teacher)
         for number, call in enumerate(self.calls(block)):
-            here = glimpse(block, pruned, self.pruned[number], call, first)
-            there = glimpse(teacher, dense, self.dense[number], call, second)
+            with self._recalling(False, block, number):
+                here = glimpse(block, pruned, self.pruned[number], call, first)
+            with self._recalling(True, teacher, number):
+                there = glimpse(teacher, dense, self.dense[number], call, second)
             yield here, there
             if there.leaving is not None:
                 onward.take(number, there.leaving, call)
         onward.settle()
         if dense.whole:
-            self.teacher = None
+            self._arrived_dense()
 
     @torch.no_grad()
-    def watch(self, block: Block, reads: Looks, writes: Looks | None = None) -> None:
-        """One pass of all batches through the block, as far as there is something to show; nothing travels on.
+    def watch(self, block: Block, reads: Looks, writes: Looks | None = None, onward: bool = False) -> None:
+        """One pass of all batches through the block, as far as there is something to show.
 
-        reads: who is shown what layers read. writes: who is shown what they write.
+        reads: who is shown what layers read. writes: who is shown what they write. onward: whether the block will stay as it
+        is, so that the stream travels on with the same pass; `advance` then has nothing to do.
         """
         routes = self.routes(block, [*reads, *(writes or {})])
-        with looking(block, reads, writes or {}, routes.choose if routes else None) as through:
-            for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                through(hidden, call)
+        # By pieces views compute the same, but not to the bit; what the last block writes nobody reads.
+        whole = onward and not block.views and block.index + 1 < len(self._calls)
+        stream = Onward(self.pruned, block)
+        with looking(block, reads, writes or {}, routes.choose if routes else None, whole) as through:
+            for number, call in enumerate(self._calls[block.index]):
+                hidden = through(self.pruned[number], call)
+                if whole and hidden is not None:
+                    stream.take(number, hidden, call)
+        stream.settle()
+        self._behind = block.index if whole else None
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
         """Pass every batch through the block, to become the input of the next. Raises NonFinite, naming the block."""
         self.advance_dense()
-        self._advance(self.pruned, block)
+        if self._behind != block.index:
+            self._advance(self.pruned, block)
+        self._behind = None
+        self.close()
 
     @torch.no_grad()
     def advance_dense(self) -> None:
         """Pass the dense stream alone through the present block's teacher, once; nothing where there is none."""
         if self.dense is not None and self.teacher is not None:
-            self._advance(self.dense, self.teacher)
-            self.teacher = None
+            self._advance(self.dense, self.teacher, dense=True)
+            self._arrived_dense()
+
+    def _arrived_dense(self) -> None:
+        """The dense stream is behind the present block: its teacher is not asked any more."""
+        self.teacher = None
+        self.forget(dense=True)
+
+    def remember(self, module: str, dense: bool) -> None:
+        """From now on a module of the present block writes the same in every pass of one stream: it need run once only.
+
+        module: one that `alone` names. dense: which stream.
+        """
+        self.forget(dense)
+        stream = self.dense if dense and self.dense is not None else self.pruned
+        first = stream[0]
+        self._recalls[dense] = Recall(module, self.storage, self.tokens * first.shape[-1] * first.element_size())
+
+    def forget(self, dense: bool) -> None:
+        """What modules wrote in one stream holds no longer, or is needed no longer."""
+        if dense in self._recalls:
+            self._recalls.pop(dense).close()
+
+    def close(self) -> None:
+        """Give back what is kept beside the streams."""
+        for dense in (False, True):
+            self.forget(dense)
+
+    @contextmanager
+    def _recalling(self, dense: bool, block: Block, number: int) -> Iterator[None]:
+        """Within the context a batch's pass in one stream recalls what it can."""
+        known = self._recalls.get(dense)
+        with known.during(block, number) if known else nullcontext():
+            yield
+
+    def alone(self, writer: str) -> str | None:
+        """The module around a layer of the present block, such as attention, that can be remembered; None if there is none."""
+        if self.dense is None or self.teacher is None:
+            return None
+        found = within(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
+        agreed: str | None = distributed.agreed(found)
+        return agreed
 
     @torch.no_grad()
     def adds(self, writers: Sequence[str]) -> bool:
@@ -207,52 +264,17 @@ class Activations:
         """
         if self.dense is None or self.teacher is None or not writers:
             return False
-        hidden, call = self.dense[0], self.calls(self.teacher)[0]
-        outputs: list[Tensor] = []
-
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            written = output[0] if isinstance(output, tuple) else output
-            outputs.append(written.flatten(0, -2).clone())  # some families add to it in place
-
-        hooks = [self.teacher.run(name).register_forward_hook(hook) for name in writers]
-        try:
-            with self.teacher.opened(writers):
-                found = self.teacher(hidden, call).flatten(0, -2)
-        finally:
-            for one in hooks:
-                one.remove()
-        expected = sum((output.view_as(found) for output in outputs), hidden.flatten(0, -2))
-        adds = float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())  # bf16 rounds to 0.4 %
+        adds = additive(self.teacher, writers, self.dense[0], self.calls(self.teacher)[0])
         return bool(distributed.agreed(adds))
 
-    def _advance(self, stream: Kept, block: Block) -> None:
-        """Pass one stream through a block."""
-        onward = _Onward(stream, block)
+    def _advance(self, stream: Kept, block: Block, dense: bool = False) -> None:
+        """Pass one stream through a block. dense: which."""
+        onward = Onward(stream, block)
         for number, call in enumerate(self.calls(block)):
-            onward.take(number, block(stream[number], call), call)
+            with self._recalling(dense, block, number):
+                hidden = block(stream[number], call)
+            onward.take(number, hidden, call)
         onward.settle()
-
-
-class _Onward:
-    """A stream whose batches are replaced by what a block makes of them, as long as that is finite."""
-
-    def __init__(self, stream: Kept, block: Block) -> None:
-        self._stream, self._block = stream, block
-        self._finite: list[Tensor] = []
-
-    def take(self, number: int, hidden: Tensor, call: Call) -> None:
-        """Put a batch's new hidden states in the place of those that it entered with. Raises NonFinite, naming the layer."""
-        if devices.queued(hidden.device):
-            self._finite.append(hidden.isfinite().all())
-        elif not all_finite(hidden):
-            raise not_finite(first_not_finite(self._block, self._stream[number], call), hidden, number)
-        self._stream[number] = hidden
-
-    def settle(self) -> None:
-        """Raise NonFinite, naming the block, where a GPU was not waited for before."""
-        for number, good in enumerate(devices.read(self._finite)):
-            if not good:  # what entered is gone, and with it which layer was the first
-                raise not_finite(self._block.name, self._stream[number], number)
 
 
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:

@@ -176,7 +176,7 @@ def by_error(
         if not names:
             continue
         weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, inputs.metric(block), inputs.firsts)
-        for name, known in gather(block, inputs, dict.fromkeys(names, Gram)).items():
+        for name, known in gather(block, inputs, dict.fromkeys(names, Gram), onward=True).items():
             problem = problem_of(block, name, known)
             full = block.full_name(name)
             weighed = LayerProblem(problem.weight, problem.inputs, weighs[name])
@@ -230,7 +230,7 @@ def _scores(
     def look(block: Block, inputs: Activations) -> None:
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
-            moments = gather(block, inputs, dict.fromkeys(names, InputNorms))
+            moments = gather(block, inputs, dict.fromkeys(names, InputNorms), onward=True)
             problems = {name: problem_of(block, name, known) for name, known in moments.items()}
             scores = [problem.weight.abs() * problem.norms for problem in problems.values()]
             found.append((block, [block.full_name(name) for name in names], scores))

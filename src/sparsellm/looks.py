@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
-from sparsellm.errors import NonFinite
-from sparsellm.linalg import all_finite
+from sparsellm.recall import Enough, written_by
 from sparsellm.views import Rows
 
 Look = Callable[[Tensor], None]
@@ -24,7 +23,7 @@ Looks = Mapping[str, Sequence[Look]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a stream's passes through a block are to show. reads: layers whose inputs. writes: layers whose outputs.
+    """What a stream's passes through a block are to show. reads: layers whose inputs. writes: layers or modules whose outputs.
 
     whole: whether the stream travels on with the same pass, so that it must not end before the block does.
     """
@@ -48,10 +47,6 @@ class Seen:
     leaving: Tensor | None = None
 
 
-class Enough(Exception):
-    """All that was asked for was seen: the rest of the block need not run."""
-
-
 @contextmanager
 def looking(
     block: Block, reads: Looks, writes: Looks, rows: Rows | None = None, whole: bool = False
@@ -66,7 +61,7 @@ def looking(
 
     def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            shown = (output[0] if written else inputs[0]).flatten(0, -2)
+            shown = (written_by(output[0]) if written else inputs[0]).flatten(0, -2)
             for look in many:
                 look(shown)
             missing.discard((name, written))
@@ -82,7 +77,7 @@ def looking(
         return None
 
     hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
-    hooks += [block.layer(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
+    hooks += [block.run(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
     try:
         with block.opened([*reads, *writes], rows):
             yield through
@@ -102,31 +97,3 @@ def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows |
         left = through(hidden, call)
     seen.leaving = left if asked.whole else None
     return seen
-
-
-def not_finite(what: str, hidden: Tensor, batch: int) -> NonFinite:
-    """That the output of a block or a layer is not finite."""
-    return NonFinite(
-        f"The output of {what} is not finite ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
-    )
-
-
-def first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
-    """The first layer of a block whose output is not finite, by its full name; the block's where it is none of its layers."""
-    found: list[str] = []
-
-    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if not all_finite(output):
-                found.append(block.full_name(name))
-
-        return hook
-
-    hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in block.layers.items()]
-    try:
-        with block.opened(block.layers):
-            block(hidden, call)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else block.name

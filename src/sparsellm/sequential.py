@@ -61,12 +61,13 @@ def walk(
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, streams, storage)
         inputs.metrics = metrics
-        for block, then in zip(visited, [*visited[1:], None], strict=True):
-            with weights.block(block, then), computed_in(block.module, compute):
-                inputs.arrive(block)
-                yield block, inputs
-                if block is not visited[-1]:
-                    inputs.advance(block)
+        with closing(inputs):
+            for block, then in zip(visited, [*visited[1:], None], strict=True):
+                with weights.block(block, then), computed_in(block.module, compute):
+                    inputs.arrive(block)
+                    yield block, inputs
+                    if block is not visited[-1]:
+                        inputs.advance(block)
 
 
 @torch.no_grad()

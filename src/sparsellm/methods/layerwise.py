@@ -147,10 +147,12 @@ def gather(
     needs: Mapping[str, type[NoInputs]],
     reads: Looks | None = None,
     writes: Looks | None = None,
+    onward: bool = False,
 ) -> dict[str, NoInputs]:
     """The moments of each named layer, from one pass through the block; layers of one group share theirs.
 
-    needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass.
+    needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass. onward: whether the
+    block will stay as it is, so that what enters it may travel on.
     """
     moments: dict[str, NoInputs] = {}
     looks: dict[str, list[Look]] = {name: list(many) for name, many in (reads or {}).items()}
@@ -164,7 +166,7 @@ def gather(
         moments.update(dict.fromkeys(wanted, shared))
         looks.setdefault(wanted[0], []).append(shared.update)
     if any(kind is not NoInputs for kind in needs.values()) or reads or writes:
-        inputs.watch(block, looks, writes)
+        inputs.watch(block, looks, writes, onward)
     for shared in dict.fromkeys(moments.values()):
         shared.reduce()
     return moments

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped_, lifted, refit, zeros_in
-from sparsellm.looks import Asked, Seen
+from sparsellm.looks import Asked
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.layerwise import planned, solutions, solve, step_of, zeros_of
 from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
 from sparsellm.methods.settings import Settings
+from sparsellm.methods.targets import Targets, of_expert
 from sparsellm.moments import Gram
 from sparsellm.refinement import Refined, refine_block
-from sparsellm.regression import Carried, Regression, Summed, Twins
+from sparsellm.regression import Regression
 from sparsellm.storage import Kept
 
 NEWTON_STEPS = 8
@@ -62,16 +62,15 @@ class TwoStreams:
         self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
         self._keep: dict[str, Tensor] = {}
         self._results: dict[str, LayerResult] = {}
-        adders = block.architecture.adders
-        self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
-        self._repairs = settings.residual and inputs.adds(adders)
+        self._targets = Targets(settings, block, inputs, plan)
         self._gone = {name: zeros_of(block.layer(name).weight, settings.keep_zeros) for name in planned(block, plan)}
         self._sensitivities = sensitivities
 
     def solve_group(self, names: Sequence[str], last: bool) -> None:
         """Solve layers that share an input, each by itself, and write them. last: whether no other of the block follows."""
-        regressions = self._regress(names, last)
+        regressions = self._targets.regressions(names, last)
         self._solve(*(Task(name, regressions[name], self._curvature(self._sensitivities.get(name))) for name in names))
+        self._targets.solved(names)
 
     def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
         """Solve the feed-forward part: its layers, then the epochs, then the Gauss-Newton rounds."""
@@ -99,25 +98,12 @@ class TwoStreams:
                     inputs.append(pruned.inputs[part.readers[0]].float())
                     targets.append(source.inputs[part.readers[0]].float())
             for part, (inputs, targets) in zip(parts, seen, strict=True):
-                regressions = self._regress_expert(part, inputs, targets)
+                regressions = of_expert(self._block, part, inputs, targets)
                 yield from self._solve_together(part, inputs, targets, regressions)
-
-    def _regress_expert(self, part: FeedForward, inputs: Kept, targets: Kept) -> dict[str, Regression]:
-        """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
-        dense = weights_of(self._block, (*part.readers, part.writer))
-        twins = Twins(Gram(inputs[0].shape[1], inputs[0].device))
-        for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
-            twins.inputs.update(x)
-            twins.update(x, aimed)
-            hidden = [linear(aimed, *dense[name]) for name in part.readers]
-            targets[number] = linear(part.activate(*hidden), *dense[part.writer])
-        twins.inputs.reduce()
-        twins.reduce()
-        return {name: Carried(twins, *dense[name]) for name in part.readers}
 
     def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
         """As `solve_part`, with empty lists for what the part reads and should write."""
-        regressions = self._regress(feed_forward.readers, True, (inputs, targets))
+        regressions = self._targets.regressions(feed_forward.readers, True, (inputs, targets))
         yield from self._solve_together(feed_forward, inputs, targets, regressions)
 
     def _solve_together(
@@ -175,6 +161,7 @@ class TwoStreams:
 
     def refine(self, only: Sequence[str] | None) -> Refined:
         """Gradient steps over the parameters of these layers, or of the whole block but its layers that stay dense."""
+        self._inputs.forget(dense=False)
         block = self._block
         fixed = block.held(set(block.layers) - set(planned(block, self._plan)))
         if only is not None:
@@ -187,52 +174,6 @@ class TwoStreams:
         for name in planned(self._block, self._plan):
             zeros = zeros_in(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
-
-    def _regress(self, names: Sequence[str], last: bool, part: tuple[Kept, Kept] | None = None) -> Mapping[str, Regression]:
-        """The regressions of layers that share an input, from one pass of both streams.
-
-        last: whether nothing of the block is looked at afterwards: the dense stream then travels on with the same pass.
-        part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
-        """
-        first, dense, taught = names[0], weights_of(self._block, tuple(names)), self._settings.targets == "teacher"
-        gram = Gram(dense[first][0].shape[1], self._block.device)
-        # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
-        plain = not self._repairs or {self._adder, self._writer}.isdisjoint(names)
-        twins = Twins(gram) if plain and gram.features <= sum(len(weight) for weight, _ in dense.values()) else None
-        sums = {} if twins else {name: Summed(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
-        made = [*sums, *([self._writer] if part else [])]
-        lost = [self._adder] if self._repairs and self._writer in made else []
-        onward = last and not self._block.views  # by pieces views compute the same, but not to the bit
-        if taught:
-            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), onward)
-        else:
-            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, onward)
-        for pruned, teacher in self._inputs.pairs(self._block, own, aimed):
-            source, x = teacher if taught else pruned, pruned.inputs[first].float()
-            gram.update(x)
-            if twins:
-                twins.update(x, source.inputs[first].float())
-            for name, some in sums.items():
-                some.update(self._target(name, source, pruned, teacher), x)
-            if part:
-                part[0].append(x)
-                part[1].append(self._target(self._writer, source, pruned, teacher))
-        gram.reduce()
-        for shared in (twins, *sums.values()):
-            if shared:
-                shared.reduce()
-        return {name: Carried(twins, *dense[name]) for name in names} if twins else sums
-
-    def _target(self, name: str, source: Seen, pruned: Seen, dense: Seen) -> Tensor:
-        """What a layer should write, (tokens, out): what the source wrote, and for those that write to the stream also what the
-        pruned one lacks of the dense one where they do."""
-        target = source.outputs[name].float()
-        if not self._repairs or name not in (self._adder, self._writer):
-            return target
-        target = target + (dense.entering.float() - pruned.entering.float())
-        if name == self._writer:
-            target += dense.outputs[self._adder].float() - pruned.outputs[self._adder].float()
-        return target
 
     def _solve(self, *tasks: Task) -> None:
         """Solve layers toward their targets and write weights and biases. Several processes share them out."""
@@ -294,11 +235,6 @@ class TwoStreams:
             self._block.write(name, weight)
             if bias is not None:
                 self._block.write_bias(name, bias)
-
-
-def _once(*names: Sequence[str]) -> list[str]:
-    """All names in order, none twice."""
-    return list(dict.fromkeys(name for some in names for name in some))
 
 
 def _moved(

@@ -1,0 +1,113 @@
+"""What the layers of a block should write, and the regressions toward it: from passes of the pruned and the dense stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sparsellm.activations import Activations
+from sparsellm.blocks import Block
+from sparsellm.feedforward import FeedForward
+from sparsellm.looks import Asked, Seen
+from sparsellm.methods import Plan
+from sparsellm.methods.part import weights_of
+from sparsellm.methods.settings import Settings
+from sparsellm.moments import Gram
+from sparsellm.regression import Carried, Regression, Summed, Twins
+from sparsellm.storage import Kept
+
+
+class Targets:
+    """What one block's layers should write: what the dense ones write, and those that write to the stream also what the pruned
+    one lacks of the dense one.
+
+    Passes end where nothing more is needed, and attention runs once: in the dense stream from the start, in the pruned one from
+    when its layers are `solved`.
+    """
+
+    def __init__(self, settings: Settings, block: Block, inputs: Activations, plan: Plan) -> None:
+        self._block, self._inputs = block, inputs
+        self._taught = settings.targets == "teacher"
+        adders = block.architecture.adders
+        self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
+        self._repairs = settings.residual and inputs.adds(adders)
+        self._attention = (inputs.alone(self._adder) if self._repairs else None) or self._adder
+        self._shared = self._attention != self._adder and block.full_name(self._adder) in plan
+        if self._shared:
+            inputs.remember(self._attention, dense=True)
+
+    def solved(self, names: Sequence[str]) -> None:
+        """These layers are pruned, and what they write is settled."""
+        if self._shared and self._adder in names:
+            self._inputs.remember(self._attention, dense=False)
+
+    def regressions(self, names: Sequence[str], last: bool, part: tuple[Kept, Kept] | None = None) -> Mapping[str, Regression]:
+        """The regressions of layers that share an input, from one pass of both streams.
+
+        last: whether nothing of the block is looked at afterwards: the dense stream then travels on with the same pass.
+        part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
+        """
+        first, dense = names[0], weights_of(self._block, tuple(names))
+        gram = Gram(dense[first][0].shape[1], self._block.device)
+        # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
+        plain = not self._repairs or {self._adder, self._writer}.isdisjoint(names)
+        twins = Twins(gram) if plain and gram.features <= sum(len(weight) for weight, _ in dense.values()) else None
+        sums = {} if twins else {name: Summed(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
+        made = [self._shown(name) for name in (*sums, *([self._writer] if part else []))]
+        lost = [self._attention] if self._repairs and self._writer in made else []
+        onward = last and not self._block.views  # by pieces views compute the same, but not to the bit
+        if self._taught:
+            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), onward)
+        else:
+            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, onward)
+        for pruned, teacher in self._inputs.pairs(self._block, own, aimed):
+            source, x = teacher if self._taught else pruned, pruned.inputs[first].float()
+            gram.update(x)
+            if twins:
+                twins.update(x, source.inputs[first].float())
+            for name, some in sums.items():
+                some.update(self._target(name, source, pruned, teacher), x)
+            if part:
+                part[0].append(x)
+                part[1].append(self._target(self._writer, source, pruned, teacher))
+        gram.reduce()
+        for shared in (twins, *sums.values()):
+            if shared:
+                shared.reduce()
+        return {name: Carried(twins, *dense[name]) for name in names} if twins else sums
+
+    def _target(self, name: str, source: Seen, pruned: Seen, dense: Seen) -> Tensor:
+        """What a layer should write, (tokens, out): what the source wrote, and for those that write to the stream also what the
+        pruned one lacks of the dense one where they do."""
+        target = source.outputs[self._shown(name)].float()
+        if not self._repairs or name not in (self._adder, self._writer):
+            return target
+        target = target + (dense.entering.float() - pruned.entering.float())
+        if name == self._writer:
+            target += dense.outputs[self._attention].float() - pruned.outputs[self._attention].float()
+        return target
+
+    def _shown(self, name: str) -> str:
+        """Where it is seen what a layer writes: attention's writer by the whole of attention, which then need not run again."""
+        return self._attention if name == self._adder else name
+
+
+def of_expert(block: Block, part: FeedForward, inputs: Kept, targets: Kept) -> Mapping[str, Regression]:
+    """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
+    dense = weights_of(block, (*part.readers, part.writer))
+    twins = Twins(Gram(inputs[0].shape[1], inputs[0].device))
+    for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
+        twins.inputs.update(x)
+        twins.update(x, aimed)
+        hidden = [linear(aimed, *dense[name]) for name in part.readers]
+        targets[number] = linear(part.activate(*hidden), *dense[part.writer])
+    twins.inputs.reduce()
+    twins.reduce()
+    return {name: Carried(twins, *dense[name]) for name in part.readers}
+
+
+def _once(*names: Sequence[str]) -> list[str]:
+    """All names in order, none twice."""
+    return list(dict.fromkeys(name for some in names for name in some))
