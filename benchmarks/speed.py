@@ -295,11 +295,15 @@ def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
         _keep("phases", f"{Path(shape).name} | {deep} | {windows} | {name}", cell)
 
 
-def scaling(methods: list[str]) -> None:
-    """Fill the table of exponents: seconds against windows, blocks, width and epochs, each doubled twice."""
+def scaling(methods: list[str], times: int) -> None:
+    """Fill the table of exponents: seconds against windows, blocks, width and epochs, each doubled twice, all points in turn so
+    many times.
+
+    Of blocks four at least: the last one's outputs are not made, and of two that is a quarter of the passes.
+    """
     axes: dict[str, list[dict[str, Any]]] = {
-        "tokens": [{"windows": n} for n in (16, 32, 64)],
-        "blocks": [{"blocks": n} for n in (2, 4, 8)],
+        "tokens": [{"windows": n} for n in (32, 64, 128)],
+        "blocks": [{"blocks": n} for n in (4, 8, 16)],
         "width": [{"width": n} for n in (256, 512, 1024)],
         "epochs": [{"epochs": n} for n in (2, 4, 8)],
     }
@@ -307,13 +311,16 @@ def scaling(methods: list[str]) -> None:
         for axis, points in axes.items():
             if axis == "epochs" and "published" not in name:
                 continue
-            for point in points:
+            seconds: dict[int, list[float]] = defaultdict(list)
+            for point in times * points:
                 with tempfile.TemporaryDirectory() as folder:
                     model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width", SCALED_WIDTH))
                     words = [sys.executable, __file__, "one", str(model), name, str(point.get("windows", 16))]
                     words += ["--epochs", str(point["epochs"])] if "epochs" in point else []
                     found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-                _keep("scaling", f"{name} | {axis} | {next(iter(point.values()))}", found["total"])
+                seconds[next(iter(point.values()))].append(found["total"])
+            for value, some in seconds.items():
+                _keep("scaling", f"{name} | {axis} | {value}", some)
 
 
 def memory(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
@@ -458,12 +465,12 @@ def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _scaling_table(known: dict[str, float]) -> list[str]:
-    """The exponents, by axis and method."""
+def _scaling_table(known: dict[str, list[float]]) -> list[str]:
+    """The exponents, by axis and method, of the medians."""
     slopes: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for key, seconds in known.items():
         name, axis, value = key.split(" | ")
-        slopes[name, axis].append((math.log(float(value)), math.log(seconds)))
+        slopes[name, axis].append((math.log(float(value)), math.log(statistics.median(seconds))))
     if not slopes:
         return []
     names = [name for name in METHODS if name in {known for known, _ in slopes}]
@@ -489,7 +496,8 @@ def main() -> None:
             one.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
             one.add_argument("--windows", type=int, default=32)
         one.add_argument("--methods", nargs="+", default=list(METHODS))
-    one.add_argument("--times", type=int, default=3)
+        if command in ("scaling", "race"):
+            one.add_argument("--times", type=int, default=3)
     for word in ("--peer", "--script", "--text"):
         one.add_argument(word, required=True)
     one = commands.add_parser("one", help="a single run, told as JSON")

@@ -45,8 +45,9 @@ class Recall:
             return
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._others = len(output) - 1 if isinstance(output, tuple) else None
-            self._kept.append(written_by(output).clone())
+            if number == len(self._kept):  # batches come in order
+                self._others = len(output) - 1 if isinstance(output, tuple) else None
+                self._kept.append(written_by(output).clone())
 
         hook = module.register_forward_hook(keep)
         try:
