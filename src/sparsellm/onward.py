@@ -31,6 +31,8 @@ class Onward:
 
     def settle(self) -> None:
         """Raise NonFinite, naming the block, where a GPU was not waited for before."""
+        if not self._finite:
+            return
         for number, good in enumerate(devices.read(self._finite)):
             if not good:  # what entered is gone, and with it which layer was the first
                 raise not_finite(self._block.name, self._stream[number], number)
