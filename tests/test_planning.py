@@ -214,8 +214,8 @@ def test_a_forecast_holds(case: str, folders: dict[str, Path], text_file: Path, 
 
 
 def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """Bytes on files: two streams for the default, what attention writes in one of them, and what the feed-forward part reads and
-    should write; what attention writes in the other fits into a quarter of the memory."""
+    """Bytes on files: two streams for the default, what attention writes in one, and what the feed-forward part reads and is
+    to write; what attention writes in the other fits into a quarter of the memory."""
     settings = {"model": str(folders["llama"]), "calibration": str(text_file), "samples": 64, "length": 64, "newton": 0}
     settings |= {"solver": "magnitude", "allocation": "uniform"}
     recipe = read_recipe(settings | {"stream": True, "memory": "24MB"})
