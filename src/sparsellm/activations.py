@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -161,10 +162,12 @@ class Activations:
         """Batch by batch, what the pruned stream shows in the block, and the dense one in its teacher.
 
         Experts see the same tokens in both: those that the pruned stream's router sends them. Where all of the dense stream's
-        pass is asked for, it travels on with it: there is no teacher afterwards.
+        pass is asked for, it travels on with it, and there is no teacher afterwards; but not through a block with views, which
+        by pieces compute the same, but not to the bit.
         """
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
+        dense = replace(dense, whole=dense.whole and not block.views)
         routes = self.routes(block, [*pruned.reads, *pruned.writes])
         first, second = (routes.choose, routes.again) if routes else (None, None)
         teacher, onward = self.teacher, Onward(self.dense, self.teacher)
@@ -188,7 +191,7 @@ class Activations:
         is, so that the stream travels on with the same pass; `advance` then has nothing to do.
         """
         routes = self.routes(block, [*reads, *(writes or {})])
-        # By pieces views compute the same, but not to the bit; what the last block writes nobody reads.
+        # Views: see `pairs`. What the last block writes nobody reads.
         whole = onward and not block.views and block.index + 1 < len(self._calls)
         stream = Onward(self.pruned, block)
         with looking(block, reads, writes or {}, routes.choose if routes else None, whole) as through:
@@ -240,12 +243,10 @@ class Activations:
         for dense in (False, True):
             self.forget(dense)
 
-    @contextmanager
-    def _recalling(self, dense: bool, block: Block, number: int) -> Iterator[None]:
+    def _recalling(self, dense: bool, block: Block, number: int) -> AbstractContextManager[None]:
         """Within the context a batch's pass in one stream recalls what it can."""
         known = self._recalls.get(dense)
-        with known.during(block, number) if known else nullcontext():
-            yield
+        return known.during(block, number) if known else nullcontext()
 
     def alone(self, writer: str) -> str | None:
         """The module around a layer of the present block, such as attention, that can be remembered; None if there is none."""

@@ -57,11 +57,10 @@ class Targets:
         sums = {} if twins else {name: Summed(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
         made = [self._shown(name) for name in (*sums, *([self._writer] if part else []))]
         lost = [self._attention] if self._repairs and self._writer in made else []
-        onward = last and not self._block.views  # by pieces views compute the same, but not to the bit
         if self._taught:
-            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), onward)
+            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), last)
         else:
-            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, onward)
+            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, last)
         for pruned, teacher in self._inputs.pairs(self._block, own, aimed):
             source, x = teacher if self._taught else pruned, pruned.inputs[first].float()
             gram.update(x)
