@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from results import MEASURED
-from speed import watched
+from speed import MOMENTS, watched
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -58,7 +58,7 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
-    "moments": ("moments:Gram.update", "moments:Cross.update", "regression:Regression.update"),
+    "moments": MOMENTS,
     "factorisation": ("linalg:cholesky", "linalg:reversed_factor", "linalg:inverse_upper"),
     "regression": ("problem:LayerProblem.toward",),
     "masks": ("patterns:keep_largest",),

@@ -96,15 +96,18 @@ SCALED_WIDTH = 512
 
 PEER = "llm-compressor's SparseGPT"
 
+MOMENTS = (
+    "moments:Gram.update",
+    "moments:Cross.update",
+    "moments:InputNorms.update",
+    "regression:Summed.update",
+    "regression:Twins.update",
+)
+"""Sums over tokens."""
+
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("blocks:Block.__call__",),
-    "moments": (
-        "moments:Gram.update",
-        "moments:Cross.update",
-        "moments:InputNorms.update",
-        "regression:Summed.update",
-        "regression:Twins.update",
-    ),
+    "moments": MOMENTS,
     "factorisation": (
         "linalg:cholesky",
         "linalg:reversed_factor",
