@@ -94,6 +94,14 @@ SPARSITY, LENGTH = "70%", 512
 SCALED_WIDTH = 512
 """Of the model whose tokens, blocks and epochs grow."""
 
+AXES: dict[str, list[dict[str, Any]]] = {
+    "tokens": [{"windows": n} for n in (64, 128, 256)],
+    "blocks": [{"blocks": n} for n in (4, 8, 16)],
+    "width": [{"width": n} for n in (256, 512, 1024)],
+    "epochs": [{"epochs": n} for n in (2, 4, 8)],
+}
+"""What grows, and to what: doubled twice."""
+
 PEER = "llm-compressor's SparseGPT"
 
 MOMENTS = (
@@ -298,24 +306,18 @@ def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
         _keep("phases", f"{Path(shape).name} | {deep} | {windows} | {name}", cell)
 
 
-def scaling(methods: list[str], times: int) -> None:
+def scaling(methods: list[str], times: int, axes: Sequence[str]) -> None:
     """Fill the table of exponents: seconds against windows, blocks, width and epochs, each doubled twice, all points in turn so
-    many times.
+    many times. axes: which of them.
 
     Of blocks four at least: the last one's outputs are not made, and of two that is a quarter of the passes.
     """
-    axes: dict[str, list[dict[str, Any]]] = {
-        "tokens": [{"windows": n} for n in (32, 64, 128)],
-        "blocks": [{"blocks": n} for n in (4, 8, 16)],
-        "width": [{"width": n} for n in (256, 512, 1024)],
-        "epochs": [{"epochs": n} for n in (2, 4, 8)],
-    }
     for name in methods:
-        for axis, points in axes.items():
+        for axis in axes:
             if axis == "epochs" and "published" not in name:
                 continue
             seconds: dict[int, list[float]] = defaultdict(list)
-            for point in times * points:
+            for point in times * AXES[axis]:
                 with tempfile.TemporaryDirectory() as folder:
                     model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width", SCALED_WIDTH))
                     words = [sys.executable, __file__, "one", str(model), name, str(point.get("windows", 16))]
@@ -499,6 +501,8 @@ def main() -> None:
             one.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
             one.add_argument("--windows", type=int, default=32)
         one.add_argument("--methods", nargs="+", default=list(METHODS))
+        if command == "scaling":
+            one.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
         if command in ("scaling", "race"):
             one.add_argument("--times", type=int, default=3)
     for word in ("--peer", "--script", "--text"):

@@ -22,6 +22,7 @@ from sparsellm.calls import Call
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.linalg import all_finite, spectrum
 from sparsellm.modes import computed_in, evaluating, only_trained
+from sparsellm.moments import Gram
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
 from sparsellm.weights import InMemory, Weights
@@ -197,17 +198,12 @@ def layer_sensitivities(
     heights, vectors = spectrum(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device)
-    wide = devices.widest(metric.device)
-    sums = {name: torch.zeros(2 * (block.layer(name).out_features,), dtype=wide, device=metric.device) for name in names}
+    sums = {name: Gram(block.layer(name).out_features, metric.device) for name in names}
     tokens = 0
 
     def keeps(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
-            def take(gradient: Tensor) -> None:
-                rows = gradient.flatten(0, -2).float()
-                sums[name] += rows.T @ rows
-
-            output.register_hook(take)
+            output.register_hook(sums[name].update)
 
         return hook
 
@@ -229,6 +225,8 @@ def layer_sensitivities(
     finally:
         for one in hooks:
             one.remove()
-    count = torch.tensor(float(tokens), dtype=wide, device=metric.device)
-    distributed.sum_(count, *sums.values())
-    return {name: (some / count).float() for name, some in sums.items()}
+    count = distributed.total(tokens, metric.device)
+    for some in sums.values():
+        some.reduce()
+    # Of the last windows' tokens some had no error: what they sent back is zero, and they do not count.
+    return {name: some.matrix * (some.tokens / count) for name, some in sums.items()}
