@@ -282,8 +282,8 @@ def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path)
 @pytest.fixture
 def machines() -> Iterator[Callable[[], None]]:
     """Two network namespaces that reach each other by one cable, 10.77.0.1 and 10.77.0.2; the call that cuts it."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and the program ip, to make network namespaces")
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("needs root and the programs ip and unshare, to make namespaces")
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -313,7 +313,9 @@ def test_a_machine_that_is_cut_off(
     words, _ = run
     port, outputs = free_port(), [tmp_path / "one" / "out", tmp_path / "two" / "out"]
     more = {"host": "10.77.0.1", "GLOO_SOCKET_IFNAME": "spcable"}
-    spaces = [["ip", "netns", "exec", name] for name in ("spone", "sptwo")]
+    # Of different names, or each would look for the other's process number on its own machine.
+    named = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"']
+    spaces = [["ip", "netns", "exec", name, *named, name] for name in ("spone", "sptwo")]
 
     def both(*further: str) -> list[subprocess.Popen[str]]:
         return [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import NoReturn
+
 import typer
 
 from sparsellm import __version__, options
@@ -41,4 +45,18 @@ for command in (prune, plan, sweep, report, evaluate, inspect, push, methods, de
 
 def main() -> None:
     """Run the command line. Exit status: 0, 1 for an error told in one message, 2 for wrong usage, 130 when interrupted."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        together = sys.modules.get("sparsellm.distributed")  # imported with torch, which most commands do without
+        if together is not None and together.world() > 1:
+            _leave(end.code)
+        raise
+
+
+def _leave(status: str | int | None) -> NoReturn:
+    """End this process at once, where an error left it among others: torch's threads, whose peers are gone, may abort what
+    Python does at its end. status: as `SystemExit` has it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
