@@ -26,13 +26,13 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.calibration import calibration_windows
 from sparsellm.checkpoint import open_checkpoint
+from sparsellm.choices import SOLVERS
 from sparsellm.linalg import damped
 from sparsellm.methods.layerwise import gather, problem_of
 from sparsellm.methods.part import Part, weights_of
 from sparsellm.moments import Gram
 from sparsellm.patterns import Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
-from sparsellm.recipe import SOLVERS
 from sparsellm.sequential import walk
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS

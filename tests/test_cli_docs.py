@@ -11,8 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from sparsellm.choices import METHODS, SOLVERS
 from sparsellm.cli import app
-from sparsellm.recipe import METHODS, SOLVERS, Recipe
+from sparsellm.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from sparsellm import plots
+from sparsellm.drawing import Plot
 from sparsellm.errors import InvalidSetting, MissingPackage
 from sparsellm.page import report_page
 
@@ -75,7 +75,7 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
 
-def check(text: str, found: list[plots.Plot]) -> Page:
+def check(text: str, found: list[Plot]) -> Page:
     """What holds of every page."""
     page = Page(text)
     assert len(text.encode()) < 2_000_000

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import Result
 
 from sparsellm import zeroshot
+from sparsellm.choices import TASKS
 from sparsellm.errors import BadText, MissingPackage
 from sparsellm.measuring import measure
-from sparsellm.recipe import TASKS, Recipe
+from sparsellm.recipe import Recipe
 from sparsellm.zeroshot import definition, mean, prepared
 
 Command = Callable[..., Result]

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from sparsellm.comparison import grid, table, to_markdown
+from sparsellm.drawing import Plot, inline
 from sparsellm.errors import InvalidSetting
 from sparsellm.inspection import REPORT
-from sparsellm.plots import Plot, inline, run_plots, with_error
+from sparsellm.plots import run_plots, with_error
 from sparsellm.recipe import Recipe
 from sparsellm.sweep_plots import sweep_plots
 from sparsellm.sweeping import is_sweep, read_outcomes, saved_sweep

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparsellm.comparison import SEED
-from sparsellm.plots import COLOURS, INK, MARKERS, Plot, drawn
+from sparsellm.drawing import COLOURS, INK, MARKERS, Plot, drawn
 from sparsellm.sweep_file import Cell, in_words
 from sparsellm.sweeping import Outcome
 

@@ -14,6 +14,7 @@ from sparsellm.architecture_file import read_architecture
 from sparsellm.blocks import Block, blocks_of, describe
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
+from sparsellm.choices import ALLOCATIONS
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage, note, phase
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
@@ -22,7 +23,7 @@ from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Unstructured
-from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.recipe import Recipe
 from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.budgets import share_out
+from sparsellm.choices import ALLOCATIONS
 from sparsellm.distillation import Group, coupling, distil, grouped, held_back, last_states, written
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
@@ -20,7 +21,7 @@ from sparsellm.linalg import zeros_in
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.patterns import Unstructured
 from sparsellm.preparation import coupling_step, coupling_written
-from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.recipe import Recipe
 from sparsellm.report import Report
 from sparsellm.residence import Residence
 from sparsellm.sensitivity import each_sensitivity, output_sensitivities

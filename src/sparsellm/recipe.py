@@ -1,8 +1,7 @@
-"""A whole run as validated data, to and from YAML; and the tables of methods and solvers."""
+"""A whole run as validated data, to and from YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -10,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sparsellm.allocation import select_blocks
+from sparsellm.choices import ALLOCATIONS, COUPLES, METHODS, SOLVERS, TASKS
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
@@ -18,51 +18,9 @@ from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.settings import Window
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.solvers import LayerSolver
-from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.solvers.sparsegpt import SparseGPT
-
-SOLVERS: dict[str, Callable[[], LayerSolver]] = {
-    "magnitude": Magnitude,
-    "wanda": Wanda,
-    "sparsegpt": SparseGPT,
-    "alps": ALPS,
-    "thorough": ALPS.thorough,
-}
-"""Every layer solver by its name on the command line; each is also a layer-wise method of that name."""
-
-METHODS = {
-    "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
-    "thorough": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
-    "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
-    "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
-    "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",
-    "magnitude": "keeps the largest weights; needs no text",
-}
-"""Every method by its name on the command line, in words."""
 
 _ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
 _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
-
-
-TASKS = {
-    "boolq": "validation",
-    "rte": "validation",
-    "hellaswag": "validation",
-    "winogrande": "validation",
-    "arc_easy": "test",
-    "arc_challenge": "test",
-    "openbookqa": "test",
-    "piqa": "validation",
-}
-"""The zero-shot tasks by lm-eval's names, with the part that it asks. The first seven are the SparseLLM paper's."""
-
-COUPLES = ("none", "feedforward", "block", "model")
-"""The set Omega, from local pruning to global: whose layers form one problem."""
-
-ALLOCATIONS = ("uniform", "owl", "dlp", "error")
-"""How the total is shared among the layers; a file of YAML is the other way."""
 
 NEWTON = SparseLLM.newton
 """The usual number of Gauss-Newton rounds."""

@@ -23,14 +23,13 @@ from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
 from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
-from sparsellm.moments import NoInputs
 from sparsellm.pages import keep_pages
-from sparsellm.patterns import parse_pattern
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
+from sparsellm.remarks import remark
 from sparsellm.report import Report, environment
 from sparsellm.residence import Residence, settle
 from sparsellm.sharing import Shared, dense_circumstances
@@ -163,7 +162,7 @@ def run(
         say(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))
         report.blocks.clear()
         home = _again(home, lambda: settle(recipe, source, ready.device, work.folder if work else None, place))
-    _note_blocks(ready.method, report, say)
+    remark(ready.method, report, say)
     try:
         measure(home, "pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
@@ -251,53 +250,3 @@ def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.de
         "dtype": str(home.model.dtype),
         "computed_in": str(home.compute or home.model.dtype),
     }
-
-
-def _note_blocks(method: BlockMethod, report: Report, say: Observer) -> None:
-    """Tell what was not done as asked: blocks pruned otherwise, damping raised, zeros that were not asked for."""
-    told: dict[str, list[str]] = {}
-    for block in report.blocks:
-        for text in (block.note, block.refined.note if block.refined else ""):
-            if text:
-                told.setdefault(text, []).append(block.name)
-    for text, names in told.items():
-        alike = len(names) == len(report.blocks) > 2
-        for where in [f"{names[0]} to {names[-1]}"] if alike else names:
-            note(f"{where}: {text}", report, say)
-    asked = getattr(getattr(method, "solver", None), "damping", None)
-    raised = [layer for layer in report.layers if layer.damping is not None and layer.damping != asked]
-    if raised:
-        most = max(raised, key=lambda layer: layer.damping or 0)
-        note(
-            f"damping was raised from {asked:g} on {len(raised)} layers to rescue a factorisation, "
-            f"most to {most.damping:g} on {most.name}: use more calibration tokens",
-            report,
-            say,
-        )
-    _note_experts(report, say)
-    more = [x for x in report.layers if x.zeros != parse_pattern(x.pattern).removed(x.shape[0] * x.shape[1])]
-    if more:
-        note(
-            f"{len(more)} layers have more zeros than asked for, {more[0].name} first ({100 * more[0].sparsity:.2f} %): their "
-            "inputs are always zero, their dense weights had zeros already, or small weights vanish in the model's dtype",
-            report,
-            say,
-        )
-
-
-def _note_experts(report: Report, say: Observer) -> None:
-    """Tell of experts that few tokens are sent to, and of layers that none reach."""
-    few = [x for x in report.layers if x.routed is not None and x.routed < x.tokens]
-    if few:
-        least = min(few, key=lambda layer: layer.routed or 0)
-        experts = {x.name.rpartition(".")[0] for x in few}
-        note(
-            f"{len(experts)} experts were sent fewer tokens than their layers have inputs, {least.name.rpartition('.')[0]} "
-            f"only {least.routed:,}: each was also shown evenly spaced tokens of its layer, {least.tokens:,} in all",
-            report,
-            say,
-        )
-    blind = [x.name for x in report.layers if x.tokens == 0 and x.known != NoInputs.__name__]
-    if blind:
-        first = f"{len(blind)} layers saw no token, {blind[0]} first, and lost their smallest weights"
-        note(f"{first}: use more calibration tokens", report, say)

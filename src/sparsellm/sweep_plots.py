@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparsellm.comparison import SEED, Figure, Row
+from sparsellm.drawing import COLOURS, MARKERS, Plot, drawn
 from sparsellm.panels import by_depth, by_epoch
 from sparsellm.patterns import NM, parse_pattern
-from sparsellm.plots import COLOURS, MARKERS, Plot, drawn, with_error
+from sparsellm.plots import with_error
 from sparsellm.sweep_file import Sweep, in_words
 from sparsellm.sweeping import Outcome
 

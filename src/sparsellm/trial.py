@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsellm.allocation import uniform
 from sparsellm.blocks import Block, blocks_of
+from sparsellm.choices import ALLOCATIONS
 from sparsellm.errors import InvalidSetting
 from sparsellm.events import Event, Stage
 from sparsellm.journal import Journal
@@ -23,7 +24,7 @@ from sparsellm.miniature import Miniature
 from sparsellm.patterns import Unstructured
 from sparsellm.preparation import Prepared
 from sparsellm.pruning import SENSING, prune_model
-from sparsellm.recipe import ALLOCATIONS, Recipe
+from sparsellm.recipe import Recipe
 from sparsellm.refinement import cut
 from sparsellm.report import Report
 from sparsellm.residence import Place, Residence, batch_to_measure, settle

@@ -19,10 +19,10 @@ import yaml
 
 from sparsellm import distributed
 from sparsellm.checkpoint import compute_dtype
+from sparsellm.choices import TASKS
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.recipe import TASKS
 from sparsellm.residence import Residence
 
 if TYPE_CHECKING:

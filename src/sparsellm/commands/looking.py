@@ -112,8 +112,8 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
     Example: sparsellm methods
     """
     with told(context):
+        from sparsellm.choices import METHODS
         from sparsellm.display import table
-        from sparsellm.recipe import METHODS
 
         if as_json:
             print_json(METHODS)
