@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clock import MOMENTS, watched
 from results import MEASURED
-from speed import MOMENTS, watched
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel

@@ -12,7 +12,7 @@ import excess
 import planning
 import processes
 import solvers
-import speed
+import speed_tables
 import streaming
 from results import MEASURED, ROOT, epochs_tables, seconds_table, table
 
@@ -37,7 +37,7 @@ def render() -> None:
     )
     page = page.replace("{{streaming}}\n", "\n".join([*streaming.tables(), "", *streaming.cost()]) + "\n")
     page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
-    page = page.replace("{{speed}}\n", "\n".join(speed.tables()) + "\n")
+    page = page.replace("{{speed}}\n", "\n".join(speed_tables.tables()) + "\n")
     (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
     told = (ROOT / "benchmarks" / "distributed.md.in").read_text(encoding="utf-8")
     told = told.replace("{{processes}}", "\n".join(processes.table())).replace("{{costs}}", "\n".join(processes.costs()))

@@ -15,41 +15,31 @@ and what it says of its own pruning counts, not the loading or writing.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import math
 import os
-import pkgutil
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import excess
 import torch
-from results import MEASURED, processor
-from torch.utils._python_dispatch import TorchDispatchMode
+from clock import PHASES, Phases, watched
+from results import processor
+from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
-import sparsellm
 from sparsellm.demo import model_path
 from sparsellm.events import Stage
 from sparsellm.memory import peak_memory
-from sparsellm.meter import PRODUCT, _tensors, _work, rates
+from sparsellm.meter import PRODUCT, rates
 from sparsellm.recipe_file import read_recipe
 from sparsellm.run import run
 from sparsellm.work import working
-
-FILE = MEASURED / "speed.json"
 
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": {"family": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "vocab_size": 50272},
@@ -86,10 +76,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """The last four are cheaper forms of the default, with their names in `excess.py`."""
 
-EXCESS_NAMES = {"SparseLLM as published, 4 epochs": "as published", "default": "sparsellm"}
-"""What `excess.py` calls methods that have another name here."""
-
-SPARSITY, LENGTH = "70%", 512
+SPARSITY = "70%"
 
 SCALED_WIDTH = 512
 """Of the model whose tokens, blocks and epochs grow."""
@@ -101,140 +88,6 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "epochs": [{"epochs": n} for n in (2, 4, 8)],
 }
 """What grows, and to what: doubled twice."""
-
-PEER = "llm-compressor's SparseGPT"
-
-MOMENTS = (
-    "moments:Gram.update",
-    "moments:Cross.update",
-    "moments:InputNorms.update",
-    "regression:Summed.update",
-    "regression:Twins.update",
-)
-"""Sums over tokens."""
-
-PHASES: dict[str, tuple[str, ...]] = {
-    "forward": ("blocks:Block.__call__",),
-    "moments": MOMENTS,
-    "factorisation": (
-        "linalg:cholesky",
-        "linalg:reversed_factor",
-        "linalg:inverse_upper",
-        "solvers.alps:_shifted_by_eigenvectors",
-    ),
-    "regression": ("problem:LayerProblem.toward",),
-    "column loop": ("solvers.sparsegpt:SparseGPT.solve",),
-    "ADMM": ("solvers.alps:ALPS._search",),
-    "refit": ("linalg:refit",),
-    "errors": ("problem:LayerProblem.error", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),
-    "gate": ("gate:best_gate",),
-    "Gauss-Newton": ("methods.part:Part.newton",),
-    "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),
-    "layers' sensitivities": ("sensitivity:layer_sensitivities",),
-    "refinement": ("refinement:refine_block",),
-    "files": ("storage:OnFile._read", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
-}
-"""What each phase's time is spent in; what a phase calls that belongs to another counts there."""
-
-
-class Phases(TorchDispatchMode):
-    """Within its context, seconds by phase; with `operations` also what each does, which takes time of its own."""
-
-    def __init__(self, operations: bool) -> None:
-        super().__init__()
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.products: dict[str, float] = defaultdict(float)  # seconds in matrix products
-        self.operations: dict[str, float] = defaultdict(float)
-        self.bytes: dict[str, float] = defaultdict(float)
-        self._stack, self._since, self._counts = ["other"], time.perf_counter(), operations
-
-    def enter(self, name: str) -> None:
-        """What comes belongs to this phase."""
-        self._settle()
-        self._stack.append(name)
-
-    def leave(self) -> None:
-        """What comes belongs to the phase before."""
-        self._settle()
-        self._stack.pop()
-
-    def telling(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """A function that says when it is entered and left."""
-
-        @wraps(function)
-        def told(*arguments: Any, **keywords: Any) -> Any:
-            self.enter(phase)
-            try:
-                return function(*arguments, **keywords)
-            finally:
-                self.leave()
-
-        return told
-
-    def stage(self, name: str) -> None:
-        """A run's stage begins: what is in no phase belongs to it."""
-        self._settle()
-        self._stack[0] = name if name != "pruning" else "other"
-
-    def restart(self) -> None:
-        """Forget the seconds so far."""
-        self._settle()
-        self.seconds.clear()
-
-    def _settle(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self._stack[-1]] += now - self._since
-        self._since = now
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: Mapping | None = None) -> Any:
-        keywords = keywords or {}
-        if not self._counts:
-            return function(*arguments, **keywords)
-        started = time.perf_counter()
-        result = function(*arguments, **keywords)
-        spent, phase = time.perf_counter() - started, self._stack[-1]
-        inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
-        kind, amount = _work(function.overloadpacket.__name__, inputs, outputs)
-        if kind == PRODUCT:
-            self.products[phase] += spent
-            self.operations[phase] += amount
-        self.bytes[phase] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        return result
-
-
-@contextmanager
-def watched(
-    telling: Callable[[Callable[..., Any], str], Callable[..., Any]], phases: Mapping[str, Sequence[str]]
-) -> Iterator[None]:
-    """Within the context every function of the phases, "module:name", is another one, wherever it was imported.
-
-    telling: makes that one from the function and the phase's name.
-    """
-    modules = [
-        importlib.import_module(found.name)
-        for found in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
-        if found.name != "sparsellm.__main__"
-    ]
-    undo: list[tuple[Any, str, Any]] = []
-    try:
-        for phase, places in phases.items():
-            for place in places:
-                module, path = place.split(":")
-                owner: Any = importlib.import_module(f"sparsellm.{module}")
-                *outer, name = path.split(".")
-                for part in outer:
-                    owner = getattr(owner, part)
-                plain = owner.__dict__[name]
-                method = isinstance(plain, classmethod)
-                told = telling(plain.__func__ if method else plain, phase)
-                for each in [owner] if outer else [some for some in modules if some.__dict__.get(name) is plain]:
-                    undo.append((each, name, plain))
-                    setattr(each, name, classmethod(told) if method else told)
-        yield
-    finally:
-        for each, name, plain in reversed(undo):
-            setattr(each, name, plain)
 
 
 def make(folder: Path, shape: str, blocks: int, width: int | None = None) -> Path:
@@ -360,7 +213,7 @@ def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], 
 
     def wanted(name: str, number: int) -> bool:
         """Whether a run of this round is still to come; of the peer's, after the first round, the faster only."""
-        mine = name in methods or number == 1 or name == _best(rounds)
+        mine = name in methods or number == 1 or name == best_peer(rounds)
         return mine and len(rounds.get(name, [])) < number
 
     with tempfile.TemporaryDirectory() as folder:
@@ -387,11 +240,6 @@ def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], 
                 print(name, found, file=sys.stderr, flush=True)
 
 
-def _best(rounds: Mapping[str, list[dict[str, float]]]) -> str:
-    """The peer's faster batch, by the first round."""
-    return min((name for name in rounds if name.startswith(PEER)), key=lambda name: rounds[name][0]["seconds"])
-
-
 def _keep(table: str, key: str, value: Any) -> None:
     """Write one figure to the file."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
@@ -399,96 +247,6 @@ def _keep(table: str, key: str, value: Any) -> None:
     known["machine"] = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     FILE.write_text(json.dumps(known, indent=1) + "\n")
     print(table, key, file=sys.stderr, flush=True)
-
-
-def tables() -> list[str]:
-    """What was measured, as Markdown."""
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    phases = known.get("phases", {})
-    lines: list[str] = []
-    for key, rounds in known.get("race", {}).items():
-        lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
-    lines += _bargain_table(known.get("race", {}))
-    for key, cell in phases.items():
-        lines += [*_phases_table(key, cell), ""]
-    return lines + _scaling_table(known.get("scaling", {}))
-
-
-def _race_table(
-    key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any], memory: dict[str, int]
-) -> list[str]:
-    """One race: medians, ratios within each round, and what the operations alone would take."""
-    shape, blocks, windows, threads = key.split(" | ")
-    lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
-    lines += ["| | rounds | seconds | over llm-compressor's best | products alone | peak memory | over its |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
-    best = rounds[_best(rounds)]
-    for name, some in rounds.items():
-        ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
-        spent = statistics.median(each["seconds"] for each in some)
-        held = memory.get(f"{shape} | {blocks} | {windows} | {name}") or max(each["memory"] for each in some)
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        share = held / max(each["memory"] for each in best)
-        counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
-        least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
-        lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
-    return lines
-
-
-def _bargain_table(races: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
-    """What the methods of the shallowest race take, beside what is lost with them: from the cells of `excess.py`."""
-    key = min(races, key=lambda some: int(some.split(" | ")[1]), default=None)
-    data = excess.known("demo-opt")
-    if key is None or not data:
-        return []
-    best = races[key][_best(races[key])]
-    lines = ["| | time over llm-compressor's SparseGPT | excess, demo-opt, 80 % |", "|---|---:|---:|"]
-    rows: list[tuple[float, str]] = []
-    for name, some in races[key].items():
-        lost = excess.summary(excess.cells(data, EXCESS_NAMES.get(name, name), "80%"))
-        if lost:
-            ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
-            rows.append((ratio, f"| {name} | {ratio:.2f} | {lost} |"))
-    return [*lines, *(row for _, row in sorted(rows)), ""]
-
-
-def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
-    """Where one run's time went."""
-    shape, blocks, windows, name = key.split(" | ")
-    plain, counted = cell["plain"], cell["counted"]
-    products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
-    large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
-    lines = [f"{name}, {shape}, {blocks} blocks, {int(windows) * LENGTH:,} tokens: {plain['total']:.1f} s.", ""]
-    share, reached = products / counted["total"], operations / products / cell["rate"]
-    lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
-    lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
-    for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
-        if spent > 0.005 * plain["total"]:
-            done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
-            part = f"{100 * spent / plain['total']:.0f} %"
-            lines.append(f"| {phase} | {spent:.1f} | {part} | {done / 1e9:.0f} | {moved / 1e9:.1f} |")
-    return lines
-
-
-def _scaling_table(known: dict[str, list[float]]) -> list[str]:
-    """The exponents, by axis and method, of the medians."""
-    slopes: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for key, seconds in known.items():
-        name, axis, value = key.split(" | ")
-        slopes[name, axis].append((math.log(float(value)), math.log(statistics.median(seconds))))
-    if not slopes:
-        return []
-    names = [name for name in METHODS if name in {known for known, _ in slopes}]
-    lines = ["| seconds against | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for axis in dict.fromkeys(axis for _, axis in slopes):
-        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in names]
-        lines.append(f"| {axis} | " + " | ".join(row) + " |")
-    return lines
-
-
-def _slope(points: list[tuple[float, float]]) -> float:
-    """The exponent: of a straight line through logarithms."""
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def main() -> None:

@@ -1,0 +1,149 @@
+"""A clock for where a run's time goes, phase by phase: see speed.py."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsellm
+from sparsellm.meter import PRODUCT, _tensors, _work
+
+MOMENTS = (
+    "moments:Gram.update",
+    "moments:Cross.update",
+    "moments:InputNorms.update",
+    "regression:Summed.update",
+    "regression:Twins.update",
+)
+"""Sums over tokens."""
+
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": ("blocks:Block.__call__",),
+    "moments": MOMENTS,
+    "factorisation": (
+        "linalg:cholesky",
+        "linalg:reversed_factor",
+        "linalg:inverse_upper",
+        "solvers.alps:_shifted_by_eigenvectors",
+    ),
+    "regression": ("problem:LayerProblem.toward",),
+    "column loop": ("solvers.sparsegpt:SparseGPT.solve",),
+    "ADMM": ("solvers.alps:ALPS._search",),
+    "refit": ("linalg:refit",),
+    "errors": ("problem:LayerProblem.error", "regression:Regression.error", "methods.part:Part.error"),
+    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),
+    "gate": ("gate:best_gate",),
+    "Gauss-Newton": ("methods.part:Part.newton",),
+    "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),
+    "layers' sensitivities": ("sensitivity:layer_sensitivities",),
+    "refinement": ("refinement:refine_block",),
+    "files": ("storage:OnFile._read", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
+}
+"""What each phase's time is spent in; what a phase calls that belongs to another counts there."""
+
+
+class Phases(TorchDispatchMode):
+    """Within its context, seconds by phase; with `operations` also what each does, which takes time of its own."""
+
+    def __init__(self, operations: bool) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.products: dict[str, float] = defaultdict(float)  # seconds in matrix products
+        self.operations: dict[str, float] = defaultdict(float)
+        self.bytes: dict[str, float] = defaultdict(float)
+        self._stack, self._since, self._counts = ["other"], time.perf_counter(), operations
+
+    def enter(self, name: str) -> None:
+        """What comes belongs to this phase."""
+        self._settle()
+        self._stack.append(name)
+
+    def leave(self) -> None:
+        """What comes belongs to the phase before."""
+        self._settle()
+        self._stack.pop()
+
+    def telling(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """A function that says when it is entered and left."""
+
+        @wraps(function)
+        def told(*arguments: Any, **keywords: Any) -> Any:
+            self.enter(phase)
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                self.leave()
+
+        return told
+
+    def stage(self, name: str) -> None:
+        """A run's stage begins: what is in no phase belongs to it."""
+        self._settle()
+        self._stack[0] = name if name != "pruning" else "other"
+
+    def restart(self) -> None:
+        """Forget the seconds so far."""
+        self._settle()
+        self.seconds.clear()
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: Mapping | None = None) -> Any:
+        keywords = keywords or {}
+        if not self._counts:
+            return function(*arguments, **keywords)
+        started = time.perf_counter()
+        result = function(*arguments, **keywords)
+        spent, phase = time.perf_counter() - started, self._stack[-1]
+        inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
+        kind, amount = _work(function.overloadpacket.__name__, inputs, outputs)
+        if kind == PRODUCT:
+            self.products[phase] += spent
+            self.operations[phase] += amount
+        self.bytes[phase] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        return result
+
+
+@contextmanager
+def watched(
+    telling: Callable[[Callable[..., Any], str], Callable[..., Any]], phases: Mapping[str, Sequence[str]]
+) -> Iterator[None]:
+    """Within the context every function of the phases, "module:name", is another one, wherever it was imported.
+
+    telling: makes that one from the function and the phase's name.
+    """
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
+        if found.name != "sparsellm.__main__"
+    ]
+    undo: list[tuple[Any, str, Any]] = []
+    try:
+        for phase, places in phases.items():
+            for place in places:
+                module, path = place.split(":")
+                owner: Any = importlib.import_module(f"sparsellm.{module}")
+                *outer, name = path.split(".")
+                for part in outer:
+                    owner = getattr(owner, part)
+                plain = owner.__dict__[name]
+                method = isinstance(plain, classmethod)
+                told = telling(plain.__func__ if method else plain, phase)
+                for each in [owner] if outer else [some for some in modules if some.__dict__.get(name) is plain]:
+                    undo.append((each, name, plain))
+                    setattr(each, name, classmethod(told) if method else told)
+        yield
+    finally:
+        for each, name, plain in reversed(undo):
+            setattr(each, name, plain)

@@ -1,0 +1,118 @@
+"""What speed.py measured, as Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import excess
+from results import MEASURED
+
+FILE = MEASURED / "speed.json"
+
+LENGTH = 512
+"""Tokens of a window."""
+
+PEER = "llm-compressor's SparseGPT"
+
+EXCESS_NAMES = {"SparseLLM as published, 4 epochs": "as published", "default": "sparsellm"}
+"""What `excess.py` calls methods that have another name here."""
+
+
+def best_peer(rounds: Mapping[str, list[dict[str, float]]]) -> str:
+    """The peer's faster batch, by the first round."""
+    return min((name for name in rounds if name.startswith(PEER)), key=lambda name: rounds[name][0]["seconds"])
+
+
+def tables() -> list[str]:
+    """What was measured, as Markdown."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    phases = known.get("phases", {})
+    lines: list[str] = []
+    for key, rounds in known.get("race", {}).items():
+        lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
+    lines += _bargain_table(known.get("race", {}))
+    for key, cell in phases.items():
+        lines += [*_phases_table(key, cell), ""]
+    return lines + _scaling_table(known.get("scaling", {}))
+
+
+def _race_table(
+    key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any], memory: dict[str, int]
+) -> list[str]:
+    """One race: medians, ratios within each round, and what the operations alone would take."""
+    shape, blocks, windows, threads = key.split(" | ")
+    lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
+    lines += ["| | rounds | seconds | over llm-compressor's best | products alone | peak memory | over its |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+    best = rounds[best_peer(rounds)]
+    for name, some in rounds.items():
+        ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
+        spent = statistics.median(each["seconds"] for each in some)
+        held = memory.get(f"{shape} | {blocks} | {windows} | {name}") or max(each["memory"] for each in some)
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        share = held / max(each["memory"] for each in best)
+        counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
+        least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
+        lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
+    return lines
+
+
+def _bargain_table(races: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
+    """What the methods of the shallowest race take, beside what is lost with them: from the cells of `excess.py`."""
+    key = min(races, key=lambda some: int(some.split(" | ")[1]), default=None)
+    data = excess.known("demo-opt")
+    if key is None or not data:
+        return []
+    best = races[key][best_peer(races[key])]
+    lines = ["| | time over llm-compressor's SparseGPT | excess, demo-opt, 80 % |", "|---|---:|---:|"]
+    rows: list[tuple[float, str]] = []
+    for name, some in races[key].items():
+        lost = excess.summary(excess.cells(data, EXCESS_NAMES.get(name, name), "80%"))
+        if lost:
+            ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
+            rows.append((ratio, f"| {name} | {ratio:.2f} | {lost} |"))
+    return [*lines, *(row for _, row in sorted(rows)), ""]
+
+
+def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
+    """Where one run's time went."""
+    shape, blocks, windows, name = key.split(" | ")
+    plain, counted = cell["plain"], cell["counted"]
+    products, operations = sum(counted["products"].values()), sum(counted["operations"].values())
+    large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
+    lines = [f"{name}, {shape}, {blocks} blocks, {int(windows) * LENGTH:,} tokens: {plain['total']:.1f} s.", ""]
+    share, reached = products / counted["total"], operations / products / cell["rate"]
+    lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
+    lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
+    for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
+        if spent > 0.005 * plain["total"]:
+            done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
+            part = f"{100 * spent / plain['total']:.0f} %"
+            lines.append(f"| {phase} | {spent:.1f} | {part} | {done / 1e9:.0f} | {moved / 1e9:.1f} |")
+    return lines
+
+
+def _scaling_table(known: dict[str, list[float]]) -> list[str]:
+    """The exponents, by axis and method, of the medians."""
+    slopes: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for key, seconds in known.items():
+        name, axis, value = key.split(" | ")
+        slopes[name, axis].append((math.log(float(value)), math.log(statistics.median(seconds))))
+    if not slopes:
+        return []
+    names = list(dict.fromkeys(name for name, _ in slopes))
+    lines = ["| seconds against | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for axis in dict.fromkeys(axis for _, axis in slopes):
+        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in names]
+        lines.append(f"| {axis} | " + " | ".join(row) + " |")
+    return lines
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """The exponent: of a straight line through logarithms."""
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
