@@ -83,8 +83,9 @@ def test_pages_are_kept_for_what_is_freed_and_taken_again() -> None:
         )
         return int(done.stdout)
 
-    assert faults("keep") < 1000 < faults(MALLOC_TRIM_THRESHOLD_="0")
-    assert faults("keep", MALLOC_TRIM_THRESHOLD_="0", THP_MEM_ALLOC_ENABLE="0") > 10_000
+    once = 16 * 2**20 // os.sysconf("SC_PAGE_SIZE")  # where the system has no large page left to give
+    assert faults("keep") < 4 * once < faults(MALLOC_TRIM_THRESHOLD_="0")
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="0", THP_MEM_ALLOC_ENABLE="0") > 4 * once
 
 
 @pytest.fixture(autouse=True)
