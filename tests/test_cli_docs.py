@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,9 @@ def test_help_names_every_method_and_solver() -> None:
 def test_every_method_has_its_page(name: str) -> None:
     assert (ROOT / "docs" / "methods" / f"{name}.md").is_file()
     assert f"methods/{name}.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_the_version_needs_no_command() -> None:
+    """It is the installed package's."""
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.stdout.strip()) == (0, version("sparsellm"))

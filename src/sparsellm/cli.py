@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from sparsellm import __version__, options
+from sparsellm import options
 from sparsellm.commands.comparing import report, sweep
 from sparsellm.commands.looking import demo, evaluate, inspect, methods
 from sparsellm.commands.pruning import plan, prune
@@ -34,9 +34,6 @@ def root(
     Example: sparsellm methods
     """
     context.obj = debug
-    if version:
-        print(__version__)
-        raise typer.Exit
 
 
 for command in (prune, plan, sweep, report, evaluate, inspect, push, methods, demo):

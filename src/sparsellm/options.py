@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsellm import __version__
+
 _MODEL = "Folder of a checkpoint, hub name, demo:opt or demo:llama."
 
 
@@ -35,8 +37,15 @@ def _output(*names: str, **words: Any) -> Any:
     return _option(*names, panel="Output", **words)
 
 
+def _version(asked: bool) -> None:
+    """Before it is missed that no command was given."""
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
 Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.")]
-Version = Annotated[bool, _option("--version", help="Print the version and stop.", is_eager=True)]
+Version = Annotated[bool, _option("--version", help="Print the version and stop.", is_eager=True, callback=_version)]
 
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 ModelOrConfig = Annotated[str | None, typer.Argument(help=_MODEL)]
