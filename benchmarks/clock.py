@@ -1,4 +1,4 @@
-"""A clock for where a run's time goes, phase by phase: see speed.py."""
+"""A clock for where a run's time goes, phase by phase, for `python benchmarks/speed.py phases`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What speed.py measured, as Markdown."""
+"""What speed.py measured, as Markdown: `python benchmarks/speed.py tables`."""
 
 from __future__ import annotations
 
