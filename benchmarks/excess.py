@@ -54,7 +54,9 @@ BARE = OURS | {
 
 MAIN = {
     "SparseGPT": {"method": "sparsegpt"},
+    "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
     "ALPS": {"method": "alps"},
+    "ALPS, true-sequential": {"method": "alps", "true_sequential": True},
     "as published": {"method": "sparsellm", "as_published": True},
     "sparsellm, uniform": OURS | {"allocation": "uniform"},
     "sparsellm": OURS,
@@ -98,6 +100,7 @@ WITH = {
 INGREDIENTS = (
     {"default": OURS}
     | {f"default, {name}": OURS | change for name, change in (WITHOUT | MORE).items()}
+    | {"SparseGPT, true-sequential, DLP": {"method": "sparsegpt", "true_sequential": True, "allocation": "dlp"}}
     | {"bare": BARE}
     | {f"bare + {name}": BARE | change for name, change in WITH.items()}
 )

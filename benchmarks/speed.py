@@ -56,6 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, read block by block": {"method": "sparsegpt", "stream": True},
+    "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
+    "SparseGPT, true-sequential, read block by block": {"method": "sparsegpt", "true_sequential": True, "stream": True},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": {"method": "sparsellm"},

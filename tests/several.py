@@ -31,6 +31,8 @@ CASES = {
     **{f"{name} sparsellm": (name, {"method": "sparsellm"}) for name in CONFIGS},
     **{f"{name} published": (name, {"method": "sparsellm", "as_published": True}) for name in CONFIGS},
     "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),
+    "opt true-sequential": ("opt", {"method": "sparsegpt", "true_sequential": True}),
+    "mixtral true-sequential": ("mixtral", {"method": "wanda", "true_sequential": True}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
     "llama epochs": ("llama", {"method": "sparsellm", "epochs": 2, "solver": "sparsegpt"}),
     "llama refined": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "couple": "block", "refine": 10}),

@@ -64,6 +64,8 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--refine", -1), ("refine",)),
         (("--targets", "teachr"), ("'teacher'",)),
         (("--newton", 5, "--method", "alps"), ("newton", "sparsellm")),
+        (("--true-sequential",), ("true_sequential", "sparsellm", "order of its own")),
+        (("--true-sequential", "--method", "magnitude"), ("true_sequential", "magnitude", "no inputs")),
         (("--allocation", "errors"), ("'error'", ".yaml")),
         (("--allocation-bounds", "90%"), ("two sparsities", "60%:95%", "'90%'")),
         (("--allocation-bounds", "2:4:95%"), ("two sparsities", "'2:4:95%'")),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from sparsellm.activations import Activations
 from sparsellm.allocation import uniform
 from sparsellm.architectures import ARCHITECTURES
 from sparsellm.blocks import blocks_of
@@ -382,3 +383,19 @@ def test_the_documented_diff_is_the_real_one() -> None:
     assert 0 < added < 15
     for family in ARCHITECTURES:
         assert f"`{family}`" in page.split("## Not in the table")[0], family
+
+
+@each_family
+def test_true_sequential_order_is_the_same_without_recall(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group by group on pruned inputs, to the bit what it is where every pass runs all of the block; every layer is pruned."""
+    found: list[list[Tensor]] = []
+    for recalls in (True, False):
+        model = tiny(name)
+        if not recalls:
+            monkeypatch.setattr(Activations, "expect", lambda self, block, module: None)
+        method, blocks = LayerWise(SparseGPT(), true_sequential=True), blocks_of(model)
+        list(prune_blocks(model, batches(), method, uniform(blocks, parse_pattern("50%"))))
+        for block in blocks:
+            assert all(abs(float((layer.weight == 0).float().mean()) - 0.5) < 0.01 for layer in block.layers.values())
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))

@@ -185,6 +185,8 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, flo
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "wanda": ("llama", {"method": "wanda", "samples": 64}),
     "sparsegpt, streamed, 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4", "samples": 16, "stream": True}),
+    "true-sequential": ("opt", {"method": "sparsegpt", "samples": 16, "true_sequential": True}),
+    "true-sequential, on files": ("llama", {"method": "wanda", "samples": 64, "true_sequential": True, "memory": "60MB"}),
     "streams on files": ("llama", {"method": "sparsegpt", "samples": 64, "stream": True, "memory": "60MB"}),
     "as published": ("opt", {"as_published": True, "samples": 16, "epochs": 2}),
     "coupled, streamed": ("llama", {"samples": 8, "newton": 0, "stream": True, "solver": "magnitude"}),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,13 @@ from torch import Tensor
 from sparsellm import distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
-from sparsellm.looks import Asked, Looks, Seen, glimpse, looking
-from sparsellm.modes import computed_in, instead
+from sparsellm.looks import Asked, Looks, Seen, Through, glimpse, looking
+from sparsellm.modes import computed_in
 from sparsellm.onward import Onward
-from sparsellm.recall import Enough, Recall, additive, within
-from sparsellm.routes import Routes
+from sparsellm.recall import Recalls, Settled, additive, enclosed, enclosing, sparing, within
+from sparsellm.routes import Routes, chosen
 from sparsellm.stand_ins import home, standing_in
 from sparsellm.storage import Kept, Storage
-from sparsellm.views import routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +52,7 @@ class Activations:
         self.shapes = shapes
         self._calls = calls  # by block, then by batch
         self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
-        self._recalls: dict[bool, Recall] = {}  # by whether of the dense stream
+        self._recalls = Recalls(self.storage)
         self._behind: int | None = None  # the block that the pruned stream is behind already
 
     @classmethod
@@ -139,31 +137,19 @@ class Activations:
         if not views:
             return None
         if self._routes is None or self._routes[0] != block.index:
-            experts = [view for view in block.views.values() if view.expert is not None]
-            counts: list[list[int]] = []
-
-            def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-                counts.append([len(mine) for mine in routed(top_k_index, len(experts) // 3)])
-                raise Enough
-
-            with instead(views[0].owner, count):
-                for hidden, call in zip(self.pruned, self._calls[block.index], strict=True):
-                    with suppress(Enough):
-                        block(hidden, call)
             tokens = [windows * length for windows, length in self.shapes]
-            least = max(view.in_features for view in experts[:3])
-            self._routes = block.index, Routes(torch.tensor(distributed.collected(counts)), tokens, least)
+            self._routes = block.index, chosen(block, zip(self.pruned, self._calls[block.index], strict=True), tokens)
         found = self._routes[1]
         found.restart()
         return found
 
     @torch.no_grad()
-    def pairs(self, block: Block, pruned: Asked, dense: Asked) -> Iterator[tuple[Seen, Seen]]:
+    def pairs(self, block: Block, pruned: Asked, dense: Asked, last: str = "") -> Iterator[tuple[Seen, Seen]]:
         """Batch by batch, what the pruned stream shows in the block, and the dense one in its teacher.
 
         Experts see the same tokens in both: those that the pruned stream's router sends them. Where all of the dense stream's
         pass is asked for, it travels on with it, and there is no teacher afterwards; but not through a block with views, which
-        by pieces compute the same, but not to the bit.
+        by pieces compute the same, but not to the bit. last: the feed-forward's writer, if it is pruned next, and by itself.
         """
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
@@ -172,9 +158,13 @@ class Activations:
         first, second = (routes.choose, routes.again) if routes else (None, None)
         teacher, onward = self.teacher, Onward(self.dense, self.teacher)
         for number, call in enumerate(self.calls(block)):
-            with self._recalling(False, block, number):
+            seeing = sparing(block, last if number == 0 else "")
+            with self._recalls.during(False, block, number), seeing as found:
                 here = glimpse(block, pruned, self.pruned[number], call, first)
-            with self._recalling(True, teacher, number):
+            for module in found:
+                self.expect(block, module)
+            self._recalls.note(here.inputs)
+            with self._recalls.during(True, teacher, number):
                 there = glimpse(teacher, dense, self.dense[number], call, second)
             yield here, there
             if there.leaving is not None:
@@ -184,19 +174,29 @@ class Activations:
             self._arrived_dense()
 
     @torch.no_grad()
-    def watch(self, block: Block, reads: Looks, writes: Looks | None = None, onward: bool = False) -> None:
+    def watch(
+        self, block: Block, reads: Looks, writes: Looks | None = None, onward: bool = False, last: str | None = None
+    ) -> None:
         """One pass of all batches through the block, as far as there is something to show.
 
         reads: who is shown what layers read. writes: who is shown what they write. onward: whether the block will stay as it
-        is, so that the stream travels on with the same pass; `advance` then has nothing to do.
+        is, so that the stream travels on with the same pass; `advance` then has nothing to do. last: of the layers that are
+        looked at the one to be pruned next. If it ends a module, that need not run again once it is `solved`.
         """
         routes = self.routes(block, [*reads, *(writes or {})])
         # Views: see `pairs`. What the last block writes nobody reads.
         whole = onward and not block.views and block.index + 1 < len(self._calls)
         stream = Onward(self.pruned, block)
-        with looking(block, reads, writes or {}, routes.choose if routes else None, whole) as through:
+        shown: dict[str, Tensor] = {}
+        more: Looks = {} if last is None else {last: [*reads[last], partial(shown.__setitem__, last)]}
+        with looking(block, {**reads, **more}, writes or {}, routes.choose if routes else None, whole) as through:
             for number, call in enumerate(self._calls[block.index]):
-                hidden = through(self.pruned[number], call)
+                with self._recalls.during(False, block, number):
+                    if last is not None and number == 0:
+                        hidden = self._first(block, last, through, call)
+                    else:
+                        hidden = through(self.pruned[number], call)
+                self._recalls.note(shown)
                 if whole and hidden is not None:
                     stream.take(number, hidden, call)
         stream.settle()
@@ -223,38 +223,55 @@ class Activations:
         self.teacher = None
         self.forget(dense=True)
 
-    def remember(self, module: str, dense: bool) -> None:
+    def remember(self, module: Settled, dense: bool) -> None:
         """From now on a module of the present block writes the same in every pass of one stream: it need run once only.
 
-        module: one that `alone` names. dense: which stream.
+        module: one that `alone` finds. dense: which stream.
         """
-        self.forget(dense)
-        stream = self.dense if dense and self.dense is not None else self.pruned
-        first = stream[0]
-        self._recalls[dense] = Recall(module, self.storage, self.tokens * first.shape[-1] * first.element_size())
+        first = (self.dense if dense and self.dense is not None else self.pruned)[0]
+        self._recalls.remember(module, dense, self.tokens * first[0, 0].nbytes)
+
+    def expect(self, block: Block, module: Settled) -> None:
+        """The module's writer is what will be pruned next, on the pruned stream: once that is `solved`, it need not run.
+
+        The next pass that shows what the writer reads keeps it; but not more than the stream itself takes, unless there is
+        memory for it.
+        """
+        first, layer = self.pruned[0], block.layer(module.writer)
+        size = self.tokens * max(layer.in_features, layer.out_features) * first.element_size()
+        last = block.index + 1 == len(self._calls)  # nobody reads what it writes
+        if not module.spared or (self.storage.holds(size) and not last):
+            self._recalls.remember(module, False, size, pending=True)
+
+    def _first(self, block: Block, writer: str, through: Through, call: Call) -> Tensor | None:
+        """Pass the first batch, and see on it what need not run again once the writer is pruned."""
+        part = block.architecture.feed_forward
+        around = enclosed(block, writer) and (part is None or part.writer != writer)
+        with enclosing(block, writer) if around else sparing(block, writer) as found:
+            hidden = through(self.pruned[0], call, beyond=around)
+        for module in found:
+            self.expect(block, module)
+        return hidden
+
+    def solved(self, block: Block, names: Sequence[str]) -> None:
+        """These layers are pruned, and stay as they are."""
+        self._recalls.solved(block, names, distributed.dealt(self.shapes))
 
     def forget(self, dense: bool) -> None:
         """What modules wrote in one stream holds no longer, or is needed no longer."""
-        if dense in self._recalls:
-            self._recalls.pop(dense).close()
+        self._recalls.forget(dense)
 
     def close(self) -> None:
         """Give back what is kept beside the streams."""
-        for dense in (False, True):
-            self.forget(dense)
+        self._recalls.close()
 
-    def _recalling(self, dense: bool, block: Block, number: int) -> AbstractContextManager[None]:
-        """Within the context a batch's pass in one stream recalls what it can."""
-        known = self._recalls.get(dense)
-        return known.during(block, number) if known else nullcontext()
-
-    def alone(self, writer: str) -> str | None:
+    def alone(self, writer: str) -> Settled | None:
         """The module around a layer of the present block, such as attention, that can be remembered; None if there is none."""
         if self.dense is None or self.teacher is None:
             return None
         found = within(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
-        agreed: str | None = distributed.agreed(found)
-        return agreed
+        agreed = distributed.agreed(found and asdict(found))
+        return agreed and Settled(agreed["name"], agreed["writer"], agreed["others"])
 
     @torch.no_grad()
     def adds(self, writers: Sequence[str]) -> bool:
@@ -265,14 +282,13 @@ class Activations:
         """
         if self.dense is None or self.teacher is None or not writers:
             return False
-        adds = additive(self.teacher, writers, self.dense[0], self.calls(self.teacher)[0])
-        return bool(distributed.agreed(adds))
+        return bool(distributed.agreed(additive(self.teacher, writers, self.dense[0], self.calls(self.teacher)[0])))
 
     def _advance(self, stream: Kept, block: Block, dense: bool = False) -> None:
         """Pass one stream through a block. dense: which."""
         onward = Onward(stream, block)
         for number, call in enumerate(self.calls(block)):
-            with self._recalling(dense, block, number):
+            with self._recalls.during(dense, block, number):
                 hidden = block(stream[number], call)
             onward.take(number, hidden, call)
         onward.settle()

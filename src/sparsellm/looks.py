@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -19,6 +20,13 @@ Look = Callable[[Tensor], None]
 
 Looks = Mapping[str, Sequence[Look]]
 """By layer, who is shown."""
+
+
+class Through(Protocol):
+    """Passes one batch through a block, and gives what comes out, or None where the pass ended before."""
+
+    def __call__(self, hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
+        """beyond: whether someone else ends this pass, later than the last look."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +56,13 @@ class Seen:
 
 
 @contextmanager
-def looking(
-    block: Block, reads: Looks, writes: Looks, rows: Rows | None = None, whole: bool = False
-) -> Iterator[Callable[[Tensor, Call], Tensor | None]]:
+def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None, whole: bool = False) -> Iterator[Through]:
     """Within the context a way to pass one batch through the block, as far as there is something to show.
 
     It gives the block's output, or None where it ended before; a layer whose inputs alone are asked for does not run, if it is
     the last. rows: which tokens experts are shown, if not those that are routed to them. whole: to pass all of the block.
     """
+    further = False
     wanted = {(name, False) for name in reads} | {(name, True) for name in writes}
     missing: set[tuple[str, bool]] = set()
 
@@ -65,12 +72,14 @@ def looking(
             for look in many:
                 look(shown)
             missing.discard((name, written))
-            if not missing and not whole:
+            if not missing and not whole and not further:
                 raise Enough
 
         return hook
 
-    def through(hidden: Tensor, call: Call) -> Tensor | None:
+    def through(hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
+        nonlocal further
+        further = beyond
         missing.update(wanted)
         with suppress(Enough):
             return block(hidden, call)

@@ -101,6 +101,11 @@ class Gram(InputNorms):
         """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
         return mirrored(self._upper(None)) if self._settled is None else self._settled[0].clone()
 
+    @property
+    def shown(self) -> Tensor:
+        """The same for reading only: no fresh one once it is settled."""
+        return self.matrix if self._settled is None else self._settled[0]
+
     def _upper(self, centre: Tensor | None) -> Tensor:
         """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
         self._sum.wait()

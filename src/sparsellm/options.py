@@ -108,6 +108,14 @@ Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", de
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]
 Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.")]
 KeepZeros = Annotated[bool | None, _pruning("--keep-zeros", help="Weights that are zero already stay zero.", default="False")]
+TrueSequential = Annotated[
+    bool | None,
+    _pruning(
+        "--true-sequential/--no-true-sequential",
+        help="alps, sparsegpt, wanda: prune layers on what the pruned ones before them in the block write.",
+        default="False",
+    ),
+]
 
 Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
 Text = Annotated[list[str] | None, _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]

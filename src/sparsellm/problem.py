@@ -76,6 +76,11 @@ class LayerProblem:
         return self.inputs.matrix.to(self.weight.dtype)
 
     @property
+    def shown(self) -> Tensor:
+        """As `gram`, for reading only."""
+        return self.inputs.shown.to(self.weight.dtype) if isinstance(self.inputs, Gram) else self.gram
+
+    @property
     def norms(self) -> Tensor:
         """(in,), in the weight's dtype: raises InvalidSetting where the inputs are unknown."""
         if not isinstance(self.inputs, InputNorms):
@@ -104,7 +109,7 @@ class LayerProblem:
 
     def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """What the output of `weight` (out, in) lacks of the target's, and what the target's has; not waited for."""
-        gram = self.gram if isinstance(self.inputs, Gram) else None
+        gram = self.shown if isinstance(self.inputs, Gram) else None
         return self.energy(weight - self.weight, gram), self.energy(self.weight, gram)
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:

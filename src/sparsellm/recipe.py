@@ -84,6 +84,9 @@ class Recipe(BaseModel):
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
     keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
+    true_sequential: bool = Field(
+        False, description="alps, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 2,048 tokens")
     memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
@@ -139,6 +142,11 @@ class Recipe(BaseModel):
             raise InvalidSetting(
                 f"`couple` is unknown: got {self.couple!r}. {nearest(str(self.couple), COUPLES)} "
                 "A list of blocks goes with --as-published."
+            )
+        if self.true_sequential and self.method in ("sparsellm", "magnitude"):
+            why = "looks at no inputs" if self.method == "magnitude" else "has an order of its own"
+            raise InvalidSetting(
+                f"`true_sequential` is for alps, sparsegpt and wanda, got the method {self.method}, which {why}. Leave it out."
             )
         if self.couple == "none" and (self.newton not in (0, NEWTON) or self.refine):
             raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")
@@ -220,7 +228,7 @@ class Recipe(BaseModel):
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
         if self.method != "sparsellm":
-            return LayerWise(SOLVERS[self.method](), self.keep_zeros)
+            return LayerWise(SOLVERS[self.method](), self.keep_zeros, self.true_sequential)
         solver = SOLVERS[self.inner]()
         if self.as_published:
             couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
@@ -261,7 +269,9 @@ class Recipe(BaseModel):
         detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.rounds} epochs)"
         if not self.as_published:
             detail = f" ({self.inner} inside, coupled: {self.couple or 'feedforward'})"
-        return f"{self.method}{detail if self.method == 'sparsellm' else ''}, {self.pattern.describe()}"
+        if self.method != "sparsellm":
+            detail = " (true-sequential)" if self.true_sequential else ""
+        return f"{self.method}{detail}, {self.pattern.describe()}"
 
     def to_yaml(self) -> str:
         """The recipe as YAML, every field written out."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from sparsellm import distributed
+from sparsellm.blocks import Block
+from sparsellm.calls import Call
+from sparsellm.modes import instead
+from sparsellm.recall import Enough
 from sparsellm.views import routed
 
 
@@ -58,3 +63,23 @@ class Routes:
     def again(self, chosen: Tensor) -> list[Tensor]:
         """The same tokens once more, however they are routed now: so that two streams can be held against each other."""
         return self._shown
+
+
+@torch.no_grad()
+def chosen(block: Block, entered: Iterable[tuple[Tensor, Call]], tokens: Sequence[int]) -> Routes:
+    """Which tokens a block's experts are shown, from a pass as far as them.
+
+    entered: what enters the block, batch by batch of this process, and how it is called. tokens: of all processes' batches.
+    """
+    experts = [view for view in block.views.values() if view.expert is not None]
+    counts: list[list[int]] = []
+
+    def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        counts.append([len(mine) for mine in routed(top_k_index, len(experts) // 3)])
+        raise Enough
+
+    with instead(experts[0].owner, count):
+        for hidden, call in entered:
+            with suppress(Enough):
+                block(hidden, call)
+    return Routes(torch.tensor(distributed.collected(counts)), tokens, max(view.in_features for view in experts[:3]))

@@ -43,6 +43,10 @@ class Storage:
             files = (OnFile(folder / str(number)) for number in range(count))
             yield list(files) if place == WRITTEN else [[] if place == HELD else OnHost() for _ in range(count)]
 
+    def holds(self, size: int) -> bool:
+        """Whether there is room for so many bytes more where tensors are made."""
+        return self.budget is None or self._taken[HELD] + size <= self.budget
+
     @contextmanager
     def _room(self, size: int) -> Iterator[tuple[str, Path]]:
         """Where there is room, which is taken within the context; and a folder, which is there if that is in files."""

@@ -46,6 +46,7 @@ def prune(
     only: options.Only = None,
     skip: options.Skip = None,
     keep_zeros: options.KeepZeros = None,
+    true_sequential: options.TrueSequential = None,
     calibration: options.Calibration = None,
     text_field: options.TextField = None,
     samples: options.Samples = None,

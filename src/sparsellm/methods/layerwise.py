@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.looks import Look, Looks
 from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods.owners import handed_on, owners
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern
 from sparsellm.problem import LayerProblem, share_lost
@@ -33,11 +34,14 @@ class LayerWise:
     """Every layer is pruned for its own outputs (paper eq. 2), on what it reads before any layer of its block is pruned.
 
     That is the order of SparseGPT, Wanda and ALPS: one pass through the block for all its moments, then the solves.
-    keep_zeros: weights that are zero already stay zero.
+    true_sequential: on what it really reads, the layers before it in its block pruned too, as SparseGPT's code has it on
+    demand. Passes do not run what is settled again, so that this takes fewer operations: those of one pass through the block,
+    where there is memory for what the feed-forward's writer reads. keep_zeros: weights that are zero already stay zero.
     """
 
     solver: LayerSolver
     keep_zeros: bool = False
+    true_sequential: bool = False
 
     @property
     def needs(self) -> type[NoInputs]:
@@ -56,7 +60,15 @@ class LayerWise:
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
-        moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs))
+        stages = stages_of(block, names) if self.true_sequential else [names]
+        for stage in stages:
+            yield from self._prune_stage(block, inputs, stage, plan)
+            inputs.solved(block, stage)
+
+    def _prune_stage(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
+        """Layers that are pruned on one pass."""
+        last = names[0] if self.true_sequential else None
+        moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
         whose = owners(block, names)
         mine = {name: moments[name] for name in names if whose[name] == distributed.rank()}
         if isinstance(self.solver, Unwaiting) and devices.queued(block.device) and not self.keep_zeros:
@@ -72,46 +84,16 @@ class LayerWise:
         return prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
 
 
-def owners(block: Block, names: Sequence[str]) -> dict[str, int]:
-    """Which of several processes solves which of these layers, by their cost: a factorisation and a pass over the weight."""
-    layers = [block.layer(name) for name in names]
-    costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
-    return dict(zip(names, distributed.owners(costs), strict=True))
-
-
-def solutions(
-    block: Block, names: Sequence[str], solve: Callable[[str], tuple[Tensor, Any]]
-) -> Iterator[tuple[str, Tensor, Any]]:
-    """By layer, a weight with plain data about it, each found by one of several processes and handed to all.
-
-    solve: one layer's weight, (out, in) float32 on the block's device, and its data.
-    """
-    whose = owners(block, names)
-    mine = {name: solve(name) for name, owner in whose.items() if owner == distributed.rank()}
-    for name, owner in whose.items():
-        layer = block.layer(name)
-        weight, data = mine.get(name) or (torch.empty(layer.weight.shape, device=layer.weight.device), None)
-        yield name, distributed.given(owner, weight), distributed.agreed(data, owner)
-
-
-def handed_on(block: Block, whose: Mapping[str, int], steps: Iterable[LayerResult]) -> Iterator[LayerResult]:
-    """What became of all these layers, once each process has pruned its own and handed their weights to the others.
-
-    whose: by layer, the process that prunes it. steps: this process's. Layers are then the same in all, to the bit.
-    """
-    if distributed.world() == 1:
-        yield from steps
-        return
-    mine = {step.name: step for step in steps}
-    for name, owner in whose.items():
-        block.put(name, distributed.given(owner, block.layer(name).weight.detach().contiguous()))
-        step = mine.get(block.full_name(name))
-        yield step_of(distributed.agreed(None if step is None else asdict(step), owner))
-
-
-def step_of(data: Mapping[str, Any]) -> LayerResult:
-    """A layer's result from plain data."""
-    return LayerResult(**{**data, "shape": tuple(data["shape"])})
+def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
+    """These layers, in running order, as they are pruned: those of a group together, and the same of all experts."""
+    stages: dict[str, list[str]] = {}
+    for group in block.architecture.groups:
+        wanted = [name for name in group if name in names]
+        view = block.views.get(group[0])
+        expert = view is not None and view.expert is not None
+        if wanted:
+            stages.setdefault(group[0].rpartition(".")[2] if expert else group[0], []).extend(wanted)
+    return list(stages.values())
 
 
 def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
@@ -148,11 +130,12 @@ def gather(
     reads: Looks | None = None,
     writes: Looks | None = None,
     onward: bool = False,
+    last: str | None = None,
 ) -> dict[str, NoInputs]:
     """The moments of each named layer, from one pass through the block; layers of one group share theirs.
 
     needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass. onward: whether the
-    block will stay as it is, so that what enters it may travel on.
+    block will stay as it is, so that what enters it may travel on. last: as for `Activations.watch`.
     """
     moments: dict[str, NoInputs] = {}
     looks: dict[str, list[Look]] = {name: list(many) for name, many in (reads or {}).items()}
@@ -166,7 +149,7 @@ def gather(
         moments.update(dict.fromkeys(wanted, shared))
         looks.setdefault(wanted[0], []).append(shared.update)
     if any(kind is not NoInputs for kind in needs.values()) or reads or writes:
-        inputs.watch(block, looks, writes, onward)
+        inputs.watch(block, looks, writes, onward, last)
     for shared in dict.fromkeys(moments.values()):
         shared.reduce()
     return moments

@@ -19,16 +19,14 @@ from sparsellm.methods.layerwise import (
     LayerWise,
     coupled_parts,
     gather,
-    handed_on,
     missing,
-    owners,
     planned,
     problem_of,
     prune_layer,
     result,
-    solutions,
     solve,
 )
+from sparsellm.methods.owners import handed_on, owners, solutions
 from sparsellm.methods.signals import Signals
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.problem import LayerProblem

@@ -33,15 +33,15 @@ class Targets:
         adders = block.architecture.adders
         self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
         self._repairs = settings.residual and inputs.adds(adders)
-        self._attention = (inputs.alone(self._adder) if self._repairs else None) or self._adder
-        self._shared = self._attention != self._adder and block.full_name(self._adder) in plan
+        around = inputs.alone(self._adder) if self._repairs else None
+        self._attention = around.name if around else self._adder
+        self._shared = around if block.full_name(self._adder) in plan else None
         if self._shared:
-            inputs.remember(self._attention, dense=True)
+            inputs.remember(self._shared, dense=True)
 
     def solved(self, names: Sequence[str]) -> None:
         """These layers are pruned, and what they write is settled."""
-        if self._shared and self._adder in names:
-            self._inputs.remember(self._attention, dense=False)
+        self._inputs.solved(self._block, names)
 
     def regressions(self, names: Sequence[str], last: bool, part: tuple[Kept, Kept] | None = None) -> Mapping[str, Regression]:
         """The regressions of layers that share an input, from one pass of both streams.
@@ -49,6 +49,8 @@ class Targets:
         last: whether nothing of the block is looked at afterwards: the dense stream then travels on with the same pass.
         part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
         """
+        if self._shared and self._adder in names:
+            self._inputs.expect(self._block, self._shared)
         first, dense = names[0], weights_of(self._block, tuple(names))
         gram = Gram(dense[first][0].shape[1], self._block.device)
         # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
@@ -61,7 +63,7 @@ class Targets:
             own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), last)
         else:
             own, aimed = Asked([first], _once(lost, made)), Asked([], lost, last)
-        for pruned, teacher in self._inputs.pairs(self._block, own, aimed):
+        for pruned, teacher in self._inputs.pairs(self._block, own, aimed, first if last else ""):
             source, x = teacher if self._taught else pruned, pruned.inputs[first].float()
             gram.update(x)
             if twins:

@@ -16,7 +16,8 @@ from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped_, lifted, refit, zeros_in
 from sparsellm.looks import Asked
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import planned, solutions, solve, step_of, zeros_of
+from sparsellm.methods.layerwise import planned, solve, zeros_of
+from sparsellm.methods.owners import solutions, step_of
 from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
 from sparsellm.methods.settings import Settings
 from sparsellm.methods.targets import Targets, of_expert
