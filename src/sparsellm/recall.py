@@ -50,8 +50,9 @@ class Recall:
         self._room.close()
 
     def reads(self, inputs: Tensor) -> None:
-        """Keep what the writer reads of the next batch, (tokens, in), until it `writes`."""
-        self._kept.append(inputs.clone())  # it may be a part of something larger
+        """Keep what the writer reads of the next batch, (tokens, in), until it `writes`. Nobody may write into it any more."""
+        whole = inputs.untyped_storage().nbytes() == inputs.nbytes
+        self._kept.append(inputs if whole else inputs.clone())
 
     @torch.no_grad()
     def writes(self, block: Block, shapes: Sequence[tuple[int, int]]) -> None:
@@ -69,7 +70,8 @@ class Recall:
             yield
             return
         if number < len(self._kept):
-            written = self._kept[number].clone()  # some families add to it in place
+            # Some families add to it in place, but what spares readers is recalled once, when the stream travels on.
+            written = self._kept[number] if known.spared else self._kept[number].clone()
 
             def again(*inputs: Tensor, **_: Any) -> Any:
                 if known.spared:
