@@ -33,7 +33,7 @@ def tables() -> list[str]:
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     phases = known.get("phases", {})
     lines: list[str] = []
-    for key, rounds in known.get("race", {}).items():
+    for key, rounds in sorted(known.get("race", {}).items(), key=lambda item: _depth(item[0])):
         lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
     lines += _bargain_table(known.get("race", {}))
     for key, cell in phases.items():
@@ -63,20 +63,25 @@ def _race_table(
 
 
 def _bargain_table(races: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
-    """What the methods of the shallowest race take, beside what is lost with them: from the cells of `excess.py`."""
-    key = min(races, key=lambda some: int(some.split(" | ")[1]), default=None)
+    """What methods take, each in the shallowest race that it ran in, beside what is lost with them, from `excess.py`."""
     data = excess.known("demo-opt")
-    if key is None or not data:
+    if not data or not races:
         return []
-    best = races[key][best_peer(races[key])]
-    lines = ["| | time over llm-compressor's SparseGPT | excess, demo-opt, 80 % |", "|---|---:|---:|"]
-    rows: list[tuple[float, str]] = []
-    for name, some in races[key].items():
-        lost = excess.summary(excess.cells(data, EXCESS_NAMES.get(name, name), "80%"))
-        if lost:
-            ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
-            rows.append((ratio, f"| {name} | {ratio:.2f} | {lost} |"))
-    return [*lines, *(row for _, row in sorted(rows)), ""]
+    lines = ["| | blocks | time over llm-compressor's SparseGPT | excess, demo-opt, 80 % |", "|---|---:|---:|---:|"]
+    rows: dict[str, tuple[float, str]] = {}
+    for key in sorted(races, key=_depth):
+        best = races[key][best_peer(races[key])]
+        for name, some in races[key].items():
+            lost = excess.summary(excess.cells(data, EXCESS_NAMES.get(name, name), "80%"))
+            if lost and name not in rows:
+                ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
+                rows[name] = ratio, f"| {name} | {_depth(key)} | {ratio:.2f} | {lost} |"
+    return [*lines, *(row for _, row in sorted(rows.values())), ""]
+
+
+def _depth(key: str) -> int:
+    """The blocks of a race."""
+    return int(key.split(" | ")[1])
 
 
 def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:

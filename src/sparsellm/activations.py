@@ -161,8 +161,7 @@ class Activations:
             seeing = sparing(block, last if number == 0 else "")
             with self._recalls.during(False, block, number), seeing as found:
                 here = glimpse(block, pruned, self.pruned[number], call, first)
-            for module in found:
-                self.expect(block, module)
+            self.expect(block, *found)
             self._recalls.note(here.inputs)
             with self._recalls.during(True, teacher, number):
                 there = glimpse(teacher, dense, self.dense[number], call, second)
@@ -231,17 +230,17 @@ class Activations:
         first = (self.dense if dense and self.dense is not None else self.pruned)[0]
         self._recalls.remember(module, dense, self.tokens * first[0, 0].nbytes)
 
-    def expect(self, block: Block, module: Settled) -> None:
-        """The module's writer is what will be pruned next, on the pruned stream: once that is `solved`, it need not run.
+    def expect(self, block: Block, *modules: Settled) -> None:
+        """These modules' writers are what will be pruned next, on the pruned stream: once that is `solved`, they need not run.
 
-        The next pass that shows what the writer reads keeps it; but not more than the stream itself takes, unless there is
-        memory for it.
+        The next pass that shows what a writer reads keeps it; but not more than the stream itself takes, unless there is memory
+        for it.
         """
-        first, layer = self.pruned[0], block.layer(module.writer)
-        size = self.tokens * max(layer.in_features, layer.out_features) * first.element_size()
-        last = block.index + 1 == len(self._calls)  # nobody reads what it writes
-        if not module.spared or (self.storage.holds(size) and not last):
-            self._recalls.remember(module, False, size, pending=True)
+        for module in modules:
+            layer, last = block.layer(module.writer), block.index + 1 == len(self._calls)  # whose outputs nobody reads
+            size = self.tokens * max(layer.in_features, layer.out_features) * self.pruned[0].element_size()
+            if not module.spared or (self.storage.holds(size) and not last):
+                self._recalls.remember(module, False, size, pending=True)
 
     def _first(self, block: Block, writer: str, through: Through, call: Call) -> Tensor | None:
         """Pass the first batch, and see on it what need not run again once the writer is pruned."""
@@ -249,8 +248,7 @@ class Activations:
         around = enclosed(block, writer) and (part is None or part.writer != writer)
         with enclosing(block, writer) if around else sparing(block, writer) as found:
             hidden = through(self.pruned[0], call, beyond=around)
-        for module in found:
-            self.expect(block, module)
+        self.expect(block, *found)
         return hidden
 
     def solved(self, block: Block, names: Sequence[str]) -> None:
@@ -258,7 +256,7 @@ class Activations:
         self._recalls.solved(block, names, distributed.dealt(self.shapes))
 
     def forget(self, dense: bool) -> None:
-        """What modules wrote in one stream holds no longer, or is needed no longer."""
+        """What modules wrote in one stream holds no longer, or is not needed."""
         self._recalls.forget(dense)
 
     def close(self) -> None:
