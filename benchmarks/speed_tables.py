@@ -50,15 +50,19 @@ def _race_table(
     lines += ["| | rounds | seconds | over llm-compressor's best | products alone | peak memory | over its |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     best = rounds[best_peer(rounds)]
+    largest = max(each["memory"] for each in best)
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
         spent = statistics.median(each["seconds"] for each in some)
         held = memory.get(f"{shape} | {blocks} | {windows} | {name}") or max(each["memory"] for each in some)
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        share = held / max(each["memory"] for each in best)
         counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
         least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
+        share = held / largest
         lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
+    for name, held in memory.items():
+        if name.startswith(f"{shape} | {blocks} | {windows} | ") and (method := name.split(" | ")[3]) not in rounds:
+            lines.append(f"| {method} | | | | | {held / 1e9:.2f} GB | {held / largest:.2f} |")
     return lines
 
 
