@@ -55,6 +55,8 @@ BARE = OURS | {
 MAIN = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
+    "Swift": {"method": "swift"},
+    "Swift, true-sequential": {"method": "swift", "true_sequential": True},
     "ALPS": {"method": "alps"},
     "ALPS, true-sequential": {"method": "alps", "true_sequential": True},
     "as published": {"method": "sparsellm", "as_published": True},
@@ -66,6 +68,7 @@ WITHOUT = {
     "without teacher targets": {"targets": "own"},
     "without residual correction": {"residual": False},
     "ALPS inside": {"solver": "alps"},
+    "swift inside": {"solver": "swift"},
     "SparseGPT inside": {"solver": "sparsegpt"},
     "without curvature": {"curvature": "none"},
     "diagonal curvature": {"curvature": "diagonal"},
@@ -82,7 +85,9 @@ MORE = {
     "128 windows written": {"written": 128},
     "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
     "couple none, SparseGPT inside, DLP": {"couple": "none", "solver": "sparsegpt", "allocation": "dlp"},
+    "couple none, swift inside, DLP": {"couple": "none", "solver": "swift", "allocation": "dlp"},
     "couple none, ALPS inside, DLP": {"couple": "none", "solver": "alps", "allocation": "dlp"},
+    "without Gauss-Newton, swift inside": {"newton": 0, "solver": "swift"},
     "without Gauss-Newton, ALPS inside": {"newton": 0, "solver": "alps"},
     "OWL": {"allocation": "owl"},
     "DLP": {"allocation": "dlp"},
@@ -100,7 +105,10 @@ WITH = {
 INGREDIENTS = (
     {"default": OURS}
     | {f"default, {name}": OURS | change for name, change in (WITHOUT | MORE).items()}
-    | {"SparseGPT, true-sequential, DLP": {"method": "sparsegpt", "true_sequential": True, "allocation": "dlp"}}
+    | {
+        f"{name}, true-sequential, DLP": {"method": method, "true_sequential": True, "allocation": "dlp"}
+        for name, method in (("SparseGPT", "sparsegpt"), ("Swift", "swift"))
+    }
     | {"bare": BARE}
     | {f"bare + {name}": BARE | change for name, change in WITH.items()}
 )

@@ -64,6 +64,9 @@ METHODS: dict[str, dict[str, Any]] = {
         "memory": "1GB",
     },
     "SparseGPT, true-sequential, DLP": {"method": "sparsegpt", "true_sequential": True, "allocation": "dlp"},
+    "Swift": {"method": "swift"},
+    "Swift, true-sequential": {"method": "swift", "true_sequential": True},
+    "Swift, true-sequential, DLP": {"method": "swift", "true_sequential": True, "allocation": "dlp"},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": {"method": "sparsellm"},
@@ -74,15 +77,22 @@ METHODS: dict[str, dict[str, Any]] = {
         "solver": "sparsegpt",
         "allocation": "dlp",
     },
+    "default, couple none, swift inside, DLP": {
+        "method": "sparsellm",
+        "couple": "none",
+        "solver": "swift",
+        "allocation": "dlp",
+    },
     "default, couple none, ALPS inside, DLP": {
         "method": "sparsellm",
         "couple": "none",
         "solver": "alps",
         "allocation": "dlp",
     },
+    "default, without Gauss-Newton, swift inside": {"method": "sparsellm", "newton": 0, "solver": "swift"},
     "default, without Gauss-Newton, ALPS inside": {"method": "sparsellm", "newton": 0, "solver": "alps"},
 }
-"""The last four are cheaper forms of the default, with their names in `excess.py`."""
+"""The last six are cheaper forms of the default, with their names in `excess.py`."""
 
 SPARSITY = "70%"
 

@@ -20,6 +20,7 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 
 every_kind = pytest.mark.parametrize("kind", ["full", "diagonal", "none"])
 every_pattern = pytest.mark.parametrize("text", ["50%", "70%", "2:4"])
@@ -162,7 +163,7 @@ def test_refit_in_other_units() -> None:
     assert torch.equal(refit(target * keep, target, gram, keep, 4, curvature=curvature), answer / rows.outer(columns))
 
 
-@pytest.mark.parametrize("solver", [Magnitude(), SparseGPT(), ALPS(), ALPS.thorough()], ids=str)
+@pytest.mark.parametrize("solver", [Magnitude(), SparseGPT(), Swift(), ALPS(), ALPS.thorough()], ids=str)
 @every_pattern
 def test_a_diagonal_scales_the_rows(text: str, solver: LayerSolver) -> None:
     """With a diagonal S the answer is that of the scaled rows' own problem; without competing rows S would not matter."""
@@ -203,7 +204,9 @@ def test_sparsegpt_by_its_definition(damping: float, kind: str) -> None:
     assert torch.equal(solver.solve(problem, groups), solver.solve(replace(problem, curvature=None), groups))
 
 
-@pytest.mark.parametrize("solver", [Magnitude(), Wanda(), SparseGPT(), ALPS()], ids=lambda solver: type(solver).__name__)
+@pytest.mark.parametrize(
+    "solver", [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()], ids=lambda solver: type(solver).__name__
+)
 @every_pattern
 @every_kind
 def test_counts_and_bits(kind: str, text: str, solver: LayerSolver) -> None:
@@ -269,7 +272,7 @@ def test_small_cases_against_every_mask(shape: tuple[int, int], text: str, kind:
     assert geometric_mean(unseen) >= blind * geometric_mean(ratios)
 
 
-@pytest.mark.parametrize("solver", [SparseGPT(), ALPS()], ids=lambda solver: type(solver).__name__)
+@pytest.mark.parametrize("solver", [SparseGPT(), Swift(), ALPS()], ids=lambda solver: type(solver).__name__)
 def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
     """Where half of the outputs cost nothing, a pattern of 50 % takes (most of) their weights; S in full is damped by 1 %."""
     problem, pattern = problem_of((16, 24), "none"), parse_pattern("50%")

@@ -19,7 +19,16 @@ def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result]
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
-    assert [row["method"] for row in rows] == ["dense", "magnitude", "wanda", "sparsegpt", "alps", "thorough", "sparsellm"]
+    assert [row["method"] for row in rows] == [
+        "dense",
+        "magnitude",
+        "wanda",
+        "sparsegpt",
+        "swift",
+        "alps",
+        "thorough",
+        "sparsellm",
+    ]
     assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5) for row in rows[1:])
     assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])
     assert f"{rows[-1]['perplexity']:.3f}" in (tmp_path / "out" / "README.md").read_text()

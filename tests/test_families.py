@@ -35,6 +35,7 @@ from sparsellm.sequential import prune_blocks, walk
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 from sparsellm.work import working
 from tests.conftest import byte_tokenizer
 
@@ -110,6 +111,7 @@ METHODS: dict[str, BlockMethod] = {
     "wanda": LayerWise(Wanda()),
     "alps": LayerWise(ALPS(iterations=6, refit_steps=2)),
     "sparsegpt": LayerWise(SparseGPT()),
+    "swift": LayerWise(Swift()),
     "published": PublishedSparseLLM(SparseGPT(), epochs=2),
     "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), newton=1),
 }

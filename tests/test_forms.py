@@ -30,6 +30,7 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 from tests.conftest import byte_tokenizer
 from tests.test_families import GATED, METHODS, batches, config, entering, tensors_of, tiny, written
 
@@ -246,7 +247,9 @@ def halves(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(0.7), Unstructured(0.3), NM(2, 4)], ids=str)
-@pytest.mark.parametrize("solver", [Magnitude(), Wanda(), SparseGPT(), ALPS(), ALPS.thorough()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "solver", [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS(), ALPS.thorough()], ids=lambda x: type(x).__name__
+)
 def test_what_is_gone_stays_gone(solver: LayerSolver, pattern: Unstructured | NM) -> None:
     """Every solver: old zeros stay, the count is the pattern's where there is room for it, and N:M holds in every group."""
     generator = torch.Generator().manual_seed(0)

@@ -16,7 +16,7 @@ from sparsellm.patterns import NM, parse_pattern
 from tests.conftest import report_of
 
 Command = Callable[..., Result]
-METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "sparsellm")
+METHODS = ("magnitude", "wanda", "sparsegpt", "swift", "alps", "sparsellm")
 QUICK = ("--samples", 8, "--length", 32)
 TIMED = {"sparsellm.json", "sparsellm-log.jsonl"}
 """Files that hold times."""

@@ -27,8 +27,9 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 
-SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), ALPS()]
+SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
 READERS = {"opt": ("fc1",), "llama": ("mlp.gate_proj", "mlp.up_proj"), "llama-bias": ("mlp.gate_proj", "mlp.up_proj")}
 WRITER = {"opt": "fc2", "llama": "mlp.down_proj", "llama-bias": "mlp.down_proj"}
 

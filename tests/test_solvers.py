@@ -18,8 +18,9 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 
-SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), ALPS()]
+SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
 PATTERNS = ["0%", "1%", "50%", "70%", "90%", "2:4", "3:4", "4:8"]
 SHAPES = [(1, 40), (5, 12), (7, 13), (17, 136), (96, 256)]
 

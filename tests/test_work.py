@@ -27,7 +27,7 @@ from tests.test_bad_input import refused
 
 Command = Callable[..., Result]
 QUICK = ("--sparsity", "60%", "--samples", 6, "--length", 32, "--batch", 2)
-METHODS = ["magnitude", "wanda", "sparsegpt", "alps", "sparsellm"]
+METHODS = ["magnitude", "wanda", "sparsegpt", "swift", "alps", "sparsellm"]
 STREAMED = ("--stream",)
 """A tiny model fits any memory: what is larger goes the same way."""
 

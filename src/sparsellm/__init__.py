@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
+    from sparsellm.solvers.swift import Swift as Swift
     from sparsellm.tracking import Tracked as Tracked
 
 _CONTENTS = {
@@ -43,6 +44,7 @@ _CONTENTS = {
     "Report": "report",
     "Result": "run",
     "SparseGPT": "solvers.sparsegpt",
+    "Swift": "solvers.swift",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
     "Tracked": "tracking",

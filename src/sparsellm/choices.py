@@ -8,11 +8,13 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
     "magnitude": Magnitude,
     "wanda": Wanda,
     "sparsegpt": SparseGPT,
+    "swift": Swift,
     "alps": ALPS,
     "thorough": ALPS.thorough,
 }
@@ -22,6 +24,7 @@ METHODS = {
     "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
     "thorough": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
     "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
+    "swift": "the first steps of ALPS's search, for one factorisation, and a short fit",
     "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
     "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",
     "magnitude": "keeps the largest weights; needs no text",

@@ -59,7 +59,9 @@ Architecture = Annotated[
     str | None, _model("--architecture", help="YAML that describes the model's form.", default="the table, or what is found")
 ]
 
-Method = Annotated[str | None, _pruning(help="sparsellm, thorough, alps, sparsegpt, wanda or magnitude.", default="sparsellm")]
+Method = Annotated[
+    str | None, _pruning(help="sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude.", default="sparsellm")
+]
 Sparsity = Annotated[str | None, _pruning(help="Share removed (70%, 0.7), or N:M (N of every M removed).", default="50%")]
 AsPublished = Annotated[
     bool | None,
@@ -112,7 +114,7 @@ TrueSequential = Annotated[
     bool | None,
     _pruning(
         "--true-sequential/--no-true-sequential",
-        help="alps, sparsegpt, wanda: prune layers on what the pruned ones before them in the block write.",
+        help="alps, swift, sparsegpt, wanda: prune layers on what the pruned ones before them in the block write.",
         default="False",
     ),
 ]

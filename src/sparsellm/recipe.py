@@ -40,9 +40,13 @@ class Recipe(BaseModel):
     architecture: str | None = Field(
         None, description="YAML that describes a model's form; default: the table, or what is found"
     )
-    method: str = Field("sparsellm", description="what prunes a block: sparsellm, alps, sparsegpt, wanda or magnitude")
+    method: str = Field(
+        "sparsellm", description="what prunes a block: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude"
+    )
     as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
-    solver: str | None = Field(None, description="the solver inside SparseLLM: thorough, alps, sparsegpt, wanda or magnitude")
+    solver: str | None = Field(
+        None, description="the solver inside SparseLLM: thorough, alps, swift, sparsegpt, wanda or magnitude"
+    )
     sparsity: str = Field("50%", description="share of weights removed, or N:M: N of every M removed")
     calibration: str | None = Field(None, description="file of text, or c4, wikitext2, ptb, demo")
     text_field: str | None = Field(None, description="field of the text in .json, .jsonl and .parquet; default: text")
@@ -85,7 +89,7 @@ class Recipe(BaseModel):
     skip: tuple[str, ...] = Field((), description="leave out layers of these names")
     keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
     true_sequential: bool = Field(
-        False, description="alps, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
+        False, description="alps, swift, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
     )
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 2,048 tokens")
@@ -146,7 +150,8 @@ class Recipe(BaseModel):
         if self.true_sequential and self.method in ("sparsellm", "magnitude"):
             why = "looks at no inputs" if self.method == "magnitude" else "has an order of its own"
             raise InvalidSetting(
-                f"`true_sequential` is for alps, sparsegpt and wanda, got the method {self.method}, which {why}. Leave it out."
+                f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
+                "Leave it out."
             )
         if self.couple == "none" and (self.newton not in (0, NEWTON) or self.refine):
             raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")

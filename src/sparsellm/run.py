@@ -81,7 +81,7 @@ def prune(
     """Prune a model and say what was done.
 
     model: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned IN PLACE.
-    method: sparsellm, alps, sparsegpt, wanda or magnitude. sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
+    method: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude. sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
     calibration: a file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of (samples,
     length), without padding; needed by every method but magnitude. tokenizer: for a model in memory and a text.
     settings: any other field of `Recipe`. observe: told of every stage, layer, epoch and block.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Pattern
-from sparsellm.problem import LEAST_CURVATURE, LayerProblem
+from sparsellm.problem import LayerProblem
+from sparsellm.solvers.admm import Keep, Scaled
 
 PENALTY_START = 0.1
 """The first rho, for a Gram scaled to a unit diagonal; the paper's value."""
@@ -34,12 +33,6 @@ SETTLED = 3e-4
 
 WARM_PENALTY = 1.0
 """The first rho where an answer is at hand: high enough to stay near it."""
-
-Keep = Callable[[Tensor], Tensor]
-"""The mask that scores of (out, in) decide."""
-
-Shifted = Callable[[Tensor], Tensor]
-"""Maps a right-hand side (out, in) to the W with S W G + rho W = that side, for the present rho."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +81,16 @@ class ALPS:
         return cls(refit_steps=20, pace=0.5, relaxation=1.6)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        gram = problem.gram
-        dead = dead_inputs(gram)
-        gram, scale = _unit(damped_(gram, self.damping))
-        curvature, rows = None, problem.rows
-        if problem.curvature is not None and problem.curvature.ndim == 2:
-            curvature, height = _unit(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)))
-            rows = height.unsqueeze(1)
-        scale = scale if rows is None else rows * scale
-        target = problem.weight.masked_fill(dead, 0) * scale
-        start = None if problem.start is None else problem.start.masked_fill(dead, 0) * scale
-        kept = partial(problem.keep, pattern)
-        chosen = self._search(target, gram, curvature, kept, start)
+        scaled, kept = Scaled.of(problem, self.damping), partial(problem.keep, pattern)
+        chosen = self._search(scaled, kept)
         keep = kept(chosen.abs())
-        weight = refit(chosen * keep, target, gram, keep, self.refit_steps, curvature=curvature)
-        return weight / scale
+        return scaled.fitted(chosen * keep, keep, self.refit_steps)
 
-    def _search(self, target: Tensor, gram: Tensor, curvature: Tensor | None, kept: Keep, start: Tensor | None) -> Tensor:
+    def _search(self, scaled: Scaled, kept: Keep) -> Tensor:
         """The final ADMM iterate, (out, in): its largest entries are the mask, and the start of the refit."""
+        target, start, gram, curvature = scaled.target, scaled.start, scaled.gram, scaled.curvature
         aim = target @ gram if curvature is None else curvature @ target @ gram
-        shifted = _shifted_by_cholesky(gram, self.damping) if curvature is None else _shifted_by_eigenvectors(curvature, gram)
+        shifted = scaled.shifted()
         penalty = PENALTY_START if start is None else WARM_PENALTY
         solve = shifted(penalty)
         dual = torch.zeros_like(target)
@@ -147,33 +130,3 @@ def _growth(change: float, moved_before: bool) -> float:
     if change > 0.005:
         return 1.2
     return 1.1 if moved_before else 0.2
-
-
-def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A positive definite matrix scaled to a unit diagonal, and the square roots of the diagonal that it had."""
-    scale = matrix.diagonal().sqrt()
-    return matrix / scale.outer(scale), scale
-
-
-def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shifted]:
-    """W (G + rho I) = rhs. By an inverse, not a solve: it is used several times, and the shift conditions it well."""
-
-    def at(penalty: float) -> Shifted:
-        shifted = gram.clone()
-        shifted.diagonal().add_(penalty)
-        inverse = torch.cholesky_inverse(cholesky(shifted, damping))
-        return lambda side: side @ inverse
-
-    return at
-
-
-def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
-    """S W G + rho W = rhs, where both matrices are diagonal; one decomposition of each serves every penalty."""
-    heights, left = spectrum(curvature)
-    widths, right = spectrum(gram)
-    products = heights.clamp(min=0).outer(widths.clamp(min=0))
-
-    def at(penalty: float) -> Shifted:
-        return lambda side: left @ ((left.T @ side @ right) / (products + penalty)) @ right.T
-
-    return at

@@ -1,0 +1,89 @@
+"""What solvers that split the problem in two share: the units it is solved in, and the half without a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsellm.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
+from sparsellm.problem import LEAST_CURVATURE, LayerProblem
+
+Keep = Callable[[Tensor], Tensor]
+"""The mask that scores of (out, in) decide."""
+
+Shifted = Callable[[Tensor], Tensor]
+"""Maps a right-hand side (out, in) to the W with S W G + rho W = that side, for one rho."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A layer problem in the units in which its damped Gram, and its curvature where all of it is known, have a unit diagonal.
+
+    target, start: W⋆ and the answer at hand, (out, in); dead inputs have no weights. gram: (in, in). curvature: (out, out), or
+    None where outputs count alike in these units. scale: (in,) or (out, in), what a weight was multiplied by. damping: what was
+    added to both diagonals.
+    """
+
+    target: Tensor
+    start: Tensor | None
+    gram: Tensor
+    curvature: Tensor | None
+    scale: Tensor
+    damping: float
+
+    @classmethod
+    def of(cls, problem: LayerProblem, damping: float) -> Scaled:
+        gram = problem.gram
+        dead = dead_inputs(gram)
+        gram, scale = _unit(damped_(gram, damping))
+        curvature, rows = None, problem.rows
+        if problem.curvature is not None and problem.curvature.ndim == 2:
+            curvature, height = _unit(lifted(problem.curvature, max(damping, LEAST_CURVATURE)))
+            rows = height.unsqueeze(1)
+        scale = scale if rows is None else rows * scale
+        target = problem.weight.masked_fill(dead, 0) * scale
+        start = None if problem.start is None else problem.start.masked_fill(dead, 0) * scale
+        return cls(target, start, gram, curvature, scale, damping)
+
+    def shifted(self) -> Callable[[float], Shifted]:
+        """For a rho, how S W G + rho W = side is solved."""
+        if self.curvature is None:
+            return _shifted_by_cholesky(self.gram, self.damping)
+        return _shifted_by_eigenvectors(self.curvature, self.gram)
+
+    def fitted(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
+        """The weight, zero outside `keep`, after some steps of conjugate gradients on it, in the units of the layer."""
+        return refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
+
+
+def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A positive definite matrix scaled to a unit diagonal, and the square roots of the diagonal that it had."""
+    scale = matrix.diagonal().sqrt()
+    return matrix / scale.outer(scale), scale
+
+
+def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shifted]:
+    """W (G + rho I) = rhs. By an inverse, not a solve: it is used several times, and the shift conditions it well."""
+
+    def at(penalty: float) -> Shifted:
+        shifted = gram.clone()
+        shifted.diagonal().add_(penalty)
+        inverse = torch.cholesky_inverse(cholesky(shifted, damping))
+        return lambda side: side @ inverse
+
+    return at
+
+
+def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
+    """S W G + rho W = rhs, where both matrices are diagonal; one decomposition of each serves every penalty."""
+    heights, left = spectrum(curvature)
+    widths, right = spectrum(gram)
+    products = heights.clamp(min=0).outer(widths.clamp(min=0))
+
+    def at(penalty: float) -> Shifted:
+        return lambda side: left @ ((left.T @ side @ right) / (products + penalty)) @ right.T
+
+    return at
