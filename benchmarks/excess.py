@@ -86,6 +86,8 @@ MORE = {
     "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
     "couple none, SparseGPT inside, DLP": {"couple": "none", "solver": "sparsegpt", "allocation": "dlp"},
     "couple none, swift inside, DLP": {"couple": "none", "solver": "swift", "allocation": "dlp"},
+    "couple none, swift inside": {"couple": "none", "solver": "swift"},
+    "couple none, swift inside, uniform": {"couple": "none", "solver": "swift", "allocation": "uniform"},
     "couple none, ALPS inside, DLP": {"couple": "none", "solver": "alps", "allocation": "dlp"},
     "without Gauss-Newton, swift inside": {"newton": 0, "solver": "swift"},
     "without Gauss-Newton, ALPS inside": {"newton": 0, "solver": "alps"},

@@ -64,7 +64,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "masks": ("patterns:keep_largest",),
     "column loop": ("solvers.sparsegpt:_sweep", "solvers.column_loop:sweep"),
     "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._pruned",),
-    "ADMM": ("solvers.alps:ALPS._search",),
+    "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
     "refit": ("linalg:refit",),
     "errors": ("problem:LayerProblem.energies", "regression:Regression.error", "methods.part:Part.error"),
     "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),

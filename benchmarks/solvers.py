@@ -36,11 +36,13 @@ from sparsellm.problem import LayerProblem
 from sparsellm.sequential import walk
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.swift import Swift
 from sparsellm.texts import read_text
 
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"
 TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
+    "Swift, 12 steps": Swift(steps=12),
     "ALPS, half the pace": ALPS(pace=0.5),
     "ALPS, a quarter of the pace": ALPS(pace=0.25, iterations=600),
     "ALPS, over-relaxed": ALPS(relaxation=1.6),

@@ -77,6 +77,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "solver": "sparsegpt",
         "allocation": "dlp",
     },
+    "default, couple none, swift inside, uniform": {
+        "method": "sparsellm",
+        "couple": "none",
+        "solver": "swift",
+        "allocation": "uniform",
+    },
     "default, couple none, swift inside, DLP": {
         "method": "sparsellm",
         "couple": "none",
@@ -92,7 +98,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "default, without Gauss-Newton, swift inside": {"method": "sparsellm", "newton": 0, "solver": "swift"},
     "default, without Gauss-Newton, ALPS inside": {"method": "sparsellm", "newton": 0, "solver": "alps"},
 }
-"""The last six are cheaper forms of the default, with their names in `excess.py`."""
+"""The last seven are cheaper forms of the default, with their names in `excess.py`."""
 
 SPARSITY = "70%"
 
