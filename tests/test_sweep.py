@@ -243,6 +243,15 @@ def test_a_cell_that_another_process_has_is_left_to_it(small: Callable[..., Swee
     assert [x.state for x in run_sweep(sweep, tmp_path / "out", quiet)] == ["finished"] * 4
 
 
+def test_a_folder_that_another_process_is_just_making_a_sweeps(small: Callable[..., Sweep], tmp_path: Path) -> None:
+    """It holds what that one has half written of the sweep's file; so does the folder of one that was killed then."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sweep.json.4711.partial").write_text('{"format": 1, "ti')
+    outcomes = run_sweep(small(), out, quiet, only=["model=llama", "method=magnitude"])
+    assert [x.state for x in outcomes if x.state != "open"] == ["finished"]
+
+
 def test_a_foreign_folder_is_refused(small: Callable[..., Sweep], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

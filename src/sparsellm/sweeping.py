@@ -201,7 +201,9 @@ def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str 
 
 def _open(home: Path, sweep: Sweep) -> None:
     """Make the folder the sweep's, or find that it is a sweep's already."""
-    if home.exists() and (not home.is_dir() or (any(home.iterdir()) and not is_sweep(home))):
+    # What a process that opens it at the same moment, or that was killed doing so, has half written of SWEEP is not foreign.
+    foreign = home.exists() and (not home.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in home.iterdir()))
+    if foreign and not is_sweep(home):
         raise OutputExists(f"{home} exists and is not a sweep's folder. Choose another name.")
     if sweep.smoke != (saved_sweep(home).smoke if is_sweep(home) else sweep.smoke):
         raise InvalidSetting(f"{home} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
