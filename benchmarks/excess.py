@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from forms import BY_ERROR, INGREDIENTS, MAIN, SUITES
 from results import MEASURED, STORIES, processor
 
 from sparsellm.calibration import test_windows
@@ -40,85 +41,6 @@ PATTERNS = ("60%", "70%", "80%", "90%", "2:4", "3:4")
 SEEDS = (0, 1, 2)
 SAMPLES, LENGTH, WINDOWS = 128, 256, 200
 
-OURS = {"method": "sparsellm"}
-BARE = OURS | {
-    "solver": "alps",
-    "targets": "own",
-    "residual": False,
-    "curvature": "none",
-    "newton": 0,
-    "refine": 0,
-    "allocation": "uniform",
-}
-"""The default with every ingredient off: ALPS, layer by layer in running order."""
-
-MAIN = {
-    "SparseGPT": {"method": "sparsegpt"},
-    "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
-    "Swift": {"method": "swift"},
-    "Swift, true-sequential": {"method": "swift", "true_sequential": True},
-    "ALPS": {"method": "alps"},
-    "ALPS, true-sequential": {"method": "alps", "true_sequential": True},
-    "as published": {"method": "sparsellm", "as_published": True},
-    "sparsellm, uniform": OURS | {"allocation": "uniform"},
-    "sparsellm": OURS,
-    "sparsellm, couple model": OURS | {"couple": "model"},
-}
-WITHOUT = {
-    "without teacher targets": {"targets": "own"},
-    "without residual correction": {"residual": False},
-    "ALPS inside": {"solver": "alps"},
-    "swift inside": {"solver": "swift"},
-    "SparseGPT inside": {"solver": "sparsegpt"},
-    "without curvature": {"curvature": "none"},
-    "diagonal curvature": {"curvature": "diagonal"},
-    "feed-forward horizon": {"horizon": "feedforward"},
-    "without Gauss-Newton": {"newton": 0},
-    "uniform allocation": {"allocation": "uniform"},
-}
-MORE = {
-    "3 epochs": {"epochs": 3},
-    "1 Gauss-Newton round": {"newton": 1},
-    "8 Gauss-Newton rounds": {"newton": 8},
-    "couple block": {"couple": "block"},
-    "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
-    "128 windows written": {"written": 128},
-    "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
-    "couple none, SparseGPT inside, DLP": {"couple": "none", "solver": "sparsegpt", "allocation": "dlp"},
-    "couple none, swift inside, DLP": {"couple": "none", "solver": "swift", "allocation": "dlp"},
-    "couple none, swift inside": {"couple": "none", "solver": "swift"},
-    "couple none, swift inside, uniform": {"couple": "none", "solver": "swift", "allocation": "uniform"},
-    "couple none, ALPS inside, DLP": {"couple": "none", "solver": "alps", "allocation": "dlp"},
-    "without Gauss-Newton, swift inside": {"newton": 0, "solver": "swift"},
-    "without Gauss-Newton, ALPS inside": {"newton": 0, "solver": "alps"},
-    "OWL": {"allocation": "owl"},
-    "DLP": {"allocation": "dlp"},
-}
-WITH = {
-    "thorough solver": {"solver": "thorough"},
-    "teacher targets": {"targets": "teacher"},
-    "teacher targets, residual": {"targets": "teacher", "residual": True},
-    "feed-forward curvature": {"curvature": "kronecker", "horizon": "feedforward"},
-    "curvature": {"curvature": "kronecker"},
-    "Gauss-Newton": {"newton": 1},
-    "couple block": {"couple": "block", "refine": None},
-    "allocation": {"allocation": "error"},
-}
-INGREDIENTS = (
-    {"default": OURS}
-    | {f"default, {name}": OURS | change for name, change in (WITHOUT | MORE).items()}
-    | {
-        f"{name}, true-sequential, DLP": {"method": method, "true_sequential": True, "allocation": "dlp"}
-        for name, method in (("SparseGPT", "sparsegpt"), ("Swift", "swift"))
-    }
-    | {"bare": BARE}
-    | {f"bare + {name}": BARE | change for name, change in WITH.items()}
-)
-SUITES: dict[str, dict[str, dict]] = {
-    "main": MAIN,
-    "ingredients": INGREDIENTS,
-    "windows": {"SparseGPT": MAIN["SparseGPT"]} | {"sparsellm": OURS},
-}
 COUNTS = (8, 16, 32, 64, 128)
 
 
@@ -148,7 +70,7 @@ def measure_model(words: argparse.Namespace) -> None:
                         key = f"{label} | {pattern} | {seed} | {samples} | {text}"
                         if key in known(name):
                             continue
-                        if change.get("allocation") in ("owl", "dlp", "error") and ":" in pattern:
+                        if change.get("allocation") in ("owl", "dlp", "fisher", "error") and ":" in pattern:
                             continue
                         settings = {"model": words.model, "calibration": calibrate, "samples": samples, "length": LENGTH}
                         clock = Clock()
@@ -239,7 +161,7 @@ def main_table(data: dict) -> list[str]:
     for label in MAIN:
         row = [summary(cells(data, label, p)) for p in PATTERNS]
         lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
-    for label in ("sparsellm, uniform", "sparsellm", "sparsellm, couple model"):
+    for label in (label for label in MAIN if label.startswith("sparsellm") and MAIN[label] != BY_ERROR):
         for base in ("SparseGPT", "ALPS", "as published"):
             row = [ratio(data, label, base, p) for p in PATTERNS]
             if any(row):
@@ -261,12 +183,11 @@ def ingredients_table(data: dict) -> list[str]:
 
 def windows_table(data: dict) -> list[str]:
     """Excess by the number of calibration windows."""
-    patterns = [p for p in PATTERNS if cells(data, "sparsellm", p, COUNTS[0])]
-    lines = ["| | " + " | ".join(map(str, COUNTS)) + " |", "|---|" + "---:|" * len(COUNTS)] if patterns else []
-    for pattern in patterns:
-        for label in SUITES["windows"]:
-            row = (summary(cells(data, label, pattern, count)) for count in COUNTS)
-            lines.append(f"| {label}, {pattern} | " + " | ".join(row) + " |")
+    rows = [(label, pattern) for pattern in PATTERNS for label in SUITES["windows"] if cells(data, label, pattern, COUNTS[0])]
+    lines = ["| | " + " | ".join(map(str, COUNTS)) + " |", "|---|" + "---:|" * len(COUNTS)] if rows else []
+    for label, pattern in rows:
+        row = (summary(cells(data, label, pattern, count)) for count in COUNTS)
+        lines.append(f"| {label}, {pattern} | " + " | ".join(row) + " |")
     return lines
 
 

@@ -53,6 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
 
+OURS = {"method": "sparsellm"}
+LAYER_BY_LAYER = OURS | {"couple": "none", "solver": "alps"}
+
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, read block by block": {"method": "sparsegpt", "stream": True},
@@ -69,36 +72,21 @@ METHODS: dict[str, dict[str, Any]] = {
     "Swift, true-sequential, DLP": {"method": "swift", "true_sequential": True, "allocation": "dlp"},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
-    "default": {"method": "sparsellm"},
-    "default, couple none, SparseGPT inside": {"method": "sparsellm", "couple": "none", "solver": "sparsegpt"},
-    "default, couple none, SparseGPT inside, DLP": {
-        "method": "sparsellm",
-        "couple": "none",
-        "solver": "sparsegpt",
-        "allocation": "dlp",
-    },
-    "default, couple none, swift inside, uniform": {
-        "method": "sparsellm",
-        "couple": "none",
-        "solver": "swift",
-        "allocation": "uniform",
-    },
-    "default, couple none, swift inside, DLP": {
-        "method": "sparsellm",
-        "couple": "none",
-        "solver": "swift",
-        "allocation": "dlp",
-    },
-    "default, couple none, ALPS inside, DLP": {
-        "method": "sparsellm",
-        "couple": "none",
-        "solver": "alps",
-        "allocation": "dlp",
-    },
-    "default, without Gauss-Newton, swift inside": {"method": "sparsellm", "newton": 0, "solver": "swift"},
-    "default, without Gauss-Newton, ALPS inside": {"method": "sparsellm", "newton": 0, "solver": "alps"},
+    "default": OURS,
+    "default, without Gauss-Newton, swift inside": OURS | {"newton": 0, "solver": "swift"},
+    "default, without Gauss-Newton, ALPS inside": OURS | {"newton": 0, "solver": "alps"},
+    "default, couple none, ALPS inside": LAYER_BY_LAYER,
+    "default, couple none, swift inside": LAYER_BY_LAYER | {"solver": "swift"},
+    "default, couple none, swift inside, uniform": LAYER_BY_LAYER | {"solver": "swift", "allocation": "uniform"},
+    "default, couple none, swift inside, DLP": LAYER_BY_LAYER | {"solver": "swift", "allocation": "dlp"},
+    "default, couple none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
+    "default, couple none, SparseGPT inside, DLP": LAYER_BY_LAYER | {"solver": "sparsegpt", "allocation": "dlp"},
+    "default, couple none, ALPS inside, DLP": LAYER_BY_LAYER | {"allocation": "dlp"},
+    "default, by error": OURS | {"allocation": "error"},
+    "default, by error, without Gauss-Newton, ALPS inside": OURS | {"newton": 0, "solver": "alps", "allocation": "error"},
+    "default, by error, couple none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt", "allocation": "error"},
 }
-"""The last seven are cheaper forms of the default, with their names in `excess.py`."""
+"""Those behind the default are cheaper forms of it, and the default as it was, with their names in `excess.py`."""
 
 SPARSITY = "70%"
 

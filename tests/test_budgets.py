@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sparsellm import budgets
+from sparsellm import balance, budgets
 from sparsellm.allocation import uniform
+from sparsellm.balance import CAUTION
 from sparsellm.blocks import blocks_of
-from sparsellm.budgets import CAUTION, by_error, dlp, owl, share_out
+from sparsellm.budgets import by_error, dlp, owl, share_out
 from sparsellm.errors import InvalidSetting
 from sparsellm.moments import Gram
 from sparsellm.patterns import NM, Unstructured, parse_pattern
@@ -82,7 +83,7 @@ def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
     """The sum of the errors is that of the best of all splits on a fine grid, and the mean density is the one asked for."""
     levels = sorted({min(asked * level, 0.95) for level in (0.33, 0.5, 1.0, 1.5, 2.0)})
     curves = {str(i): (size, curve(scale, power, levels)) for i, (size, scale, power) in enumerate(layers)}
-    found = np.array(list(budgets._balanced(curves, levels, asked).values()))
+    found = np.array(list(balance.balanced(curves, levels, asked).values()))
     sizes, grid = np.array([size for size, _, _ in layers]), np.geomspace(levels[0], levels[-1], 300)
     assert found @ sizes / sizes.sum() == pytest.approx(asked, rel=0.01)
     one, two = np.meshgrid(grid, grid)
@@ -95,14 +96,14 @@ def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
     assert sum(scale * density**-power for (_, scale, power), density in zip(layers, found, strict=True)) <= 1.02 * best
     if len({(size, power) for size, _, power in layers}) == 1:
         assert found[0] < found[1] < found[2]
-    twins = budgets._balanced({name: (100, [4.0, 2.0, 1.0]) for name in "ab"}, [0.2, 0.4, 0.8], 0.4)
+    twins = balance.balanced({name: (100, [4.0, 2.0, 1.0]) for name in "ab"}, [0.2, 0.4, 0.8], 0.4)
     assert list(twins.values()) == pytest.approx([0.4, 0.4], rel=0.01)
 
 
 def test_curves_between_their_points() -> None:
     """Log-log linear between the levels; where one measurement is out of line, more weights never cost more."""
     grid = torch.tensor([0.1, math.sqrt(0.02), 0.2, 0.4, 0.8]).double()
-    got = budgets._interpolated([0.1, 0.2, 0.4, 0.8], [16.0, 4.0, 5.0, 1.0], grid)
+    got = balance._interpolated([0.1, 0.2, 0.4, 0.8], [16.0, 4.0, 5.0, 1.0], grid)
     assert got.tolist() == pytest.approx([16.0, math.sqrt(80), 5.0, 5.0, 1.0])
 
 
@@ -117,7 +118,7 @@ def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((curves, levels))
         return {name: 0.1 + 0.01 * number for number, name in enumerate(curves)}
 
-    monkeypatch.setattr(budgets, "_balanced", balanced)
+    monkeypatch.setattr(budgets, "balanced", balanced)
     found = by_error(model, batches(), plan)
     assert list(found) == list(plan)
     assert CAUTION == 0.5
@@ -140,7 +141,7 @@ def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sparsity", ["53.7%", "90%"])
-@pytest.mark.parametrize("rule", ["owl", "dlp", "error"])
+@pytest.mark.parametrize("rule", ["owl", "dlp", "fisher", "error"])
 @two_families
 def test_totals(family: str, rule: str, sparsity: str) -> None:
     """All layers together lose what was asked, to one weight; not each the same; N:M cannot be shared out."""

@@ -51,7 +51,9 @@ STOREYS = {
         "looks",
         "onward",
         "activations",
+        "descent",
         "sensitivity",
+        "fisher",
     ],
     "Methods": [
         "refinement",
@@ -69,6 +71,7 @@ STOREYS = {
         "journal",
         "relay",
         "sequential",
+        "balance",
         "budgets",
         "distillation",
     ],

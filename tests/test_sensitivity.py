@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from sparsellm import sensitivity
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block, blocks_of
-from sparsellm.sensitivity import drawn, layer_sensitivities, output_sensitivities
+from sparsellm.descent import drawn
+from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 WRITERS = {"opt": ("self_attn.out_proj", "fc2"), "llama": ("self_attn.o_proj", "mlp.down_proj")}

@@ -101,10 +101,13 @@ CoupleWritten = Annotated[
 ]
 Allocation = Annotated[
     str | None,
-    _pruning(help="How the sparsity is shared: uniform, owl, dlp, error, or a YAML file.", default="error for sparsellm"),
+    _pruning(
+        help="How the sparsity is shared: uniform, owl, dlp, fisher, error, or a YAML file.", default="fisher for sparsellm"
+    ),
 ]
 AllocationBounds = Annotated[
-    str | None, _pruning(help="The least and the largest sparsity that a layer may get by owl, dlp or error, as 60%:95%.")
+    str | None,
+    _pruning(help="The least and the largest sparsity that a layer may get by owl, dlp, fisher or error, as 60%:95%."),
 ]
 Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]

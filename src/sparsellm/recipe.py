@@ -79,10 +79,10 @@ class Recipe(BaseModel):
     )
     allocation: str | None = Field(
         None,
-        description="how the sparsity is shared: uniform, owl, dlp, error, or a YAML file; default: see docs/allocation.md",
+        description="how the sparsity is shared: uniform, owl, dlp, fisher, error or a YAML file; default: docs/allocation.md",
     )
     allocation_bounds: str | None = Field(
-        None, description="the least and the largest sparsity that owl, dlp or error may give a layer, as 60%:95%"
+        None, description="the least and the largest sparsity that owl, dlp, fisher or error may give a layer, as 60%:95%"
     )
     blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
@@ -162,7 +162,9 @@ class Recipe(BaseModel):
             )
         least, most = self.bounds
         if self.allocation_bounds is not None and self.sharing not in ALLOCATIONS[1:]:
-            raise InvalidSetting("`allocation_bounds` go with `allocation` error, owl or dlp. A file names each layer's own.")
+            raise InvalidSetting(
+                "`allocation_bounds` go with `allocation` fisher, error, owl or dlp. A file names each layer's own."
+            )
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
         if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
@@ -223,7 +225,7 @@ class Recipe(BaseModel):
     def sharing(self) -> str:
         """The rule by which the sparsity is shared out, or the path of a file."""
         shares = self.method == "sparsellm" and not self.as_published and isinstance(self.pattern, Unstructured)
-        return self.allocation or ("error" if shares else "uniform")
+        return self.allocation or ("fisher" if shares else "uniform")
 
     @property
     def inner(self) -> str:

@@ -16,25 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm import devices, distributed
-from sparsellm.activations import Activations, stream_bytes
-from sparsellm.blocks import Block, blocks_of
+from sparsellm.blocks import Block
 from sparsellm.calls import Call
-from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.linalg import all_finite, spectrum
-from sparsellm.modes import computed_in, evaluating, only_trained
+from sparsellm.descent import descending, first_windows
+from sparsellm.errors import InvalidSetting
+from sparsellm.linalg import spectrum
+from sparsellm.modes import only_trained
 from sparsellm.moments import Gram
-from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
-from sparsellm.weights import InMemory, Weights
+from sparsellm.weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 16384
 """How many tokens are looked at, at most: some times the width of a stream, for matrices of full rank."""
-
-DRAWN_ROWS = 32
-"""Rows of running sums that are made at once: doubles for a whole window would be twice its logits."""
 
 MANY = 2**32
 """More windows than there ever are: a block's number times this, and a window's, make a seed of their own."""
@@ -66,92 +62,18 @@ def each_sensitivity(
     storage: Storage | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """As `output_sensitivities`, one by one with the block's number, the last block's first: to be kept elsewhere."""
-    blocks, weights, storage = blocks_of(model), weights or InMemory(), storage or Storage()
-    batches = _first(batches, TOKENS)
+    batches = first_windows(batches, TOKENS)
     tokens = sum(batch.numel() for batch in batches)
 
-    def mean(total: Tensor) -> Tensor:
+    def mean(gradients: Kept) -> Tensor:
+        total = _second_moment(gradients)
         distributed.sum_(total)
         return (total / tokens).float()
 
-    size = stream_bytes(model, distributed.dealt(batches), compute)
-    with evaluating(model), only_trained(model), storage.lists(len(blocks) + 1, size) as (gradients, *entering):
-        with weights.ends():
-            inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
-        for block, then, read, written in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
-            with weights.block(block, then), computed_in(block.module, compute):
-                for hidden, call in zip(read, inputs.calls(block), strict=True):
-                    written.append(block(hidden, call))
-        last = _last_gradients(model, blocks, distributed.dealt(batches), inputs, entering[-1], gradients, compute, weights)
-        yield blocks[-1].index, mean(last)
-        for block, read in zip(reversed(blocks), reversed(entering), strict=True):
-            if block.index == 0:
-                break
-            before = blocks[block.index - 1] if block.index > 1 else None
-            with weights.block(block, before), computed_in(block.module, compute):
-                for number, call in enumerate(inputs.calls(block)):
-                    gradients[number] = _through(block, read[number], call, gradients[number])
-            yield block.index - 1, mean(_second_moment(gradients))
-
-
-def _last_gradients(
-    model: PreTrainedModel,
-    blocks: Sequence[Block],
-    batches: Sequence[Tensor],
-    inputs: Activations,
-    entering: Kept,
-    gradients: Kept,
-    compute: torch.dtype | None,
-    weights: Weights,
-) -> Tensor:
-    """Fill `gradients` with those of the loss by the last block's output, labels drawn from the model; their second moment."""
-    generator, last = torch.Generator(device=entering[0].device), blocks[-1]
-    with weights.block(last), computed_in(last.module, compute):
-        for hidden, call in zip(entering, inputs.calls(last), strict=True):
-            gradients.append(last(hidden, call))
-    with weights.ends(), predicting(model, blocks, compute) as predict:
-        for number, (batch, first) in enumerate(zip(batches, inputs.firsts, strict=True)):
-            pieces: list[Tensor] = []
-            output = gradients[number]
-            for window, hidden in zip(batch.split(1), output.split(1), strict=True):
-                generator.manual_seed(first + len(pieces))
-                with torch.enable_grad():
-                    start = hidden.detach().requires_grad_(True)
-                    logits = predict(window, start).flatten(0, 1)
-                if not all_finite(logits):
-                    raise NonFinite(
-                        "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
-                    )
-                # By the logits, the gradient of -log p(label) is p less 1 at the label.
-                slopes = logits.detach().float().softmax(-1)
-                labels = drawn(slopes, generator).unsqueeze(1)
-                slopes.scatter_add_(1, labels, slopes.new_full(labels.shape, -1))
-                pieces += torch.autograd.grad(logits, start, slopes.to(logits.dtype))
-            gradients[number] = torch.cat(pieces)
-    return _second_moment(gradients)
-
-
-def drawn(shares: Tensor, generator: torch.Generator) -> Tensor:
-    """One number for each row of (rows, n) shares that sum to 1, each as likely as its share: (rows,).
-
-    By one random number for a row and the shares' running sums, in double precision: `torch.multinomial` draws n for each,
-    which for a vocabulary takes as long as the products.
-    """
-    wide = devices.widest(shares.device)
-    places = torch.rand(len(shares), 1, generator=generator, device=shares.device, dtype=wide)
-    found: list[Tensor] = []
-    for some, place in zip(shares.split(DRAWN_ROWS), places.split(DRAWN_ROWS), strict=True):
-        sums = some.cumsum(1, dtype=wide)
-        found.append(torch.searchsorted(sums, place * sums[:, -1:], right=True).squeeze(1))
-    return torch.cat(found).clamp_(max=shares.shape[1] - 1)
-
-
-def _through(block: Block, hidden: Tensor, call: Call, gradient: Tensor) -> Tensor:
-    """The gradient by a block's input, from that by its output."""
-    with torch.enable_grad():
-        start = hidden.detach().requires_grad_(True)
-        (found,) = torch.autograd.grad(block(start, call), start, gradient)
-    return found
+    with descending(model, batches, compute, weights, storage) as descent:
+        yield descent.blocks[-1].index, mean(descent.gradients)
+        for block in descent.back(stop=1):
+            yield block.index - 1, mean(descent.gradients)
 
 
 def _second_moment(gradients: Kept) -> Tensor:
@@ -166,16 +88,6 @@ def _second_moment(gradients: Kept) -> Tensor:
         told = f"There {few if distributed.world() > 1 else 'is no calibration batch'}."
         raise InvalidSetting(f"{told} Pass token numbers of (samples, length), split into at least as many batches.")
     return total
-
-
-def _first(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """The windows that the first so many tokens are in."""
-    found: list[Tensor] = []
-    for batch in batches:
-        missing = tokens - sum(some.numel() for some in found)
-        if missing > 0:
-            found.append(batch[: -(-missing // batch.shape[1])])
-    return found
 
 
 def layer_sensitivities(
