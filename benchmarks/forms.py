@@ -1,4 +1,4 @@
-"""The forms of a run whose excess is measured, by name: methods, ingredients of the default taken out or put in."""
+"""The forms of a run that `python benchmarks/excess.py` measures: methods, and the default with an ingredient out or in."""
 
 from __future__ import annotations
 
