@@ -192,8 +192,8 @@ def fisher(
 ) -> dict[str, float]:
     """Densities at which one more weight costs the same in every layer, by what its weights cost one by one (`weight_costs`).
 
-    As `by_error`, with the sum of the smallest costs for a layer's error: what the other weights make good is left out, which
-    is much the same share everywhere, and no layer is solved.
+    As `by_error`, with the sum of the smallest costs for a layer's error: what the other weights would make good is left out,
+    and no layer is solved.
     """
     asked = 1 - next(iter(plan.values())).sparsity
     levels = levels_around(asked)
