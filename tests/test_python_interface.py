@@ -59,7 +59,7 @@ def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> Non
         "reading texts",
         "loading",
         "finding what errors cost",
-        "sharing out the sparsity by error",
+        "sharing out the sparsity by fisher",
         "pruning",
     ]
     assert [event.index for event in seen if isinstance(event, BlockResult)] == [0, 1, 2]
