@@ -171,13 +171,13 @@ def main_table(data: dict) -> list[str]:
 
 def ingredients_table(data: dict) -> list[str]:
     """Excess and seconds with one ingredient off, one more, and one alone, at every pattern that was measured."""
-    patterns = [p for p in PATTERNS if cells(data, "bare", p)]
+    patterns = [p for p in PATTERNS if any(cells(data, label, p) for label in INGREDIENTS)]
     head = "| | " + " | ".join(f"{p} | seconds" for p in patterns) + " |"
     lines = [head, "|---|" + "---:|---:|" * len(patterns)] if patterns else []
     for label in INGREDIENTS if patterns else ():
         found = [cells(data, label, p) for p in patterns]
         words = [f"{summary(some)} | {mean(c['seconds'] for c in some):.0f}" if some else " | " for some in found]
-        lines.append(f"| {label} | " + " | ".join(words) + " |")
+        lines += [f"| {label} | " + " | ".join(words) + " |"] if any(found) else []
     return lines
 
 

@@ -95,6 +95,8 @@ def test_impossible_settings(
 def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """No calibration text for a method that needs one: the message names what can be passed."""
     refused(command("prune", tiny["llama"], tmp_path / "out"), "--calibration", "c4")
+    words = ("--method", "magnitude", "--sparsity", "50%", "--allocation", "fisher")
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), "`allocation` fisher needs a calibration text")
 
 
 def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from sparsellm.balance import CAUTION
 from sparsellm.blocks import blocks_of
 from sparsellm.budgets import by_error, dlp, owl, share_out
 from sparsellm.errors import InvalidSetting
+from sparsellm.methods import Plan
 from sparsellm.moments import Gram
 from sparsellm.patterns import NM, Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
@@ -107,23 +108,38 @@ def test_curves_between_their_points() -> None:
     assert got.tolist() == pytest.approx([16.0, math.sqrt(80), 5.0, 5.0, 1.0])
 
 
+Curves = dict[str, tuple[int, list[float]]]
+
+
+def caught(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[tuple[Curves, list[float]]]:
+    """The curves and levels that are to be balanced at a density of 0.3; told are 0.1, 0.11 and so on, in the plan's order."""
+    seen: list[tuple[Curves, list[float]]] = []
+
+    def balanced(curves: Curves, levels: list[float], asked: float) -> dict[str, float]:
+        assert asked == pytest.approx(0.3)
+        seen.append((curves, levels))
+        return {name: 0.1 + 0.01 * number for number, name in enumerate(plan)}
+
+    monkeypatch.setattr(budgets, "balanced", balanced)
+    return seen
+
+
+def half_way(plan: Plan) -> dict[str, object]:
+    """From 0.3 to those densities, on a scale of logarithms."""
+    assert CAUTION == 0.5
+    return {name: pytest.approx(math.sqrt(0.3 * (0.1 + 0.01 * number))) for number, name in enumerate(plan)}
+
+
 @two_families
 def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each curve is tr S D G D^T of SparseGPT's change D on the dense stream; half way to the split that balances them."""
-    model, seen = tiny(family), list[tuple[dict[str, tuple[int, list[float]]], list[float]]]()
+    model = tiny(family)
     plan = uniform(blocks_of(model), parse_pattern("70%"), skip=["k_proj"])
-
-    def balanced(curves: dict[str, tuple[int, list[float]]], levels: list[float], asked: float) -> dict[str, float]:
-        assert asked == pytest.approx(0.3)
-        seen.append((curves, levels))
-        return {name: 0.1 + 0.01 * number for number, name in enumerate(curves)}
-
-    monkeypatch.setattr(budgets, "balanced", balanced)
+    seen = caught(monkeypatch, plan)
     found = by_error(model, batches(), plan)
-    assert list(found) == list(plan)
-    assert CAUTION == 0.5
-    assert list(found.values()) == pytest.approx([math.sqrt(0.3 * (0.1 + 0.01 * i)) for i in range(len(plan))])
+    assert found == half_way(plan)
     ((curves, levels),) = seen
+    assert list(curves) == list(plan)
     assert levels == pytest.approx([0.3 * level for level in (0.33, 0.5, 0.75, 1.0, 1.5, 2.0)])
     metrics, reads = output_sensitivities(model, batches()), signals(model)
     for block, inputs in walk(model, batches()):

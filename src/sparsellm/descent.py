@@ -5,13 +5,13 @@ The loss is that of labels drawn from the model itself, so that second moments o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
@@ -19,6 +19,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.calls import Call
 from sparsellm.errors import NonFinite
 from sparsellm.linalg import all_finite
+from sparsellm.looks import Look
 from sparsellm.modes import computed_in, evaluating, only_trained
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Kept, Storage
@@ -144,6 +145,28 @@ def _through(block: Block, hidden: Tensor, call: Call, gradient: Tensor) -> Tens
         start = hidden.detach().requires_grad_(True)
         (found,) = torch.autograd.grad(block(start, call), start, gradient)
     return found
+
+
+@contextmanager
+def coming_back(block: Block, gradients: Mapping[str, Look], reads: Mapping[str, Look] | None = None) -> Iterator[None]:
+    """Within the context, whatever goes back through the block is shown: by layer, the gradient by what it writes, (..., out).
+
+    reads: who is shown what these layers read on the way there, (..., in).
+    """
+
+    def shows(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if reads:
+                reads[name](inputs[0].detach())
+            output.register_hook(gradients[name])
+
+        return hook
+
+    with ExitStack() as stack:
+        stack.enter_context(block.opened(gradients))
+        for name in gradients:
+            stack.callback(block.layer(name).register_forward_hook(shows(name)).remove)
+        yield
 
 
 def first_windows(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:

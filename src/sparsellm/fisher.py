@@ -9,17 +9,16 @@ taken as $E[g_i^2] E[x_j^2]$, the diagonals of K-FAC's two factors (Martens & Gr
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsellm import devices, distributed
 from sparsellm.blocks import Block
-from sparsellm.descent import descending, first_windows
+from sparsellm.descent import coming_back, descending, first_windows
+from sparsellm.moments import InputNorms
 from sparsellm.storage import Storage
-from sparsellm.views import View
 from sparsellm.weights import Weights
 
 if TYPE_CHECKING:
@@ -27,35 +26,6 @@ if TYPE_CHECKING:
 
 TOKENS, WINDOWS = 2048, 4
 """How many tokens are looked at, and windows at least. Diagonals need few: a quarter of them gives much the same shares."""
-
-
-class Squares:
-    """Sums of squares of what a layer reads, (in,), and of the gradients by what it writes, (out,), over so many tokens."""
-
-    def __init__(self, layer: nn.Linear | View) -> None:
-        device, wide = layer.weight.device, devices.widest(layer.weight.device)
-        self.inputs = torch.zeros(layer.in_features, dtype=wide, device=device)
-        self.gradients = torch.zeros(layer.out_features, dtype=wide, device=device)
-        self.tokens = torch.zeros((), dtype=wide, device=device)
-
-    def watch(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
-        """A forward hook: counts what is read now, and what comes back for it later."""
-        read = arguments[0].detach().flatten(0, -2).float()
-        self.inputs += read.square().sum(0)
-        self.tokens += len(read)
-        output.register_hook(self._came_back)
-
-    def _came_back(self, gradient: Tensor) -> None:
-        self.gradients += gradient.flatten(0, -2).float().square().sum(0)
-
-    def reduce(self) -> None:
-        """Of several processes, all that they saw."""
-        distributed.sum_(self.inputs, self.gradients, self.tokens)
-
-    def costs(self, weight: Tensor, every: int) -> Tensor:
-        """W² E[g²] E[x²], (out, in) float32, of `every` tokens: those that an expert is not shown cost nothing."""
-        scale = every * self.tokens.clamp(min=1)
-        return weight.detach().float().square() * (self.gradients / scale).float().unsqueeze(1) * self.inputs.float()
 
 
 @torch.no_grad()
@@ -77,21 +47,22 @@ def weight_costs(
     windows = [window for batch in batches for window in batch.split(1)]
     windows = first_windows(windows, max(TOKENS, WINDOWS * windows[0].shape[1] if windows else 0))
     every = sum(window.numel() for window in windows)
-    squares: dict[str, Squares] = {}
+    sums: dict[str, tuple[InputNorms, InputNorms]] = {}
 
-    @contextmanager
-    def watching(block: Block) -> Iterator[None]:
-        names = [name for name in block.layers if block.full_name(name) in planned]
-        squares.clear()
-        squares.update({name: Squares(block.layer(name)) for name in names})
-        with ExitStack() as stack:
-            stack.enter_context(block.opened(names))
-            for name in names:
-                stack.callback(block.layer(name).register_forward_hook(squares[name].watch).remove)
-            yield
+    def watching(block: Block) -> AbstractContextManager[None]:
+        sums.clear()
+        for name, layer in block.layers.items():
+            if block.full_name(name) in planned:
+                device = layer.weight.device
+                sums[name] = InputNorms(layer.out_features, device), InputNorms(layer.in_features, device)
+        gradients = {name: gradient.update for name, (gradient, _) in sums.items()}
+        return coming_back(block, gradients, {name: read.update for name, (_, read) in sums.items()})
 
     with descending(model, windows, compute, weights, storage) as descent:
         for block in descent.back(watching=watching):
-            for name, some in squares.items():
-                some.reduce()
-                yield block.full_name(name), some.costs(block.layer(name).weight, every)
+            for name, (gradient, read) in sums.items():
+                gradient.reduce()
+                read.reduce()
+                sizes = block.layer(name).weight.detach().float() * gradient.norms.unsqueeze(1) * read.norms
+                # Tokens that an expert is not shown cost nothing.
+                yield block.full_name(name), sizes.square_().mul_(read.tokens / every)

@@ -168,8 +168,9 @@ class Recipe(BaseModel):
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
         if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
+            needing = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.sharing}"
             raise InvalidSetting(
-                f"The method {self.method} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
+                f"{needing} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
                 "file, or one of c4, wikitext2, ptb, demo."
             )
         return self

@@ -9,16 +9,16 @@ $S = E[J^\top F J]$ for each layer. The same matrices serve K-FAC (Martens & Gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsellm import devices, distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
-from sparsellm.descent import descending, first_windows
+from sparsellm.descent import coming_back, descending, first_windows
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import spectrum
 from sparsellm.modes import only_trained
@@ -112,31 +112,20 @@ def layer_sensitivities(
     generator = torch.Generator(device=metric.device)
     sums = {name: Gram(block.layer(name).out_features, metric.device) for name in names}
     tokens = 0
-
-    def keeps(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, output: Tensor) -> None:
-            output.register_hook(sums[name].update)
-
-        return hook
-
-    hooks = [block.layer(name).register_forward_hook(keeps(name)) for name in names]
-    try:
-        with only_trained(block.module), block.opened(names), torch.enable_grad():
-            for entering, call, first in zip(hidden, calls, firsts, strict=True):
-                if first * entering.shape[1] >= TOKENS:
-                    break
-                start = entering.detach().clone().requires_grad_(True)
-                output = block(start, call)
-                noise = torch.zeros(output.shape, device=metric.device)
-                for number, window in enumerate(noise, first):  # each by its number: the same however windows are batched
-                    if number * len(window) < TOKENS:
-                        generator.manual_seed(block.index * MANY + number)
-                        window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
-                        tokens += len(window)
-                torch.autograd.grad(output, start, (noise @ root).to(output.dtype))
-    finally:
-        for one in hooks:
-            one.remove()
+    watching = coming_back(block, {name: some.update for name, some in sums.items()})
+    with only_trained(block.module), watching, torch.enable_grad():
+        for entering, call, first in zip(hidden, calls, firsts, strict=True):
+            if first * entering.shape[1] >= TOKENS:
+                break
+            start = entering.detach().clone().requires_grad_(True)
+            output = block(start, call)
+            noise = torch.zeros(output.shape, device=metric.device)
+            for number, window in enumerate(noise, first):  # each by its number: the same however windows are batched
+                if number * len(window) < TOKENS:
+                    generator.manual_seed(block.index * MANY + number)
+                    window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
+                    tokens += len(window)
+            torch.autograd.grad(output, start, (noise @ root).to(output.dtype))
     count = distributed.total(tokens, metric.device)
     for some in sums.values():
         some.reduce()
