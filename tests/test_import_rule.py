@@ -44,6 +44,7 @@ STOREYS = {
         "stand_ins",
         "memory",
         "ahead",
+        "headers",
         "places",
         "weights",
         "recall",
