@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "sparsellm"
 
 STOREYS = {
     "Contents": ["__init__"],
-    "Ground": ["errors", "devices", "watch", "distributed"],
+    "Ground": ["errors", "json_files", "devices", "watch", "distributed"],
     "Tensors": [
         "patterns",
         "moments",
@@ -44,6 +44,7 @@ STOREYS = {
         "stand_ins",
         "memory",
         "ahead",
+        "headers",
         "places",
         "weights",
         "recall",
@@ -67,6 +68,7 @@ STOREYS = {
         "methods/targets",
         "methods/two_streams",
         "methods/sparsellm",
+        "yaml_files",
         "allocation",
         "journal",
         "relay",

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import yaml
-
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import Plan
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.yaml_files import read_mapping
 
 
 def select_blocks(text: str, count: int) -> frozenset[int]:
@@ -130,13 +129,8 @@ def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]
 
 def _read_patterns(path: Path) -> dict[str, Pattern]:
     """The patterns of an allocation file, by layer-name pattern."""
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)  # every value as it is written: 2:4 is text
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"The allocation {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise InvalidSetting(f"The allocation {path} is not YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
+    content = read_mapping(path, "allocation", as_written=True)  # 2:4 is text
+    if not all(isinstance(value, str) for value in content.values()):
         raise InvalidSetting(f'The allocation {path} must hold `layer: pattern` lines, such as "mlp.*: 80%".')
     found: dict[str, Pattern] = {}
     for name, value in content.items():

@@ -9,7 +9,7 @@ from typing import Any
 from sparsellm.architectures import Architecture, Split
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
-from sparsellm.recipe_file import read_mapping
+from sparsellm.yaml_files import read_mapping
 
 FIELDS = ("blocks", "groups", "feed_forward", "activation", "splits", "experts")
 """What a file may hold; `blocks` and `groups` it must."""

@@ -19,7 +19,17 @@ from torch import nn
 from sparsellm.architectures import ARCHITECTURES, Architecture
 from sparsellm.blocks import describe
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
-from sparsellm.files import card_terms, check_files, find_checkpoint, first_line, is_hub_name, licence_files
+from sparsellm.files import (
+    DEMO,
+    card_terms,
+    check_files,
+    check_within,
+    find_checkpoint,
+    first_line,
+    is_hub_name,
+    licence_files,
+)
+from sparsellm.headers import Entry, entries_of
 from sparsellm.linalg import all_finite
 from sparsellm.places import stored_dtype
 from sparsellm.report import Origin
@@ -195,9 +205,19 @@ def open_checkpoint(
     or half-written, Unreachable for a hub name without network, UnsupportedModel for what cannot be pruned.
     """
     folder = find_checkpoint(name, revision, trusted)
+    if not name.startswith(DEMO):  # an installer may link a package's own files
+        check_within(name, folder)
     config = _read_config(name, folder, trusted)
-    check_files(name, folder)
+    _entries(name, check_files(name, folder))
     return Checkpoint(name, folder, config, trusted, architecture)
+
+
+def _entries(name: str, files: list[Path]) -> dict[str, Entry]:
+    """The tensors in a checkpoint's files."""
+    try:
+        return {key: entry for file in files for key, entry in entries_of(file).items()}
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{name}: {error}") from None
 
 
 def auto_model(config: PretrainedConfig) -> Any:

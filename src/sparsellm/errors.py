@@ -23,11 +23,18 @@ whoever knows, as the error passes.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+MAX_MESSAGE = 1000
+"""Characters of a message; what a file holds can be quoted at any length."""
 
 
 class SparseLLMError(Exception):
     """The root: catch this to catch everything that this package raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class InvalidSetting(SparseLLMError, ValueError):
@@ -91,3 +98,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     words = sorted(known)
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(words)}."
+
+
+def printable(text: str, limit: int = MAX_MESSAGE) -> str:
+    """A text that any terminal can show: characters that are no text are escaped, and a long one lacks its middle."""
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], text)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,8 @@ import yaml
 
 from sparsellm import demo
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
+from sparsellm.headers import entries_of
+from sparsellm.json_files import read_json
 
 DEMO = "demo:"
 """What a bundled model's name begins with."""
@@ -22,6 +22,9 @@ SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 
 LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "ACCEPTABLE_USE")
 """What names of files with a model's terms begin with, in capitals or not."""
+
+TEMPLATES = "additional_chat_templates"
+"""The folder within a checkpoint's where transformers looks for further chat templates."""
 
 TERMS = ("license", "license_name", "license_link", "language")
 """What of a model's card holds of what is made from it too."""
@@ -103,42 +106,72 @@ def _download(name: str, revision: str | None, code: bool) -> Path:
 
 
 def check_files(name: str, folder: Path) -> list[Path]:
-    """The weight files; raises BadCheckpoint unless each is there and, for safetensors, as long as its header says."""
+    """The weight files; raises BadCheckpoint unless each is there, in the folder and, for safetensors, sound by its header."""
     present = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
     if present is None:
         raise BadCheckpoint(
             f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
         )
-    files = [present]
-    if present.suffix == ".json":
-        try:
-            named = sorted(set(json.loads(present.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
-            raise BadCheckpoint(f"{name}: {present.name} is damaged. Download it again.") from None
-        files = [folder / file for file in named]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise BadCheckpoint(f"{name} lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
-    for file in files:
-        if file.suffix == ".safetensors":
-            _check_safetensors(name, file)
+    try:
+        files = _shards(present) if present.suffix == ".json" else [present]
+        for file in files:
+            if file.suffix == ".safetensors":
+                entries_of(file)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{name}: {error}") from None
     return files
 
 
-def _check_safetensors(name: str, file: Path) -> None:
-    """Raise BadCheckpoint unless the file is as long as its header says."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (header_size,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(min(header_size, size)))
-        end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError):
-        raise BadCheckpoint(f"{name}: {file.name} is not a safetensors file, or is cut off. Download it again.") from None
-    if 8 + header_size + end != size:
+def check_within(name: str, folder: Path) -> None:
+    """Raise BadCheckpoint where a checkpoint leads out of its folder: a private file of the user's might end in an output.
+
+    So does a link to a file outside, but for those of the hub's cache, from a snapshot to the blobs of the same repository; and
+    a file's name among the special tokens, which transformers would read in place of the tokenizer's own.
+    """
+    for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
+        if file.is_file() and not _is_within(file, folder):
+            raise BadCheckpoint(
+                f"{name}: {file.name} is a link to {file.resolve()}, outside the folder. "
+                "Put a copy of the file in its place, or name the folder that holds the files."
+            )
+    if (tokens := folder / "special_tokens_map.json").is_file():
+        content = read_json(tokens, BadCheckpoint)
+        files = [key for key in content if key.endswith("_file")] if isinstance(content, dict) else []
+        if files:
+            raise BadCheckpoint(f"{name}: {tokens.name} names a file ({files[0]}), which is no token. Remove that line.")
+
+
+def _is_within(file: Path, folder: Path) -> bool:
+    """Whether a file, all links followed, is in a folder, or where the hub's cache keeps that folder's files."""
+    real = folder.resolve()
+    cached = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
+    homes = (real, real.parents[1] / "blobs") if cached else (real,)
+    return any(file.resolve().is_relative_to(home) for home in homes)
+
+
+def _shards(index: Path) -> list[Path]:
+    """The weight files that an index names; raises BadCheckpoint unless each is there and in the index's folder."""
+    content = read_json(index, BadCheckpoint)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(x, str) for x in weight_map.values()):
+        raise BadCheckpoint(f"{index.name} is damaged: its `weight_map` must name a file for each tensor. Download it again.")
+    kind = ".bin" if ".bin" in index.suffixes else ".safetensors"
+    named = sorted(set(weight_map.values()))
+    files = [index.parent / file for file in named]
+    for name, file in zip(named, files, strict=True):
+        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != kind:
+            raise BadCheckpoint(
+                f"{index.name} names {name[:80]!r}, which is no {kind} file of its folder. Get a sound copy of the checkpoint."
+            )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise BadCheckpoint(f"it lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
+    outside = [file for file in files if not _is_within(file, index.parent)]
+    if outside:
         raise BadCheckpoint(
-            f"{name}: {file.name} has {size:,} bytes where its header calls for {8 + header_size + end:,}. Download it again."
+            f"{outside[0].name} is a link to {outside[0].resolve()}, outside the folder. Put a copy in its place."
         )
+    return files
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from sparsellm.architecture_file import read_architecture
@@ -18,6 +17,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.files import check_files
+from sparsellm.headers import entries_of, unpickled
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
@@ -204,13 +204,9 @@ class Tensors:
         except NotStreamable:
             self.files = {}
             for file in files:
-                if file.suffix == ".safetensors":
-                    with safe_open(file, framework="pt") as stream:
-                        self.files |= {key: Place(file, key) for key in stream.keys()}  # noqa: SIM118  (a file, not a dict)
-                else:
-                    loaded = torch.load(file, map_location="cpu", weights_only=True)
-                    self._whole |= loaded
-                    self.files |= {key: Place(file, key) for key in loaded}
+                if file.suffix != ".safetensors":
+                    self._whole |= unpickled(file)
+                self.files |= {key: Place(file, key) for key in entries_of(file)}
 
     def __getitem__(self, key: str) -> Tensor:
         return self._whole[key] if key in self._whole else read_stored(self.files[key])

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.headers import FLOATS, entries_of, is_zip, unpickled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,19 +102,16 @@ def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stor
 
 def stored_dtype(file: Path) -> torch.dtype:
     """The dtype of the first floating tensor in a file; float32 where there is none."""
-    for key in keys_of(file):
-        tensor = _read(Place(file, key))
-        if tensor.is_floating_point():
-            return tensor.dtype
-    return torch.float32
+    floats = [entry.dtype for entry in entries_of(file).values() if entry.dtype in FLOATS]
+    found: torch.dtype = getattr(torch, floats[0]) if floats else torch.float32
+    return found
 
 
 def keys_of(file: Path) -> list[str]:
-    """The names of the tensors in a file."""
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    return list(_unpickled(file))
+    """The names of the tensors in a file; NotStreamable for a format whose tensors cannot be read by themselves."""
+    if file.suffix != ".safetensors" and not is_zip(file):
+        raise NotStreamable(f"{file.name} is of the format before torch 1.6, which cannot be read in parts")
+    return list(entries_of(file))
 
 
 def read_stored(stored: Stored) -> Tensor:
@@ -138,7 +135,7 @@ def _read(place: Place) -> Tensor:
     """A tensor with memory of its own: nothing of the file stays mapped."""
     if place.file.suffix != ".safetensors":
         with _readable(place):
-            return _unpickled(place.file)[place.key].clone()
+            return unpickled(place.file)[place.key].clone()
     pieces = by_rows(place)
     first, second = next(pieces), next(pieces, None)
     if second is None:
@@ -179,14 +176,3 @@ def _readable(place: Place) -> Iterator[None]:
         yield
     except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
         raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .bin file, mapped and not yet read; no code that it may hold is run."""
-    try:
-        found: dict[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except UnpicklingError as error:
-        raise BadCheckpoint(f"{file.name} holds more than tensors, and code in a weight file is not run.") from error
-    except RuntimeError as error:  # the format before torch 1.6
-        raise NotStreamable(f"{file.name} is of a format that cannot be read in parts") from error
-    return found

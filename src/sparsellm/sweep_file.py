@@ -12,7 +12,8 @@ from typing import Any
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.patterns import parse_pattern
 from sparsellm.recipe import Recipe
-from sparsellm.recipe_file import read_mapping, read_recipe, read_value
+from sparsellm.recipe_file import read_recipe
+from sparsellm.yaml_files import read_mapping, read_value
 
 FIELDS = ("title", "note", "recipe", "axes", "leave_out", "columns", "keep", "published", "smoke")
 """What a sweep file may hold."""
