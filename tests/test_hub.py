@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
+from sparsellm.digests import report_digest
 from tests.conftest import report_of
 from tests.test_bad_input import refused
 
@@ -310,12 +311,15 @@ def test_a_model_that_was_changed_since(own: Path, hub: Hub, command: Command) -
     filled = tensors[f"{name}.weight"].clone()
     filled[0] = torch.where(filled[0] == 0, 1e-3, filled[0])
     save_file({**tensors, f"{name}.weight": filled}, file, metadata={"format": "pt"})
-    refused(command("push", own, "me/model"), name, "2:4", "changed since")
+    refused(command("push", own, "me/model"), f"the numbers of {name}.weight were changed since")
     save_file({key: x for key, x in tensors.items() if key != f"{name}.weight"}, file, metadata={"format": "pt"})
-    refused(command("push", own, "me/model"), f"{name} is not there", "changed since")
+    refused(command("push", own, "me/model"), f"the tensor {name}.weight is not there")
     save_file(tensors, file, metadata={"format": "pt"})
     report = report_of(own)
     report["blocks"][0]["layers"][0]["name"] = "model.layers.9.mlp.up_proj"
     (own / "sparsellm.json").write_text(json.dumps(report))
-    refused(command("push", own, "me/model"), "has no model.layers.9.mlp.up_proj", "changed since")
+    refused(command("push", own, "me/model"), "sparsellm.json was changed since")
+    report["digests"]["report"] = report_digest(report)
+    (own / "sparsellm.json").write_text(json.dumps(report))
+    refused(command("push", own, "me/model"), "model.layers.9.mlp.up_proj", "is not there")
     assert hub.repos == {}

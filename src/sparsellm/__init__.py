@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
     from sparsellm.solvers.swift import Swift as Swift
     from sparsellm.tracking import Tracked as Tracked
+    from sparsellm.verification import verify as verify
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -55,6 +56,7 @@ _CONTENTS = {
     "perplexity": "evaluation",
     "prune": "run",
     "prune_blocks": "sequential",
+    "verify": "verification",
     "walk": "sequential",
 }
 

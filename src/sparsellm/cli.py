@@ -10,7 +10,7 @@ import typer
 
 from sparsellm import options
 from sparsellm.commands.comparing import report, sweep
-from sparsellm.commands.looking import demo, evaluate, inspect, methods
+from sparsellm.commands.looking import demo, evaluate, inspect, methods, verify
 from sparsellm.commands.pruning import plan, prune
 from sparsellm.commands.pushing import push
 
@@ -36,7 +36,7 @@ def root(
     context.obj = debug
 
 
-for command in (prune, plan, sweep, report, evaluate, inspect, push, methods, demo):
+for command in (prune, plan, sweep, report, evaluate, inspect, verify, push, methods, demo):
     app.command()(command)
 
 

@@ -90,7 +90,11 @@ class NonFinite(SparseLLMError, ArithmeticError):
 
 
 class VerificationFailed(SparseLLMError, RuntimeError):
-    """A written checkpoint that does not hold what was meant."""
+    """A written checkpoint that does not hold what was meant. differences: a sentence for each."""
+
+    def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.differences = differences
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

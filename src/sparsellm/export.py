@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.finished import CARD, foreign_file
 from sparsellm.inspection import REPORT, WORK
+from sparsellm.publication import Paths, clean_settings
 from sparsellm.report import Report, strict_json
-from sparsellm.verification import verify
+from sparsellm.verification import check_written, proven
 from sparsellm.weights import OnDisk
 
 if TYPE_CHECKING:
@@ -46,11 +48,8 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         kept = _files(path) if path.is_dir() else {path.name}
         if (not overwrite and any(not name.startswith(f"{WORK}/") for name in kept)) or (not overwrite and not kept):
             raise OutputExists(f"{output} exists. Choose another name, or pass --overwrite to replace it.")
-        foreign = sorted(name for name in kept - _written(path) if not name.startswith(f"{WORK}/"))
-        if foreign:
-            raise OutputExists(
-                f"{output} holds {foreign[0]}, which sparsellm did not write. Remove it yourself, or choose another."
-            )
+        if fault := foreign_file(path, {name for name in kept if not name.startswith(f"{WORK}/")}):
+            raise OutputExists(f"{output} holds {fault}. Move it away yourself, or choose another output.")
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InvalidSetting(f"{output} cannot be written: {parent} is not a folder that you may write to.")
@@ -68,14 +67,6 @@ def _files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
 
 
-def _written(folder: Path) -> set[str]:
-    """What a run wrote into a folder, by its own report; nothing without one."""
-    try:
-        return set(json.loads((folder / REPORT).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
-
-
 def save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -91,7 +82,7 @@ def save(
 
     dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
     weights: where the model's tensors are, if not in memory; they are copied one file after the other. along: files that
-    come along. texts: by name, the contents of further files.
+    come along. texts: by name, further files, of lines of JSON. The last component stands for every path of this machine.
     Until all is verified the files stand under another name beside `output`, and a failure removes them.
     """
     path = check_output(output, overwrite, dense)
@@ -107,11 +98,10 @@ def save(
                 tokenizer.save_pretrained(work)
         for file in along:
             shutil.copyfile(file, work / file.name)
-        for name, content in {"README.md": report.to_markdown(), **(texts or {})}.items():
-            (work / name).write_text(content, encoding="utf-8")
-        written = report.to_dict() | {"files": sorted(_files(work) | {REPORT})}
-        (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
-        verify(work, report, dense, model)
+        _document(work, report, texts or {})
+        check_written(work, report, dense, model)
+        told = proven(work, Paths(report.recipe).without(report).to_dict())
+        (work / REPORT).write_text(strict_json(told) + "\n", encoding="utf-8")
         _share(work)
         _put(work, path)
     except SafetensorError as error:
@@ -121,6 +111,14 @@ def save(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return path
+
+
+def _document(work: Path, report: Report, texts: Mapping[str, str]) -> None:
+    """Write the card and further texts, and take the paths of this machine out of all that will be published."""
+    paths = Paths(report.recipe)
+    for name, content in {CARD: paths.without(report).to_markdown(), **texts}.items():
+        (work / name).write_text(content if name == CARD else paths.without_in_lines(content), encoding="utf-8")
+    clean_settings(work)
 
 
 def _of_system(error: SafetensorError, path: Path) -> Exception:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
 from sparsellm.files import first_line
-from sparsellm.verification import check_again, finished_report
+from sparsellm.finished import finished_report
+from sparsellm.verification import verify
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -52,8 +53,8 @@ def push(
     repo: owner/name; it is made if it is not there. private: make it so. revision: a branch, made if it is not there.
     overwrite: replace what a repository holds. dry_run: check all that can be checked here, and push nothing. trusted,
     architecture: as for `inspect`. bars: huggingface_hub's, on stderr.
-    Only files that the report lists are pushed, after the zeros were counted again.
-    Raises what `export.finished_report` and `export.check_again` do; InvalidSetting for a name that is none, AccessDenied
+    Only files that the report lists are pushed, after `verify` has passed; its card may have been edited.
+    Raises what `verification.verify` does; InvalidSetting for a name that is none, AccessDenied
     without a login that may write, OutputExists for a repository that holds files, Unreachable without a network.
     """
     from huggingface_hub import HfApi, get_token
@@ -62,7 +63,7 @@ def push(
     folder, report = finished_report(output)
     if not dry_run and get_token() is None:
         raise AccessDenied("The hub wants a login to write. Run `hf auth login` with a token that may write, or set HF_TOKEN.")
-    check_again(output, trusted, architecture)
+    verify(output, None, trusted, architecture)
     files = tuple(sorted(report["files"]))
     size = sum((folder / name).stat().st_size for name in files)
     api, branch = HfApi(library_name="sparsellm", library_version=__version__), revision or MAIN

@@ -152,13 +152,17 @@ Config = Annotated[str | None, _output(help="YAML with the same fields; options 
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and stop.")]
 Resume = Annotated[bool, _output("--resume", help="Go on with an unfinished output, or start where there is none.")]
 Restart = Annotated[bool, _output("--restart", help="Throw an unfinished output away and start.")]
-Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote it.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote all that is in it.")]
 Track = Annotated[
     list[str] | None, _output("--track", help="Also show the run in wandb, tensorboard or trackio; may be repeated.")
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="Tell which tensors differ from this model's.")]
+Dense = Annotated[
+    str | None,
+    typer.Option("--against", metavar="DENSE", help="Hold what was not pruned against this model's, bit by bit."),
+]
 Expect = Annotated[
     str | None,
     typer.Option(help="Fail (exit 1) unless the pruned layers have at least this sparsity: each, or its own share of it."),

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from sparsellm import __version__
+from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
 from sparsellm.refinement import Refined
@@ -151,42 +152,48 @@ class Report:
             "",
         ]
 
+    def _base(self) -> str:
+        """What the model was made from, as the card names it; linked where that is a name on the hub."""
+        origin = self.origin
+        if origin.hub and HUB_NAME.fullmatch(origin.name):
+            return f" from [{origin.name}]({HUB}/{origin.name})"
+        return f" from {plain(origin.name)}" if origin.name else ""
+
     def to_markdown(self) -> str:
         """The model card: the same bytes for the same result, so no times and no dates."""
-        recipe, origin = self.recipe, self.origin
-        linked = f" from [{origin.name}]({HUB}/{origin.name})" if origin.hub else f" from {origin.name}" if origin.name else ""
+        recipe = self.recipe
         lines = [
             "---",
             *yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True).splitlines(),
             "---",
             "",
-            f"# {PurePath(recipe.model).name}, pruned",
+            f"# {plain(PurePath(recipe.model).name)}, pruned",
             "",
-            f"Pruned{linked} with sparsellm {self.environment['sparsellm']}: {recipe.describe()}.",
+            f"Pruned{self._base()} with sparsellm {self.environment['sparsellm']}: {plain(recipe.describe())}.",
             f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
             f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
             "",
             "The zeros are stored as ordinary numbers: files keep their size, and speed is that of the dense model unless",
             "what runs the model makes use of zeros.",
             "",
-            f"Calibration: {self.calibration or 'none'}.",
+            f"Calibration: {plain(self.calibration) or 'none'}.",
             "",
         ]
         if self.perplexity:
             lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
             for text, values in self.perplexity.items():
-                lines.append(f"| {text} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+                lines.append(f"| {plain(text)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
             lines.append("")
         if self.tasks:
             lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
             for task, values in self.tasks.items():
-                lines.append(f"| {task} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+                lines.append(f"| {plain(task)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
             lines.append("")
-        lines += [line for note in self.notes for line in (f"Note: {note}", "")]
+        lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
-        lines += ["## Recipe", "", "```yaml", recipe.to_yaml().rstrip(), "```", ""]
+        lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
         lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
-        lines += [f"| {x.name} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
+        lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
         return "\n".join(lines) + "\n"
 
 
@@ -207,8 +214,8 @@ def finite(data: Any) -> Any:
 def _block(block: BlockResult) -> dict[str, Any]:
     """A block as plain data."""
     data = asdict(block)
-    for layer, plain in zip(block.layers, data["layers"], strict=True):
-        plain["sparsity"] = layer.sparsity
+    for layer, fields in zip(block.layers, data["layers"], strict=True):
+        fields["sparsity"] = layer.sparsity
     return data
 
 

@@ -1,4 +1,4 @@
-"""`evaluate`, `inspect`, `methods` and `demo`: the commands that look and compare."""
+"""`evaluate`, `inspect`, `verify`, `methods` and `demo`: the commands that look and compare."""
 
 from __future__ import annotations
 
@@ -104,6 +104,37 @@ def inspect(
                 fault = f"all layers together have fewer zeros than {found.expected}"
             stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
             raise typer.Exit(1)
+
+
+def verify(
+    context: typer.Context,
+    output: options.Finished,
+    against: options.Dense = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    architecture: options.Architecture = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check that a pruned model is as `prune` wrote it: every file, every tensor, every layer's zeros and pattern.
+
+    Example: sparsellm verify opt-70 --against demo:opt
+    """
+    with told(context):
+        from sparsellm.errors import VerificationFailed
+        from sparsellm.verification import verify as check
+
+        try:
+            with stderr.status(f"verifying {output}"):
+                done = check(output, against, bool(trust_remote_code), architecture)
+        except VerificationFailed as error:
+            if as_json:
+                print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
+            raise
+        if as_json:
+            print_json(done.to_dict())
+            return
+        what = f"{done.files} files, {done.tensors} tensors and {done.layers} pruned layers"
+        dense = f"; all else equals {against}" if against else ""
+        stdout.print(f"{output}: {what} are as its report says{dense}.", highlight=False, soft_wrap=True)
 
 
 def methods(context: typer.Context, as_json: options.Json = False) -> None:
