@@ -129,5 +129,5 @@ def _check_zeros(weight: Tensor, layer: LayerResult) -> None:
     if zeros != layer.zeros or not follows(weight, parse_pattern(layer.pattern)):
         raise VerificationFailed(
             f"{layer.name} was written with {zeros} zeros, {layer.zeros} were meant ({layer.pattern}). "
-            "The disk or the file system is at fault: nothing was kept."
+            "The disk or the file system is at fault."
         )
