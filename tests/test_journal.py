@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -125,31 +125,112 @@ def test_another_run_is_refused(tmp_path: Path) -> None:
         Journal.resume(tmp_path / "work", PRINT | {"samples": 7, "sparsity": "70%"})
     with pytest.raises(CannotResume, match=r"seed was None, now 1"):
         Journal.resume(tmp_path / "work", PRINT | {"seed": 1})
-    for text in ("", "{}\n", '{"format": 0, "fingerprint": {}}\n', "no json\n", json.dumps({"format": 1})):
+    for text in ('{"format": 0, "fingerprint": {}}\n', '{"format": 1}\n'):
         (tmp_path / "work" / "journal.jsonl").write_text(text)
-        with pytest.raises(CannotResume, match="no journal that this version can read"):
+        with pytest.raises(CannotResume, match=r"another version.*--restart"):
             Journal.resume(tmp_path / "work", PRINT)
-    with pytest.raises(CannotResume, match="no journal"):
+    with pytest.raises(CannotResume, match=r"no journal to read.*--restart"):
         Journal.resume(tmp_path / "nowhere", PRINT)
 
 
-@pytest.mark.parametrize("spoil", ["flip", "cut", "gone"])
-def test_a_damaged_block_is_told(spoil: str, tmp_path: Path) -> None:
-    """One bit is enough; nothing is taken from such a file."""
-    list(steps_of(random_model("opt"), METHODS["wanda"], Journal.begin(tmp_path / "work", PRINT)))
+Lines = list[str]
+SPOILT: dict[str, tuple[Callable[[Lines], Lines], int]] = {
+    "edited": (lambda x: [*x[:2], x[2].replace('"zeros": ', '"zeros": 1'), x[3]], 1),
+    "a field added": (lambda x: [*x[:2], '{"note": 1, ' + x[2][1:], x[3]], 1),
+    "a list": (lambda x: [*x[:2], "[1]\n", *x[3:]], 1),
+    "null": (lambda x: [*x[:2], "null\n", *x[2:]], 1),
+    "nested": (lambda x: [*x[:2], "[" * 100_000 + "\n", *x[2:]], 1),
+    "empty": (lambda x: [*x[:2], "\n", *x[2:]], 1),
+    "joined": (lambda x: [*x[:2], x[2].rstrip(), x[3]], 1),
+    "removed": (lambda x: [*x[:2], x[3]], 1),
+    "twice": (lambda x: [*x[:2], x[1], *x[2:]], 1),
+    "reordered": (lambda x: [*x[:2], x[3], x[2]], 1),
+    "a fact slipped in": (lambda x: [*x[:3], '{"fact": "batch", "value": 1}\n', x[3]], 2),
+    "the fingerprint edited": (lambda x: [x[0].replace("60%", "70%"), *x[1:]], 0),
+    "the fingerprint empty": (lambda x: ["{}\n", *x[1:]], 0),
+    "the fingerprint null": (lambda x: ["null\n", *x[1:]], 0),
+    "the fingerprint cut off": (lambda x: [x[0][:20]], 0),
+    "no line": (lambda x: [], 0),
+}
+"""How a journal of three blocks is spoilt, and how many of its blocks still count."""
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_spoilt_line_is_reported_and_done_again(how: str, tmp_path: Path) -> None:
+    """What stands before it counts, `lost` says so, and the end is that of an unbroken run."""
+    whole, spoil = random_model("opt"), SPOILT[how]
+    list(steps_of(whole, METHODS["wanda"], Journal.begin(tmp_path / "work", PRINT)))
+    file = tmp_path / "work" / "journal.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(spoil[0](lines)))
     journal = Journal.resume(tmp_path / "work", PRINT)
-    file = journal.block_files()[1]
+    assert list(journal.block_files()) == list(range(spoil[1]))
+    assert "of the journal is not as it was written" in journal.lost
+    model = random_model("opt")
+    list(steps_of(model, METHODS["wanda"], journal))
+    assert all(torch.equal(tensor, tensors(whole)[key]) for key, tensor in tensors(model).items())
+    again = Journal.resume(tmp_path / "work", PRINT)
+    assert list(again.block_files()) == [0, 1, 2]
+    assert again.lost == ""
+
+
+def test_a_line_of_another_run_does_not_count(tmp_path: Path) -> None:
+    """The same block of a run with another fingerprint, copied into the journal."""
+    for name in ("one", "two"):
+        list(steps_of(random_model("opt"), METHODS["wanda"], Journal.begin(tmp_path / name, PRINT | {"run": name})))
+    one, two = ((tmp_path / name / "journal.jsonl").read_text().splitlines(keepends=True) for name in ("one", "two"))
+    (tmp_path / "one" / "journal.jsonl").write_text("".join([*one[:2], *two[2:]]))
+    journal = Journal.resume(tmp_path / "one", PRINT | {"run": "one"})
+    assert list(journal.block_files()) == [0]
+    assert journal.lost.startswith("line 3 of the journal")
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut", "gone"])
+def test_a_damaged_block_is_done_again(spoil: str, tmp_path: Path) -> None:
+    """One bit is enough; nothing is taken from such a file, nor from those of the blocks after it."""
+    whole = random_model("opt")
+    list(steps_of(whole, METHODS["wanda"], Journal.begin(tmp_path / "work", PRINT)))
+    file = tmp_path / "work" / "block-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data if spoil == "flip" else data[:-7])
     if spoil == "gone":
         file.unlink()
+    journal = Journal.resume(tmp_path / "work", PRINT)
+    assert list(journal.block_files()) == [0]
+    assert journal.lost.startswith("block-00001.safetensors ")
     model = random_model("opt")
-    with pytest.raises(BadCheckpoint, match=r"block-00001\.safetensors.*--restart"):
-        list(steps_of(model, METHODS["wanda"], journal))
-    assert torch.equal(
-        tensors(model)["model.decoder.layers.1.fc1.weight"], tensors(random_model("opt"))["model.decoder.layers.1.fc1.weight"]
-    )
+    list(steps_of(model, METHODS["wanda"], journal))
+    assert all(torch.equal(tensor, tensors(whole)[key]) for key, tensor in tensors(model).items())
+    assert Journal.resume(tmp_path / "work", PRINT).lost == ""
+
+
+def test_damaged_tensors_are_found_again(tmp_path: Path) -> None:
+    """Sensitivities and the like: what was finished after them does not count."""
+    journal = Journal.begin(tmp_path / "work", PRINT)
+    journal.note("before", 1)
+    journal.keep_tensors("metrics", {"x": torch.ones(3)})
+    journal.note("after", 2)
+    (tmp_path / "work" / "metrics.safetensors").write_bytes(b"")
+    again = Journal.resume(tmp_path / "work", PRINT)
+    assert (again.fact("before"), again.fact("after"), again.tensors("metrics")) == (1, None, None)
+
+
+def test_a_file_that_changes_under_a_run_is_refused(tmp_path: Path) -> None:
+    journal = Journal.begin(tmp_path / "work", PRINT)
+    journal.keep_tensors("metrics", {"x": torch.ones(3)})
+    (tmp_path / "work" / "metrics.safetensors").write_bytes(b"")
+    with pytest.raises(BadCheckpoint, match=r"metrics\.safetensors is not as it was written"):
+        journal.tensors("metrics")
+
+
+def test_half_written_files_are_removed(tmp_path: Path) -> None:
+    """A process that is killed while it writes a block leaves them."""
+    Journal.begin(tmp_path / "work", PRINT)
+    for resume in (Journal.resume, Journal.begin):
+        (tmp_path / "work" / "block-00000.safetensors.4711.partial").write_bytes(b"half")
+        resume(tmp_path / "work", PRINT)
+        assert [file.name for file in (tmp_path / "work").iterdir()] == ["journal.jsonl"]
 
 
 @pytest.mark.parametrize("failing", ["write", "replace"])

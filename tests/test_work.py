@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -19,13 +20,19 @@ from safetensors.torch import load_file
 
 from sparsellm import prune
 from sparsellm.blocks import Block
-from sparsellm.errors import TooLarge
+from sparsellm.errors import TooLarge, VerificationFailed
 from sparsellm.inspection import WORK
 from sparsellm.journal import JOURNAL, Journal
 from sparsellm.methods import BlockResult
 from tests.test_bad_input import refused
 
 Command = Callable[..., Result]
+Ends = Callable[[int, type[BaseException] | BaseException], None]
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "Ctrl-C": KeyboardInterrupt,
+    "a full disk": lambda: OSError(errno.ENOSPC, "No space left on device", "somewhere"),
+    "verification": lambda: VerificationFailed("A layer differs."),
+}
 QUICK = ("--sparsity", "60%", "--samples", 6, "--length", 32, "--batch", 2)
 METHODS = ["magnitude", "wanda", "sparsegpt", "swift", "alps", "sparsellm"]
 STREAMED = ("--stream",)
@@ -39,11 +46,11 @@ def words(tiny: dict[str, Path], text_file: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, type[BaseException]], None]:
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Make the next run end by an error after so many blocks; with -1 never."""
     plain = Journal.keep
 
-    def after(blocks: int, error: type[BaseException]) -> None:
+    def after(blocks: int, error: type[BaseException] | BaseException) -> None:
         def keep(self: Journal, block: Block, result: BlockResult) -> Path:
             if len(self.block_files()) == blocks:
                 raise error
@@ -73,7 +80,7 @@ def test_interrupted_and_resumed(
     words: tuple[object, ...],
     tmp_path: Path,
     command: Command,
-    ends: Callable[[int, type[BaseException]], None],
+    ends: Ends,
 ) -> None:
     """Ctrl-C after the first and the second block: what is kept and how to go on is said; the end is an unbroken run's."""
     model, *rest = words
@@ -109,7 +116,7 @@ def test_streamed_is_the_same_model(words: tuple[object, ...], tmp_path: Path, c
 
 
 def test_nothing_is_left_where_nothing_was_finished(
-    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Callable[[int, type[BaseException]], None]
+    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends
 ) -> None:
     model, *rest = words
     ends(0, KeyboardInterrupt)
@@ -119,9 +126,7 @@ def test_nothing_is_left_where_nothing_was_finished(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_resume_and_restart_do(
-    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Callable[[int, type[BaseException]], None]
-) -> None:
+def test_what_resume_and_restart_do(words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends) -> None:
     """Resume starts where there is nothing, and says so where all is done; restart throws away what there is."""
     model, *rest = words
     out, base = tmp_path / "out", (*rest, "--method", "wanda")
@@ -143,9 +148,7 @@ def test_what_resume_and_restart_do(
     assert same(again, tmp_path / "third")
 
 
-def test_a_changed_model_is_not_gone_on_with(
-    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Callable[[int, type[BaseException]], None]
-) -> None:
+def test_a_changed_model_is_not_gone_on_with(words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends) -> None:
     model, *rest = words
     copied = Path(shutil.copytree(str(model), tmp_path / "model"))
     ends(1, KeyboardInterrupt)
@@ -158,6 +161,131 @@ def test_a_changed_model_is_not_gone_on_with(
     resumed = command("prune", copied, tmp_path / "out", *rest, "--method", "wanda", "--resume")
     refused(resumed, "file model.safetensors was", "--restart")
     assert (tmp_path / "out" / WORK / JOURNAL).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-02'),
+        ("config.json", '"rope_theta": 10000.0', '"rope_theta": 500.0'),
+        ("generation_config.json", "{", '{"temperature": 0.5, '),
+        ("tokenizer.json", "{", "{ "),
+        ("tokenizer_config.json", "{", "{ "),
+        ("chat_template.jinja", "a", "b"),
+        ("LICENSE", "a", "b"),
+        ("README.md", "mit", "apache-2.0"),
+        ("shares.yaml", "50%", "55%"),
+    ],
+)
+def test_a_changed_file_is_not_gone_on_with(
+    name: str, old: str, new: str, words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends
+) -> None:
+    """Blocks of two models never end in one output: each file that decides the result counts with its contents."""
+    model, *rest = words
+    copied = Path(shutil.copytree(str(model), tmp_path / "model"))
+    (copied / "chat_template.jinja").write_text("a")
+    (copied / "LICENSE").write_text("a")
+    (copied / "README.md").write_text("---\nlicense: mit\n---\n")
+    shares = tmp_path / "shares.yaml"
+    shares.write_text('"mlp.*": 50%\n')
+    base = ("prune", copied, tmp_path / "out", *rest, "--method", "wanda", "--allocation", shares)
+    ends(1, KeyboardInterrupt)
+    assert command(*base).exit_code == 130
+    ends(-1, KeyboardInterrupt)
+    file = shares if name == shares.name else copied / name
+    stat, text = file.stat(), file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    refused(command(*base, "--resume"), "This is not the run that was begun", "--restart")
+    file.write_text(text)
+    assert command(*base, "--resume").exit_code == 0
+
+
+def test_a_model_copied_again_is_gone_on_with(words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends) -> None:
+    """The same contents at another time: a folder that was removed and downloaded again."""
+    model, *rest = words
+    copied = Path(shutil.copytree(str(model), tmp_path / "model"))
+    ends(1, KeyboardInterrupt)
+    assert command("prune", copied, tmp_path / "out", *rest, "--method", "wanda").exit_code == 130
+    ends(-1, KeyboardInterrupt)
+    shutil.rmtree(copied)
+    shutil.copytree(str(model), copied)
+    for file in copied.iterdir():
+        os.utime(file)
+    assert command("prune", copied, tmp_path / "out", *rest, "--method", "wanda", "--resume").exit_code == 0
+
+
+def test_a_damaged_journal_is_reported(words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends) -> None:
+    model, *rest = words
+    base = (*rest, "--method", "wanda")
+    assert command("prune", model, tmp_path / "whole", *base).exit_code == 0
+    ends(2, KeyboardInterrupt)
+    assert command("prune", model, tmp_path / "out", *base).exit_code == 130
+    ends(-1, KeyboardInterrupt)
+    with (tmp_path / "out" / WORK / JOURNAL).open("a") as stream:
+        stream.write("null\n")
+    ran = command("prune", model, tmp_path / "out", *base, "--resume")
+    assert ran.exit_code == 0
+    assert "of the journal is not as it was written: 2 blocks count as finished" in " ".join(ran.stderr.split())
+    assert same(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stage", ["the first block", "the second block", "verification"])
+@pytest.mark.parametrize("cause", ERRORS)
+def test_messages_agree(
+    stage: str,
+    cause: str,
+    words: tuple[object, ...],
+    tmp_path: Path,
+    command: Command,
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever ends a run: what is kept is said once, is true, and comes with how to go on exactly where there is something."""
+    model, *rest = words
+    error = ERRORS[cause]()
+    kept = {"the first block": 0, "the second block": 1, "verification": 3}[stage]
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if stage == "verification":
+        monkeypatch.setattr("sparsellm.export.verify", fail)
+    else:
+        ends(kept, error)
+    ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
+    message = " ".join(ran.stderr.split())
+    assert ran.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    assert (f"{kept} blocks are finished and kept: pass --resume to go on, or --restart" in message) == (kept > 0), message
+    assert ("nothing was written" in message) == (not kept and not isinstance(error, VerificationFailed)), message
+    assert message.count("--resume") == (kept > 0), message
+    assert message.lower().count("kept") == (kept > 0), message
+    assert [file.name for file in tmp_path.iterdir()] == (["out"] if kept else [])
+    assert not list(tmp_path.rglob("export"))
+
+
+def test_an_error_before_the_journal_is_read_keeps_it(
+    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while a resumed run reads its texts: nothing is lost, and the message does not say that nothing was written."""
+    model, *rest = words
+    base = ("prune", model, tmp_path / "out", *rest, "--method", "wanda")
+    ends(2, KeyboardInterrupt)
+    assert command(*base).exit_code == 130
+    ends(-1, KeyboardInterrupt)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsellm.run.prepare", interrupt)
+        ran = command(*base, "--resume")
+    assert "interrupted; what was finished before is kept: pass --resume" in " ".join(ran.stderr.split())
+    ran = command(*base, "--seed", 1, "--resume")
+    refused(ran, "recipe.seed was 0, now 1", "--restart")
+    assert "pass --resume" not in ran.stderr
+    assert command(*base, "--resume").exit_code == 0
 
 
 def test_one_process_at_a_time(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
@@ -173,7 +301,7 @@ def test_a_crash_between_the_two_renames(
     words: tuple[object, ...],
     tmp_path: Path,
     command: Command,
-    ends: Callable[[int, type[BaseException]], None],
+    ends: Ends,
 ) -> None:
     """The unfinished output stands under its old name: it is put back, and the run goes on."""
     model, *rest = words

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from sparsellm.checkpoint import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.finished import CARD, foreign_file
 from sparsellm.inspection import REPORT, WORK
+from sparsellm.output_lock import replacing
 from sparsellm.publication import Paths, clean_settings
 from sparsellm.report import Report, strict_json
 from sparsellm.verification import check_written, proven
@@ -83,12 +84,11 @@ def save(
     dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
     weights: where the model's tensors are, if not in memory; they are copied one file after the other. along: files that
     come along. texts: by name, further files, of lines of JSON. The last component stands for every path of this machine.
-    Until all is verified the files stand under another name beside `output`, and a failure removes them.
+    Until all is verified the files stand in the output's work folder, and a failure removes them. Raises CannotResume where
+    another process works on the output.
     """
     path = check_output(output, overwrite, dense)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-    try:
+    with _errors_of_system(path), replacing(path) as work:
         with quiet_transformers():
             if weights is None:
                 model.save_pretrained(work, max_shard_size=SHARD_SIZE)
@@ -103,13 +103,6 @@ def save(
         told = proven(work, Paths(report.recipe).without(report).to_dict())
         (work / REPORT).write_text(strict_json(told) + "\n", encoding="utf-8")
         _share(work)
-        _put(work, path)
-    except SafetensorError as error:
-        shutil.rmtree(work, ignore_errors=True)
-        raise _of_system(error, path) from error
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
     return path
 
 
@@ -121,10 +114,14 @@ def _document(work: Path, report: Report, texts: Mapping[str, str]) -> None:
     clean_settings(work)
 
 
-def _of_system(error: SafetensorError, path: Path) -> Exception:
-    """The system's own error, where there is one behind safetensors' (a full disk, for one)."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
+@contextmanager
+def _errors_of_system(path: Path) -> Iterator[None]:
+    """Raise the system's own error, where there is one behind safetensors' (a full disk, for one)."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = re.search(r"\(os error (\d+)\)", str(error))
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else error from error
 
 
 def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
@@ -163,20 +160,6 @@ def _linked(file: Path, other: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _put(work: Path, path: Path) -> None:
-    """Give a finished folder its name; what stood there before is removed last, when nothing can be lost any more."""
-    old = work.with_suffix(".old")
-    if path.exists():
-        path.rename(old)
-    try:
-        work.rename(path)
-    except OSError:
-        if old.exists():
-            old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _share(work: Path) -> None:

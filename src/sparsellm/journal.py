@@ -20,7 +20,7 @@ from sparsellm.errors import BadCheckpoint, CannotResume
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.refinement import Refined
 
-FORMAT = 1
+FORMAT = 2
 """Of the journal; another number is not read."""
 
 
@@ -31,12 +31,16 @@ JOURNAL = "journal.jsonl"
 class Journal:
     """A work folder: a line of JSON for everything that is finished, and the tensors that belong to it.
 
-    A line stands once what it tells of is on the disk, whole (written aside, flushed, renamed); a last line that was cut off by
-    a crash does not count. The first line is the run's fingerprint.
+    A line stands once what it tells of is on the disk, whole (written aside, flushed, renamed). The first line is the run's
+    fingerprint. Each line ends with a digest of itself and of all lines before it, and names a digest of its file if it has
+    one: what is finished is all before the first line, or file, that is not as it was written.
+    lost: why what stood in an earlier journal counts no longer, in a sentence; empty where all counts.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.lost = ""
+        self._chain = ""
         self._blocks: dict[int, dict[str, Any]] = {}
         self._facts: dict[str, Any] = {}
 
@@ -47,35 +51,42 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
-        """An empty journal in a folder that is made for it."""
+        """An empty journal in a folder that is made for it, in place of one that is there."""
         folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder)
         journal = cls(folder)
-        journal._append({"format": FORMAT, "fingerprint": dict(fingerprint)})
+        durable(journal.file, journal._linked({"format": FORMAT, "fingerprint": dict(fingerprint)}).encode())
         return journal
 
     @classmethod
     def resume(cls, folder: Path, fingerprint: Mapping[str, Any]) -> Journal:
-        """The journal of an earlier run of the same work.
+        """The journal of an earlier run of the same work, as far as it and its files are as they were written.
 
+        What is not stays out, and `lost` says so; where that is the first line, the journal begins anew.
         Raises CannotResume, naming what differs, where the fingerprint is another, and where there is no journal to read.
         """
         journal = cls(folder)
-        lines = _whole_lines(journal.file)
-        if not lines or lines[0].get("format") != FORMAT:
-            raise CannotResume(f"{folder} holds no journal that this version can read. Pass --restart to begin anew.")
-        wanted, found = json.loads(json.dumps(dict(fingerprint))), lines[0]["fingerprint"]
-        other = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        if other:
-            told = "; ".join(f"{name} was {found.get(name)!r}, now {wanted.get(name)!r}" for name in other[:3])
-            raise CannotResume(f"This is not the run that was begun: {told}. Pass what it was begun with, or --restart.")
+        lines, whole = _lines(journal.file)
+        if not lines:
+            journal = cls.begin(folder, fingerprint)
+            journal.lost = "the first line of the journal is not as it was written: no block counts as finished"
+            return journal
+        _check_same(fingerprint, lines[0]["fingerprint"])
+        journal._chain = lines[0]["chain"]
+        kept = lines[:1]
         for line in lines[1:]:
-            if "block" in line:
-                journal._blocks[line["block"]] = line
-            else:
-                journal._facts[line["fact"]] = line["value"]
-        kept = "".join(json.dumps(line) + "\n" for line in lines)
-        if journal.file.read_text(encoding="utf-8") != kept:
-            durable(journal.file, kept.encode())  # without the line that was cut off: the next is written after it
+            if damaged := _damage(folder, line):
+                break
+            journal._take(line)
+            kept.append(line)
+        else:
+            damaged = "" if whole else f"line {len(lines) + 1} of the journal is not as it was written"
+        if damaged:
+            count = len(journal._blocks)
+            journal.lost = f"{damaged}: {count} blocks count as finished, what came after them is done again"
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            durable(journal.file, text.encode())  # the next line is written after these
+        _clear(folder)
         return journal
 
     def fact(self, name: str) -> Any:
@@ -84,12 +95,11 @@ class Journal:
 
     def note(self, name: str, value: Any) -> None:
         """Note something that the run has found out; plain data."""
-        self._facts[name] = value
         self._append({"fact": name, "value": value})
 
     def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Keep tensors under a name."""
-        self.note(name, self._store(name, tensors))
+        self._append({"tensors": name, **self._store(name, tensors)})
 
     def tensors(self, name: str) -> dict[str, Tensor] | None:
         """Tensors that were kept, or None. Raises BadCheckpoint for a file that is not as it was written."""
@@ -108,9 +118,7 @@ class Journal:
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
         stored = self._store(f"block-{block.index:05}", tensors)
-        line = {"block": block.index, **stored, "result": asdict(result)}
-        self._blocks[block.index] = line
-        self._append(line)
+        self._append({"block": block.index, **stored, "result": asdict(result)})
         return self.folder / str(stored["file"])
 
     def restore(self, block: Block) -> Path:
@@ -130,7 +138,7 @@ class Journal:
         """Write tensors to a file of their own; where they are, and how to know them again."""
         data = save(dict(tensors), metadata={"format": "pt"})
         durable(self.folder / f"{name}.safetensors", data)
-        return {"file": f"{name}.safetensors", "digest": hashlib.blake2b(data, digest_size=16).hexdigest()}
+        return {"file": f"{name}.safetensors", "digest": hashlib.sha256(data).hexdigest()}
 
     def _load(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Read tensors back that `_store` wrote."""
@@ -138,36 +146,93 @@ class Journal:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Pass --restart to begin anew.") from error
-        if hashlib.blake2b(data, digest_size=16).hexdigest() != stored["digest"]:
-            raise BadCheckpoint(f"{file} is not as it was written: the disk is at fault. Pass --restart to begin anew.")
-        found: dict[str, Tensor] = load(data)
-        return found
+            raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Check the disk.") from error
+        if hashlib.sha256(data).hexdigest() != stored["digest"]:
+            raise BadCheckpoint(f"{file} is not as it was written a moment ago. Check the disk.")
+        loaded: dict[str, Tensor] = load(data)
+        return loaded
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def _append(self, entry: Mapping[str, Any]) -> None:
         """Add a line, on the disk when this returns."""
+        line = self._linked(entry)
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+            stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
         _flush_folder(self.folder)
+        self._take(json.loads(line))
+
+    def _linked(self, entry: Mapping[str, Any]) -> str:
+        """A line that follows those so far."""
+        self._chain = _chained(self._chain, entry)
+        return json.dumps({**entry, "chain": self._chain}) + "\n"
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Count what a line tells of as finished."""
+        self._chain = line["chain"]
+        if "block" in line:
+            self._blocks[line["block"]] = line
+        elif "tensors" in line:
+            self._facts[line["tensors"]] = line
+        else:
+            self._facts[line["fact"]] = line["value"]
 
 
-def _whole_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a journal, as far as they are whole."""
-    found: list[dict[str, Any]] = []
+def _lines(file: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The lines of a journal up to the first that is not as it was written, and whether these are all.
+
+    Raises CannotResume for a file that cannot be read, and for another format.
+    """
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return found
-    for line in text.splitlines(keepends=True):
+    except OSError as error:
+        raise CannotResume(f"There is no journal to read at {file} ({error.strerror}). Pass --restart to begin anew.") from None
+    found: list[dict[str, Any]] = []
+    *lines, rest = text.split("\n")
+    for line in lines:
         try:
-            if not line.endswith("\n"):
-                break
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+            entry = json.loads(line)
+            if not found and type(entry.get("format")) is int and entry["format"] != FORMAT:
+                raise CannotResume(f"{file} was begun by another version of sparsellm. Pass --restart to begin anew.")
+            chain = entry.pop("chain")
+            if chain != _chained(found[-1]["chain"] if found else "", entry):
+                return found, False
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no JSON, or not of this form
+            return found, False
+        found.append({**entry, "chain": chain})
+    return found, not rest
+
+
+def _chained(before: str, entry: Mapping[str, Any]) -> str:
+    """The digest of a line that follows one with the digest `before`."""
+    return hashlib.sha256((before + json.dumps(entry)).encode()).hexdigest()[:32]
+
+
+def _check_same(fingerprint: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+    """Raise CannotResume, naming what differs, unless a fingerprint is the one that a journal was begun with."""
+    now = json.loads(json.dumps(dict(fingerprint)))
+    other = sorted(name for name in now.keys() | begun.keys() if now.get(name) != begun.get(name))
+    if other:
+        differences = "; ".join(f"{name} was {begun.get(name)!r}, now {now.get(name)!r}" for name in other[:3])
+        raise CannotResume(f"This is not the run that was begun: {differences}. Pass what it was begun with, or --restart.")
+
+
+def _damage(folder: Path, line: Mapping[str, Any]) -> str:
+    """What is wrong with the file that a line names; empty where nothing is, or where it names none."""
+    if "file" not in line:
+        return ""
+    try:
+        with (folder / line["file"]).open("rb") as stream:
+            whole = hashlib.file_digest(stream, "sha256").hexdigest() == line["digest"]
+    except OSError as error:
+        return f"{line['file']} cannot be read ({error.strerror})"
+    return "" if whole else f"{line['file']} is not as it was written"
+
+
+def _clear(folder: Path) -> None:
+    """Remove files that a killed process left half-written."""
+    for left in folder.glob("*.partial"):
+        left.unlink(missing_ok=True)
 
 
 def durable(file: Path, data: bytes) -> None:

@@ -25,6 +25,7 @@ class Relay(Journal):
     def __init__(self, folder: Path, own: Journal | None) -> None:
         super().__init__(folder)
         self._own = own
+        self.lost = own.lost if own else ""
 
     def fact(self, name: str) -> Any:
         return distributed.agreed(self._own.fact(name) if self._own else None)

@@ -14,18 +14,20 @@ from filelock import FileLock
 from torch import Tensor
 
 from sparsellm.checkpoint import Checkpoint
+from sparsellm.events import Note, Observer
+from sparsellm.fingerprint import model_fingerprint, token_digest
 from sparsellm.journal import JOURNAL, Journal
-from sparsellm.work import files_told, tokens_told
 
 
 class Shared:
     """A folder of journals, one for each dense model and each set of windows that it was run on.
 
     A process that needs what another is just finding waits for it; the lock goes with the process, however that ends.
+    say: what takes a note where a journal is damaged and its figures are found again.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, say: Observer = lambda _: None) -> None:
+        self.folder, self._say = folder, say
 
     @contextmanager
     def facts(self, known: Mapping[str, Any]) -> Iterator[Journal]:
@@ -34,7 +36,10 @@ class Shared:
         place = self.folder / digest
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(place / "lock"):
-            yield (Journal.resume if (place / JOURNAL).exists() else Journal.begin)(place, known)
+            journal = (Journal.resume if (place / JOURNAL).exists() else Journal.begin)(place, known)
+            if journal.lost:
+                self._say(Note(journal.lost))
+            yield journal
 
     def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
         """Plain data of that name, found if it is not known yet."""
@@ -48,5 +53,5 @@ def dense_circumstances(
     source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """All that a figure of a dense model depends on, to the last bit: model files, windows, dtype, batch, machine."""
-    told = files_told(source) | {"tokens": tokens_told(windows), "dtype": str(dtype), "batch": batch}
+    told = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
     return told | {f"environment.{name}": value for name, value in environment.items()}

@@ -21,6 +21,9 @@ Kept = MutableSequence[Tensor]
 HELD, HOSTED, WRITTEN = "held", "hosted", "written"
 """Where tensors are: where they were made, in the processor's memory, in files."""
 
+ACTIVATIONS = "activations-"
+"""How the names of folders with such files begin; a process that is killed leaves them."""
+
 
 class Storage:
     """Where lists of tensors are kept.
@@ -58,7 +61,7 @@ class Storage:
             if place == WRITTEN:
                 if self._folder is not None:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                folder = Path(tempfile.mkdtemp(prefix="activations-", dir=self._folder))
+                folder = Path(tempfile.mkdtemp(prefix=ACTIVATIONS, dir=self._folder))
             yield place, folder
         finally:
             self._count(-size, place)

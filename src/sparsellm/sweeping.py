@@ -87,6 +87,8 @@ class CellFolder:
             yield False
             return
         try:
+            for left in self.folder.glob("*.partial"):
+                left.unlink(missing_ok=True)  # of a process that was killed
             yield True
         finally:
             lock.release()
@@ -135,7 +137,7 @@ def run_sweep(
     """
     home, mine = Path(folder), sweep.at(only)
     _open(home, sweep)
-    shared = Shared(home / "dense")
+    shared = Shared(home / "dense", observe)
     places = [CellFolder(home, cell) for cell in mine]
     passes = itertools.product((False, True), enumerate(places, 1))
     for again, (number, place) in passes:  # twice: a cell that another process only looked at seemed taken

@@ -11,17 +11,21 @@ import torch
 
 from sparsellm import distributed
 from sparsellm.errors import InvalidSetting
-from sparsellm.events import Note, Observer
+from sparsellm.events import Note, Observer, Stage
+from sparsellm.fingerprint import fingerprint
 from sparsellm.journal import Journal
 from sparsellm.planning import fitted
 from sparsellm.preparation import Prepared
 from sparsellm.recipe import Recipe
 from sparsellm.report import Report
 from sparsellm.residence import Place, place_of
-from sparsellm.work import Work, fingerprint
+from sparsellm.work import Work
 
 OF_ONE = ("environment.device", "recipe.device")
 """What may differ between processes that work together."""
+
+COMPARING = "reading the model's files"
+"""The stage in which every file of the model is digested, to know it again when the run goes on."""
 
 
 def begin(
@@ -32,9 +36,14 @@ def begin(
     Raises what `place_of`, `fitted`, `Work.begin` and `check_alike` raise.
     """
     place = place_of(recipe, ready.source, ready.device, files=work is not None)
-    told = fingerprint(recipe, ready.source, ready.windows, report.environment)
-    check_alike(told)
-    journal = work.begin(told) if work else None
+    journal = None
+    if work or distributed.world() > 1:
+        say(Stage(COMPARING))
+        told = fingerprint(recipe, ready.source, ready.windows, report.environment)
+        check_alike(told)
+        journal = work.begin(told) if work else None
+    if journal and journal.lost:
+        say(Note(journal.lost))
     place, batch = fitted(recipe, ready, place, say, work.output if work else None)
     batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
     if journal:
@@ -44,7 +53,7 @@ def begin(
 
 def check_alike(told: Mapping[str, Any]) -> None:
     """Raise InvalidSetting unless all processes that work together are about to do the same. told: this one's fingerprint."""
-    mine = json.loads(json.dumps({name: _everywhere(name, value) for name, value in told.items() if name not in OF_ONE}))
+    mine = json.loads(json.dumps({name: value for name, value in told.items() if name not in OF_ONE}))
     first, *others = distributed.told(mine)
     for number, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):
@@ -53,12 +62,6 @@ def check_alike(told: Mapping[str, Any]) -> None:
                     f"Process {number} was started otherwise than process 0: {name} is {other.get(name)!r}, there "
                     f"{first.get(name)!r}. Start all with the same command, versions and files."
                 )
-
-
-def _everywhere(name: str, value: Any) -> Any:
-    """What is told of a file, without the time at which it was written: copies on other machines have their own."""
-    size_and_digest = slice(None, None, 2)
-    return value[size_and_digest] if name.startswith("file ") else value
 
 
 def _note_machine(journal: Journal, say: Observer) -> None:

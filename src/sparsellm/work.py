@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-from torch import Tensor
-
 from sparsellm import distributed
-from sparsellm.checkpoint import Checkpoint, Loaded
-from sparsellm.errors import CannotResume
+from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.inspection import WORK
 from sparsellm.journal import JOURNAL, Journal
-from sparsellm.recipe import Recipe
+from sparsellm.output_lock import LOCK, locked
 from sparsellm.relay import Relay
-
-LOCK = "lock"
-"""The file that tells other processes that one is at work; the system releases it when that one ends, however it ends."""
-
-NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
-"""Fields of a recipe that may differ when a run goes on: they do not change the weights."""
 
 
 class Work:
@@ -66,36 +55,45 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
         with _following(path) as work:
             yield work
         return
-    _recover(path)
-    work, there = Work(path, resume), path.exists()
-    begun = (work.folder / JOURNAL).exists()
-    if begun and not resume and not restart:
-        raise CannotResume(f"{output} is unfinished. Pass --resume to go on with it, or --restart to begin anew.")
-    work.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(work.folder / LOCK, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise CannotResume(f"Another process works on {output}. Wait for it, or choose another output.") from None
-    try:
-        for left in work.folder.iterdir():
-            if left.name != LOCK and (restart or left.name.startswith("activations-")):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-        distributed.agreed(None)
-        yield work
-    except BaseException as error:
-        done = len(work.journal.block_files()) if work.journal else 0
-        if done:
-            error.add_note(f"{done} blocks are finished and kept: pass --resume to go on, or --restart to begin anew.")
-        elif not begun or restart or work.journal:
-            shutil.rmtree(work.folder, ignore_errors=True)
-            if not there:
-                with suppress(OSError):
-                    path.rmdir()
-        raise
-    finally:
-        lock.release()
-    shutil.rmtree(work.folder, ignore_errors=True)
+    work = Work(path, resume)
+    with locked(path):
+        begun = (work.folder / JOURNAL).exists()
+        if begun and not resume and not restart:
+            raise CannotResume(f"{output} is unfinished. Pass --resume to go on with it, or --restart to begin anew.")
+        try:
+            if restart:
+                _emptied(work.folder)
+            distributed.agreed(None)
+            yield work
+        except BaseException as error:
+            _end(work, error, kept=begun and not restart)
+            raise
+        shutil.rmtree(work.folder, ignore_errors=True)
+
+
+def _end(work: Work, error: BaseException, kept: bool) -> None:
+    """Keep the work that an error ends where something is finished of it, and say in a note to the error what becomes of it.
+
+    kept: whether there was work before, which counts until the journal says what is finished of it.
+    """
+    done = len(work.journal.block_files()) if work.journal else 0
+    if done or (kept and work.journal is None):
+        what = f"{done} blocks are finished and kept" if done else "what was finished before is kept"
+        if not isinstance(error, CannotResume):  # which says itself what to pass
+            error.add_note(f"{what}: pass --resume to go on, or --restart to begin anew.")
+        return
+    _emptied(work.folder)
+    if isinstance(error, (KeyboardInterrupt, OSError)) and not isinstance(error, SparseLLMError):
+        error.add_note("nothing was written")
+
+
+def _emptied(folder: Path) -> None:
+    """Remove everything from a work folder but its lock."""
+    for left in list(folder.iterdir()) if folder.is_dir() else ():
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        elif left.name != LOCK:
+            left.unlink()
 
 
 @contextmanager
@@ -110,43 +108,3 @@ def _following(path: Path) -> Iterator[Work]:
         for folder in (work.folder, path):  # where it is the leader's, that one removes it
             with suppress(OSError):
                 folder.rmdir()
-
-
-def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What must be the same for a run to go on: recipe, model files, calibration tokens, and the versions and machine.
-
-    How many processes and threads there are may differ: sums then round otherwise, which is told.
-    """
-    told = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
-    if isinstance(source, Checkpoint):
-        told |= files_told(source)
-        if source.architecture is not None:
-            told["architecture"] = repr(source.architecture)
-    told["calibration tokens"] = tokens_told(windows)
-    return told | {f"environment.{name}": value for name, value in environment.items() if name != "threads"}
-
-
-def files_told(source: Checkpoint) -> dict[str, Any]:
-    """What tells a model's files from others: sizes, times, and what they begin with."""
-    stats = {file: file.stat() for file in source.files()}
-    return {f"file {file.name}": [stat.st_size, stat.st_mtime_ns, _head(file)] for file, stat in stats.items()}
-
-
-def tokens_told(windows: Tensor) -> str:
-    """A digest of token numbers."""
-    return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _head(file: Path) -> str:
-    """A digest of a file's first MiB: its header, and the beginning of its tensors."""
-    with file.open("rb") as stream:
-        return hashlib.blake2b(stream.read(2**20), digest_size=16).hexdigest()
-
-
-def _recover(path: Path) -> None:
-    """Put an unfinished output back where it was, if a crash came between the two renames that finish one."""
-    if not path.exists():
-        for old in path.parent.glob(f".{path.name}.*.old"):
-            if (old / WORK).is_dir():
-                old.rename(path)
-                return

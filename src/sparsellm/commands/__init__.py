@@ -46,8 +46,7 @@ def _message(error: Exception) -> str:
     if _out_of_memory(error):
         return "The device is out of memory. Pass a smaller --batch, fewer --samples, a shorter --length, or --device cpu."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        kept = "" if getattr(error, "__notes__", ()) else " Nothing was kept of the output."
-        return f"The disk is full{f' ({error.filename})' if error.filename else ''}.{kept}"
+        return f"The disk is full{f' ({error.filename})' if error.filename else ''}."
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:
         return f"{error.strerror}: {error.filename}." if error.filename else f"{error.strerror}."
     return str(error)

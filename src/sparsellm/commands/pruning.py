@@ -95,6 +95,7 @@ def prune(
         from sparsellm import distributed
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
+        from sparsellm.output_lock import recover
         from sparsellm.run import run
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
@@ -102,6 +103,8 @@ def prune(
         with distributed.joined(
             os.environ, ended
         ) as leads:  # alone, or with the other processes of a launcher, of which one speaks
+            if leads:
+                recover(output)
             if distributed.agreed(resume and is_finished(output)):
                 stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
                 return

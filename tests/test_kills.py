@@ -1,0 +1,128 @@
+"""Runs killed by SIGKILL at random moments: each goes on to the bytes of an unbroken run, and nothing is left beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import pytest
+
+from sparsellm.inspection import REPORT, WORK
+from sparsellm.log import LOG
+from sparsellm.output_lock import EXPORT
+
+QUICK = ("--sparsity", "60%", "--samples", "24", "--length", "64", "--batch", "4")
+RECIPES: dict[str, tuple[str, ...]] = {
+    "sparsegpt": ("--method", "sparsegpt"),
+    "wanda, streamed": ("--method", "wanda", "--stream"),
+    "alps, streamed": ("--method", "alps", "--stream"),
+    "sparsellm": ("--method", "sparsellm"),
+    "as published": ("--as-published", "--epochs", "3"),
+}
+RANDOM_KILLS = 4
+"""Of each recipe, at moments of the run; one more comes while the output is exported."""
+
+TIMED = ("seconds", "peak_memory_bytes", "time", "total")
+"""Keys of the report whose values no two runs have in common."""
+
+
+def run(words: list[str], told: str) -> None:
+    """The command line in a process of its own, what it says in a file."""
+    with Path(told).open("a") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    from sparsellm.cli import app
+
+    app(words)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServerContext]:
+    """Processes forked from one that has imported everything: torch and transformers are loaded once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["sparsellm.cli", "sparsellm.run", "sparsellm.work", "sparsellm.tracking", "transformers.models.llama", __name__]
+        )
+        yield context
+
+
+def started(server: ForkServerContext, words: list[str], told: Path) -> ForkServerProcess:
+    process = server.Process(target=run, args=(words, str(told)))
+    process.start()
+    return process
+
+
+def finished(server: ForkServerContext, words: list[str], told: Path) -> float:
+    """Run the command line to its end; its seconds."""
+    began = time.monotonic()
+    process = started(server, words, told)
+    process.join(120)
+    assert process.exitcode == 0, told.read_text()
+    return time.monotonic() - began
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """A digest of every file, but of times and of the log, which is full of them."""
+
+    def timeless(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: timeless(x) for key, x in value.items() if key not in TIMED}
+        return [timeless(x) for x in value] if isinstance(value, list) else value
+
+    found = {}
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and file.name != LOG:
+            data = file.read_bytes()
+            if file.name == REPORT:
+                data = json.dumps(timeless(json.loads(data))).encode()
+            found[str(file.relative_to(folder))] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, and SIGKILL")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_at_random_moments(
+    recipe: str, server: ForkServerContext, tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
+    """Five kills of each recipe: four at random moments of the run, one as soon as there is something exported."""
+    generator = random.Random(recipe)
+    said, outputs = tmp_path / "said.txt", tmp_path / "outputs"
+    outputs.mkdir()
+
+    def words(out: Path) -> list[str]:
+        return ["prune", str(tiny["llama"]), str(out), "--calibration", str(text_file), *QUICK, *RECIPES[recipe]]
+
+    whole = tmp_path / "whole"
+    seconds = finished(server, words(whole), said)
+    wanted, killed = contents(whole), 0
+    for number in range(RANDOM_KILLS + 1):
+        out = outputs / "out"
+        moment = generator.uniform(0.05, 1.0) * seconds if number < RANDOM_KILLS else None
+        process, began = started(server, words(out), said), time.monotonic()
+        while process.is_alive() and time.monotonic() - began < (moment or 60):
+            if moment is None and any((out / WORK / EXPORT).glob("*")):
+                break
+            time.sleep(0.002)
+        assert process.pid is not None
+        process.kill()
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        finished(server, [*words(out), "--resume"], said)
+        assert contents(out) == wanted
+        assert [file.name for file in outputs.iterdir()] == ["out"]
+        out.rename(tmp_path / f"done-{number}")
+    assert "Traceback" not in said.read_text()
+    assert killed > RANDOM_KILLS / 2  # a run that ended before its moment was not killed
