@@ -89,6 +89,7 @@ STOREYS = {
         "report",
         "architecture_file",
         "files",
+        "configuration",
         "checkpoint",
         "inspection",
         "verification",
