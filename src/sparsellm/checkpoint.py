@@ -16,7 +16,7 @@ from sparsellm.blocks import describe
 from sparsellm.configuration import (
     auto_model,
     check_dtypes,
-    check_shapes,
+    check_tensors,
     empty_model,
     quiet_transformers,
     read_configuration,
@@ -64,7 +64,9 @@ class Checkpoint:
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its weights: shapes and names only."""
         with torch.device("meta"):
-            return describe(empty_model(self.name, self.config, self.trusted), self.architecture)
+            model = empty_model(self.name, self.config, self.trusted)
+        model.tie_weights()
+        return describe(model, self.architecture)
 
     def origin(self) -> Origin:
         """The model as the card of what is made from it tells of it."""
@@ -219,7 +221,7 @@ def open_checkpoint(
     check_dtypes(name, entries)
     config = read_configuration(name, folder, trusted, fields, entries)
     found = Checkpoint(name, folder, config, trusted, architecture)
-    check_shapes(name, found.skeleton(), files, entries)
+    check_tensors(name, found.skeleton(), files, entries)
     return found
 
 

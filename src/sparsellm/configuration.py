@@ -10,12 +10,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparsellm.architectures import ARCHITECTURES
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 from sparsellm.files import first_line
 from sparsellm.headers import FLOATS, Entry
 from sparsellm.json_files import read_json
-from sparsellm.places import NotStreamable, Place, named
+from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
+from sparsellm.weights import tied_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -123,8 +126,8 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) 
     return model
 
 
-def check_shapes(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, Entry]) -> None:
-    """Raise BadCheckpoint unless the tensors in the files have the shapes that the configuration calls for.
+def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, Entry]) -> None:
+    """Raise BadCheckpoint unless the files' tensors have the shapes that the configuration calls for, and tied ones agree.
 
     model: on the meta device. Tensors that are put together or split on their way in are held against it when they are read.
     """
@@ -146,6 +149,28 @@ def check_shapes(name: str, model: PreTrainedModel, files: list[Path], entries: 
                 f"{name}: {place.key} is {entries[place.key].shape}, but the configuration calls for {wanted}. "
                 "config.json may belong to another model."
             )
+    _check_tied(name, model, places)
+
+
+def _check_tied(name: str, model: PreTrainedModel, places: Mapping[str, Stored]) -> None:
+    """Raise BadCheckpoint where the files hold what the configuration ties under two names with different values."""
+    first: dict[str, str] = {}
+    for key, one in tied_names(model).items():
+        other = first.setdefault(one, key) if key in places else key
+        if other != key and not _equal(places[other], places[key]):
+            raise BadCheckpoint(
+                f"{name}: {other} and {key} are one tensor by config.json, and the weight files hold two that differ. "
+                "If both are meant, set `tie_word_embeddings` to false in config.json."
+            )
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Whether two stored tensors have the same values, some rows at a time where the files allow it."""
+    if isinstance(one, Place) and isinstance(other, Place) and one.file.suffix == other.file.suffix == ".safetensors":
+        pairs = zip(by_rows(one), by_rows(other), strict=True)
+    else:
+        pairs = zip((read_stored(one),), (read_stored(other),), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def auto_model(config: PretrainedConfig) -> Any:
