@@ -92,6 +92,7 @@ STOREYS = {
         "files",
         "digests",
         "publication",
+        "configuration",
         "checkpoint",
         "inspection",
         "finished",
