@@ -110,8 +110,8 @@ def check_value(value: Any, limit: int | None = None) -> None:
         if limit is not None and count > limit:
             raise Unreadable(f"it holds more than {limit:,} values")
         if isinstance(one, str) and not is_text(one):
-            raise Unreadable(f"{one[:80]!r} holds a surrogate, which is no character")
-        if isinstance(one, (dict, list)):
+            raise Unreadable(f"{one[:80]!r} is not UTF-8 text")
+        if isinstance(one, (dict, list, tuple)):
             if depth > MAX_DEPTH:
                 raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
             inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one

@@ -28,8 +28,7 @@ class Text:
     """Documents, and how they make one stream.
 
     documents: at least one is not blank. A hub's data set stays on disk and is read document by document.
-    joint: what stands between two documents in the stream.
-    source: where they are from, for reports.
+    joint: what stands between two documents in the stream. source: where they are from, for reports.
     rows: the documents are the lines of one text, so calibration windows come from the stream, never from one document.
     test_windows: how many windows a test takes by the papers' protocol; None takes all.
     """
@@ -200,10 +199,8 @@ def _from_file(name: str, field: str) -> Text:
             raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_listed(READERS)}.")
         if suffix not in READERS:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_listed(READERS)}.")
-        if not path.is_file():  # a pipe, which would be waited for
-            raise BadText(f"{path} is not a regular file. Write the text to one.")
-        if not path.stat().st_size:
-            raise BadText(f"{path} is empty.")
+        if not path.is_file() or not path.stat().st_size:  # a pipe would be waited for
+            raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
         raise BadText(f"{path} cannot be read: {error.strerror}.") from error
     documents = tuple(_strings(path, READERS[suffix](path, field), field))
@@ -232,17 +229,13 @@ def _no_field(where: str, field: str, there: Iterable[str]) -> BadText:
 def _decoded(path: Path) -> str:
     """A file as text, its line ends made plain ones and a byte order mark dropped."""
     try:
-        content = read_bytes(path, None)
+        return read_bytes(path, None).decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
+        why = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
+        raise BadText(f"{path} {why}") from error
     except Unreadable as error:
         raise BadText(f"{path} cannot be read: {error}.") from error
-    try:
-        return content.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BadText(
-            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at position {error.start:,} (line {line:,}). "
-            "Convert it, for example with iconv."
-        ) from error
 
 
 def _txt(path: Path, _: str) -> list[Row]:
@@ -274,13 +267,9 @@ def _value(path: Path, text: str, line: int | None = None) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         hint = " One object a line is .jsonl: rename the file." if line is None and error.msg == "Extra data" else ""
-        where = f"{path}, line {line or error.lineno}"
-        raise BadText(f"{where}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
-    except RecursionError:
-        why = "it is nested too deeply"
-    except ValueError:  # more digits than Python reads
-        why = "it holds a number of thousands of digits"
-    raise BadText(f"{path if line is None else f'{path}, line {line},'} cannot be read: {why}.")
+        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
+    except (RecursionError, ValueError):
+        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
 
 
 def _parquet(path: Path, field: str) -> list[Row]:
