@@ -408,6 +408,9 @@ def test_tokenizer_of_another_model(tiny: dict[str, Path], damaged: Path, text_f
     """Token numbers beyond the embedding are found before the weights are read."""
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:20].clone()
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     words = ("--calibration", text_file, "--samples", 2, "--length", 32)
     refused(
         command("prune", damaged, damaged.parent / "out", *words), "The tokenizer of", "has 256 tokens", "embeddings for 20"

@@ -93,6 +93,7 @@ STOREYS = {
         "files",
         "digests",
         "publication",
+        "configuration",
         "checkpoint",
         "inspection",
         "finished",

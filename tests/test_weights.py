@@ -150,10 +150,10 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("spoil", "part"), [("nan", "holds NaN or infinity in model.layers.1"), ("shape", "calls for")])
 def test_what_is_wrong_is_told_when_it_is_read(spoil: str, part: str, tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model", "single")
+    model, weights = open_checkpoint(str(folder)).stream()
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
     tensors[name] = torch.full_like(tensors[name], float("nan")) if spoil == "nan" else tensors[name][:5].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model, weights = open_checkpoint(str(folder)).stream()
     one, two = blocks_of(model)[:2]
     with weights.block(one):
         pass

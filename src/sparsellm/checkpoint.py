@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -16,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparsellm.architectures import ARCHITECTURES, Architecture
+from sparsellm.architectures import Architecture
 from sparsellm.blocks import describe
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.configuration import (
+    auto_model,
+    check_dtypes,
+    check_tensors,
+    empty_model,
+    quiet_transformers,
+    read_configuration,
+    read_fields,
+)
+from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.files import (
     DEMO,
     card_terms,
@@ -29,7 +33,7 @@ from sparsellm.files import (
     is_hub_name,
     licence_files,
 )
-from sparsellm.headers import Entry, entries_of
+from sparsellm.headers import all_entries
 from sparsellm.linalg import all_finite
 from sparsellm.places import stored_dtype
 from sparsellm.report import Origin
@@ -59,8 +63,10 @@ class Checkpoint:
 
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its weights: shapes and names only."""
-        with quiet_transformers(), torch.device("meta"):
-            return describe(auto_model(self.config).from_config(self.config, trust_remote_code=self.trusted), self.architecture)
+        with torch.device("meta"):
+            model = empty_model(self.name, self.config, self.trusted)
+        model.tie_weights()
+        return describe(model, self.architecture)
 
     def origin(self) -> Origin:
         """The model as the card of what is made from it tells of it."""
@@ -96,10 +102,9 @@ class Checkpoint:
         from accelerate import init_empty_weights
 
         def empty(kind: torch.dtype) -> PreTrainedModel:
-            with quiet_transformers(), init_empty_weights(include_buffers=False):
-                config = copy.deepcopy(self.config)
-                model = auto_model(config).from_config(config, dtype=kind, trust_remote_code=self.trusted)
-            model.tie_weights()
+            with init_empty_weights(include_buffers=False):
+                model = empty_model(self.name, copy.deepcopy(self.config), self.trusted, dtype=kind)
+            model.tie_weights()  # not within the context, which makes each parameter anew
             return describe(model, self.architecture)
 
         kind = self.dtype(dtype)
@@ -207,24 +212,17 @@ def open_checkpoint(
     folder = find_checkpoint(name, revision, trusted)
     if not name.startswith(DEMO):  # an installer may link a package's own files
         check_within(name, folder)
-    config = _read_config(name, folder, trusted)
-    _entries(name, check_files(name, folder))
-    return Checkpoint(name, folder, config, trusted, architecture)
-
-
-def _entries(name: str, files: list[Path]) -> dict[str, Entry]:
-    """The tensors in a checkpoint's files."""
+    fields = read_fields(name, folder, trusted)
+    files = check_files(name, folder)
     try:
-        return {key: entry for file in files for key, entry in entries_of(file).items()}
+        entries = all_entries(files)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-
-
-def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    check_dtypes(name, entries)
+    config = read_configuration(name, folder, trusted, fields, entries)
+    found = Checkpoint(name, folder, config, trusted, architecture)
+    check_tensors(name, found.skeleton(), files, entries)
+    return found
 
 
 def device_of(text: str) -> torch.device:
@@ -248,22 +246,6 @@ def compute_dtype(model: nn.Module) -> torch.dtype | None:
     return torch.float32 if first.device.type == "cpu" and first.dtype in (torch.bfloat16, torch.float16) else None
 
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Within the context transformers prints no bars and no warnings: this package says itself what matters."""
-    from transformers.utils import logging as hf_logging
-
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(logging.CRITICAL)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
 def _check_finite(name: str, model: nn.Module) -> None:
     """Raise BadCheckpoint for NaN or infinity in the weights."""
     for key, parameter in model.named_parameters():
@@ -274,39 +256,3 @@ def _check_finite(name: str, model: nn.Module) -> None:
 def _length(config: PretrainedConfig) -> int:
     """The most tokens that a configuration names; 2048 where it names none."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)
-
-
-def _read_config(name: str, folder: Path, trusted: bool) -> PretrainedConfig:
-    """The configuration, of a kind that can be pruned."""
-    from transformers import AutoConfig
-
-    file = folder / "config.json"
-    if not file.is_file():
-        raise BadCheckpoint(f"{name} has no config.json. Name the folder of a checkpoint, as save_pretrained writes it.")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        family = raw["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadCheckpoint(f"{name}: config.json is not the configuration of a model (no `model_type`).") from None
-    if any("quantization_config" in some for some in (raw, raw.get("text_config") or {})):
-        raise UnsupportedModel(f"{name} is quantised. Prune the plain checkpoint that it was made from.")
-    sees = isinstance(raw.get("text_config"), dict) or "vision_config" in raw
-    heads = raw.get("architectures") or []
-    wanted = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if sees else ()))
-    if raw.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(wanted) for head in heads)):
-        what = heads[0] if heads else family
-        raise UnsupportedModel(f"{name} is a {what}, not a causal language model (one that ends in ForCausalLM).")
-    try:
-        with quiet_transformers():
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if "auto_map" in raw and not trusted:
-            raise UnsupportedModel(
-                f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
-                "If you trust it, pass --trust-remote-code."
-            ) from None
-        if family in ARCHITECTURES:
-            raise BadCheckpoint(f"{name}: config.json cannot be read: {first_line(error)}.") from error
-        raise UnsupportedModel(
-            f"The installed transformers {version('transformers')} has no models of type {family!r}: {first_line(error)}."
-        ) from None

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import quiet_transformers
+from sparsellm.configuration import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.finished import CARD, foreign_file
 from sparsellm.inspection import REPORT, WORK

@@ -19,7 +19,11 @@ from sparsellm.headers import entries_of, unpickled
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
+<<<<<<< HEAD
 from sparsellm.records import saved_report
+=======
+from sparsellm.weights import tied_names
+>>>>>>> w-load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +109,11 @@ def inspect(
     shared = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     layers: list[LayerZeros] = []
     parameters = zeros = 0
+    counted: set[str] = set()
     for key, tensor in here:
+        if here.one_name(key) in counted:
+            continue  # the same tensor under its other name
+        counted.add(here.one_name(key))
         parameters += tensor.numel()
         zeros += zeros_in(tensor)
         for block, part in within.get(key, ()):
@@ -138,18 +146,19 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
 
 
 def compare(here: Tensors, there: Tensors, as_stored: bool = True) -> dict[str, Any]:
-    """Which tensors differ between two checkpoints, bit by bit.
+    """Which tensors differ between two checkpoints, bit by bit. Tied names are one tensor, by whichever each has stored it.
 
     as_stored: another dtype is a difference; if not, the other's tensor is converted first.
     """
-    others = {_bare(key): key for key in there.files}
-    common = {key: others[_bare(key)] for key in here.files if _bare(key) in others}
+    names = {here.one_name(key) for key in here.files}
+    others = {there.one_name(key): key for key in there.files}
+    common = {key: others[here.one_name(key)] for key in here.files if here.one_name(key) in others}
     changed = [key for key, other in common.items() if not _alike(here, key, there, other, as_stored)]
     return {
         "changed": tuple(changed),
         "alike": len(common) - len(changed),
         "only_here": tuple(key for key in here.files if key not in common),
-        "only_there": tuple(key for key in there.files if key not in common.values()),
+        "only_there": tuple(key for key in there.files if there.one_name(key) not in names),
     }
 
 
@@ -162,11 +171,6 @@ def _alike(here: Tensors, key: str, there: Tensors, other: str, as_stored: bool)
         if one is None or two is None or not _identical(one, two, as_stored):
             return False
     return True
-
-
-def _bare(key: str) -> str:
-    """A tensor's name without the base model's prefix, with which some checkpoints are written and some are not."""
-    return key.removeprefix("model.")
 
 
 def planned_layers(folder: Path) -> dict[str, str] | None:
@@ -193,6 +197,7 @@ class Tensors:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         files = check_files(folder.name, folder)
         self._whole: dict[str, Tensor] = {}
+        self._tied = tied_names(model)
         try:
             places, unknown, _ = named(files, model)
             self.files: dict[str, Stored] = dict(sorted({**unknown, **places}.items()))
@@ -205,6 +210,10 @@ class Tensors:
 
     def __getitem__(self, key: str) -> Tensor:
         return self._whole[key] if key in self._whole else read_stored(self.files[key])
+
+    def one_name(self, key: str) -> str:
+        """The first of a tensor's names, without the base model's prefix, with which only some checkpoints are written."""
+        return self._tied.get(key, key).removeprefix("model.")
 
     def place(self, key: str) -> Place | None:
         """Where a tensor can be read by rows; None where it is read as a whole."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparsellm.checkpoint import Checkpoint, auto_model, quiet_transformers
+from sparsellm.checkpoint import Checkpoint
+from sparsellm.configuration import auto_model, quiet_transformers
 from sparsellm.errors import UnsupportedModel
 
 if TYPE_CHECKING:

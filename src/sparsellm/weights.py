@@ -212,6 +212,12 @@ def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     return places
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a model's tensors, the first name of that tensor: of tied ones, which are one tensor, the same."""
+    first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
+    return {name: first.setdefault(owners, name) for name, owners in _owners(model).items()}
+
+
 def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
     """By name, the modules that hold a parameter or buffer and what they call it; all of them where it is tied."""
     held: dict[int, list[tuple[nn.Module, str]]] = {}
