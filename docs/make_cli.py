@@ -21,7 +21,7 @@ HEAD = """# The command line
 <!-- Written by docs/make_cli.py. Change the commands, options.py or recipe.py, then run `python docs/make_cli.py`. -->
 
 Results go to stdout, progress and messages to stderr. `--json` prints one JSON document on stdout. The exit status is 0 for
-success, 1 for an error told in one message or for an expectation that `inspect` finds broken, 2 for wrong usage, and 130 when
+success, 1 for an error told in one message or for what `inspect` or `verify` finds broken, 2 for wrong usage, and 130 when
 interrupted. `sparsellm --debug COMMAND ...` shows the traceback of an error.
 """
 

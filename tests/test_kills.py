@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -46,15 +47,14 @@ def run(words: list[str], told: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServerContext]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
     """Processes forked from one that has imported everything: torch and transformers are loaded once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["sparsellm.cli", "sparsellm.run", "sparsellm.work", "sparsellm.tracking", "transformers.models.llama", __name__]
-        )
+        context.set_forkserver_preload(["sparsellm.cli", "tests.warm", __name__])
+        finished(context, ["methods"], tmp_path_factory.mktemp("server") / "said.txt")  # it has started when this has ended
         yield context
 
 
@@ -71,6 +71,18 @@ def finished(server: ForkServerContext, words: list[str], told: Path) -> float:
     process.join(120)
     assert process.exitcode == 0, told.read_text()
     return time.monotonic() - began
+
+
+def kill(process: ForkServerProcess, out: Path, moment: float | None) -> bool:
+    """Kill a run after so many seconds, or when it has begun to export; whether it was still there to be killed."""
+    deadline = time.monotonic() + (moment or 60)
+    while process.is_alive() and time.monotonic() < deadline:
+        if moment is None and any((out / WORK / EXPORT).glob("*")):
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -107,22 +119,15 @@ def test_killed_at_random_moments(
 
     whole = tmp_path / "whole"
     seconds = finished(server, words(whole), said)
-    wanted, killed = contents(whole), 0
+    wanted = contents(whole)
     for number in range(RANDOM_KILLS + 1):
         out = outputs / "out"
-        moment = generator.uniform(0.05, 1.0) * seconds if number < RANDOM_KILLS else None
-        process, began = started(server, words(out), said), time.monotonic()
-        while process.is_alive() and time.monotonic() - began < (moment or 60):
-            if moment is None and any((out / WORK / EXPORT).glob("*")):
-                break
-            time.sleep(0.002)
-        assert process.pid is not None
-        process.kill()
-        process.join()
-        killed += process.exitcode == -signal.SIGKILL
+        moment = generator.uniform(0.05, 0.95) * seconds if number < RANDOM_KILLS else None
+        while not kill(started(server, words(out), said), out, moment):
+            shutil.rmtree(out)  # it came to its end before that moment: this machine is not equally fast at all times
+            moment = moment / 2 if moment else None
         finished(server, [*words(out), "--resume"], said)
         assert contents(out) == wanted
         assert [file.name for file in outputs.iterdir()] == ["out"]
         out.rename(tmp_path / f"done-{number}")
     assert "Traceback" not in said.read_text()
-    assert killed > RANDOM_KILLS / 2  # a run that ended before its moment was not killed

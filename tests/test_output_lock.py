@@ -80,7 +80,7 @@ def test_killed_while_an_output_is_put_in_its_place(step: str, replaced: bool, t
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     """Between the two renames of another process its folder has another name, with the lock in it."""
-    path, old = tmp_path / "out", tmp_path / ".out.abc.old"
+    path, old = tmp_path / "out", tmp_path / ".out.0123abcd.old"
     (old / WORK).mkdir(parents=True)
     with FileLock(old / WORK / LOCK):
         with pytest.raises(CannotResume, match="Another process"):
@@ -98,7 +98,7 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
 
 def test_folders_of_other_outputs_are_left_alone(tmp_path: Path) -> None:
     """`out` has no say in what belongs to `out.1` or `other`, or in what was not written by this program."""
-    names = [".out.1.abc.old", ".other.abc.old", ".out.old", "out.abc.old", ".out.abc.partial"]
+    names = [".out.1.0123abcd.old", ".other.0123abcd.old", ".out.old", "out.0123abcd.old", ".out.abc.partial"]
     for name in names:
         (tmp_path / name / WORK).mkdir(parents=True)
     export(tmp_path / "out", "new")
@@ -156,7 +156,7 @@ def test_resume_of_a_finished_output_clears_what_it_replaced(
     """Killed while the unfinished output is removed, when the finished one has its name already."""
     line = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK)
     assert command(*line).exit_code == 0
-    (tmp_path / ".out.abc.old" / WORK).mkdir(parents=True)
+    (tmp_path / ".out.0123abcd.old" / WORK).mkdir(parents=True)
     ran = command(*line, "--resume")
     assert ran.exit_code == 0
     assert "is finished" in ran.stderr

@@ -327,7 +327,7 @@ def test_against_a_dense_model_that_differs(models: dict[str, Path], outputs: di
     tensors = load_file(dense / "model.safetensors")
     for key, what in (("model.norm.weight", "model.norm.weight"), ("model.layers.0.self_attn.qkv_proj.weight", "qkv_proj.k")):
         save_file(tensors | {key: 2 * tensors[key]}, dense / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(VerificationFailed, match=f"1 differences: .*{what} was not pruned and differs") as caught:
+        with pytest.raises(VerificationFailed, match=f"1 difference: .*{what} was not pruned and differs") as caught:
             sparsellm.verify(outputs["fused"], against=str(dense))
         assert len(caught.value.differences) == 1
 
@@ -373,3 +373,31 @@ def test_an_output_without_a_report(
         refused(command("verify", own), "sparsellm.json is damaged")
     with pytest.raises(InvalidSetting, match="is no folder"):
         sparsellm.verify(tmp_path / "nowhere")
+
+
+def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
+    from sparsellm import export
+
+    written = export._document
+
+    def damaging(work: Path, *more: Any) -> None:
+        written(work, *more)
+        CHANGES["a doubled weight"](work)
+
+    monkeypatch.setattr(export, "_document", damaging)
+    result = sparsellm.prune(tiny["opt"], method="magnitude")
+    with pytest.raises(VerificationFailed, match="weight has other numbers than in memory"):
+        result.save_pretrained(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_that_is_not_finite_is_not_written(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """A run that ends in NaN leaves no output."""
+    result = sparsellm.prune(tiny["opt"], method="magnitude")
+    weight = result.model.model.decoder.layers[0].fc1.weight
+    with torch.no_grad():
+        weight[tuple(weight.nonzero()[0])] = float("nan")
+    with pytest.raises(VerificationFailed, match=r"layers\.0\.fc1\.weight holds NaN or infinity"):
+        result.save_pretrained(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsellm.events import Event, Measured, Note, Stage
+from sparsellm.inspection import Inspection
 from sparsellm.memory import human_bytes, peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.planning import RunPlan
@@ -135,6 +136,34 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         ]
         show(console, table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
     console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
+
+
+def print_inspection(console: Console, found: Inspection) -> None:
+    """The zeros of a checkpoint: a line for each layer, one for all together, and what differs from another checkpoint."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    marks = {True: "yes", False: "NO", None: "-"}
+    columns, rows = ["layer", "shape", "zeros"], []
+    for x in found.layers:
+        rows.append([x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"])
+        if found.expected:
+            rows[-1] += [x.pattern or "-", marks[x.holds]]
+    show(console, table([*columns, *(["expected", "holds"] if found.expected else [])], rows))
+    checked = [x for x in found.layers if x.holds is not None]
+    if checked:
+        held = f"; {found.expected} holds: {marks[found.as_expected]}"
+        say(f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}.")
+    if found.expected and found.missing:
+        say(f"not there: {', '.join(found.missing)}")
+    share = 100 * found.zeros / max(found.parameters, 1)
+    say(f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
+    if found.against:
+        say(f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
+        for word, names in (("only here", found.only_here), ("only there", found.only_there)):
+            if names:
+                say(f"{word}: {', '.join(names)}")
 
 
 def _measured(found: Measured) -> str:

@@ -118,7 +118,7 @@ def save(
         for file in along:
             shutil.copyfile(file, work / file.name)
         _document(work, report, texts or {})
-        check_written(work, report, dense, model)
+        check_written(work, report, dense, model, in_memory=weights is None)
         told = proven(work, Paths(report.recipe).without(report).to_dict())
         (work / REPORT).write_text(strict_json(told) + "\n", encoding="utf-8")
         _share(work)

@@ -37,11 +37,12 @@ WORK = ".sparsellm"
 
 @dataclass(frozen=True)
 class LayerZeros:
-    """Zeros of one linear layer. holds: whether the expected pattern does, None where none was expected of it."""
+    """Zeros of one linear layer. pattern: what is expected of it, None where nothing is. holds: whether it has that."""
 
     name: str
     shape: tuple[int, int]
     zeros: int
+    pattern: str | None
     holds: bool | None
 
     @property
@@ -54,8 +55,8 @@ class LayerZeros:
 class Inspection:
     """What is in a checkpoint. changed: tensors that differ from the other checkpoint's; alike: how many are bit-identical.
 
-    only_here, only_there: tensors that just one of the two has. total_holds: whether the layers checked have, all together, the
-    share of zeros expected; True where nothing was.
+    only_here, only_there: tensors that just one of the two has. missing: layers that it should hold and does not. total: the
+    share of zeros of all layers checked together. total_holds: whether that is the one expected; True where none was.
     """
 
     model: str
@@ -68,13 +69,15 @@ class Inspection:
     alike: int = 0
     only_here: tuple[str, ...] = ()
     only_there: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    total: float = 0.0
     total_holds: bool = True
 
     @property
     def as_expected(self) -> bool:
-        """Whether every layer that should have the expected pattern has it, at least one should, and the total is reached."""
+        """Whether every layer that should have the expected pattern is there and has it, one at least, and the total too."""
         checked = [layer.holds for layer in self.layers if layer.holds is not None]
-        return self.expected is None or (bool(checked) and all(checked) and self.total_holds)
+        return self.expected is None or (bool(checked) and all(checked) and not self.missing and self.total_holds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -120,19 +123,31 @@ def inspect(
             name, weight = block.full_name(part), block.part(part, tensor)
             checked = pattern is not None and (planned is None or name in planned)
             own = parse_pattern(planned[name]) if shared and planned and name in planned else pattern
-            holds = follows(weight, own) if checked and own is not None else None
-            layers.append(LayerZeros(name, (weight.shape[0], weight.shape[1]), zeros_in(weight), holds))
+            asked = own if checked else None
+            holds = None if asked is None else follows(weight, asked)
+            shape = weight.shape[0], weight.shape[1]
+            layers.append(LayerZeros(name, shape, zeros_in(weight), None if asked is None else str(asked), holds))
     changes = compare(here, _other(against, trusted)) if against else {}
     checked_layers = [layer for layer in layers if layer.holds is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
+    removed = sum(layer.zeros for layer in checked_layers)
     # Layers round their shares one by one.
-    total = (
-        pattern is None
-        or not shared
-        or sum(layer.zeros for layer in checked_layers) >= pattern.removed(weights) - len(checked_layers)
-    )
+    holds = pattern is None or not shared or removed >= pattern.removed(weights) - len(checked_layers)
     expected = str(pattern) if pattern else None
-    return Inspection(model, tuple(layers), parameters, zeros, expected, against, total_holds=total, **changes)
+    wanted = planned or [block.full_name(part) for parts in within.values() for block, part in parts]
+    missing = tuple(sorted(set(wanted) - {layer.name for layer in layers}))
+    return Inspection(
+        model,
+        tuple(layers),
+        parameters,
+        zeros,
+        expected,
+        against,
+        missing=missing,
+        total=removed / max(weights, 1),
+        total_holds=holds,
+        **changes,
+    )
 
 
 def follows(weight: Tensor, pattern: Pattern) -> bool:

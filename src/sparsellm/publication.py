@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from sparsellm.files import is_hub_name
 from sparsellm.recipe import Recipe
 
-COMPONENT = r"/+[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
-"""A slash and a name, where the text does not say where a path ends."""
+COMPONENT = r"[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
+"""A name within a path, where the text does not say where the path ends."""
 
 OF_PATHS = ("model", "architecture", "calibration", "allocation", "task_data", "evaluate")
 """Fields of a recipe that may name files."""
@@ -41,9 +41,9 @@ class Paths:
                 if len(PurePath(known).parts) > 1:
                     self._names.setdefault(known, PurePath(known).name)
         known = "|".join(re.escape(path) for path in sorted(self._names, key=len, reverse=True))
-        self._pattern = re.compile(
-            rf"(?<![\w./~-])(?:(?P<known>{known})(?P<rest>(?:{COMPONENT})*)(?![\w-])|~?(?:{COMPONENT}){{2,}})"
-        )
+        start = r"(?:(?<=file://)|(?<![\w./~-]))"
+        whole = rf"(?P<known>{known})(?P<rest>(?:/+{COMPONENT})*)(?![\w-])"
+        self._pattern = re.compile(rf"{start}(?:{whole}|~?/{COMPONENT}(?:/+{COMPONENT})+|~/+{COMPONENT})")
 
     def _add(self, path: str, elsewhere: bool) -> None:
         """Take in a path as it is written, as it is absolute, and as it is without links."""

@@ -92,17 +92,21 @@ def verify(
     return Verification(str(output), len(report["files"]), len(tensors), len(layers), against)
 
 
-def check_written(folder: Path, report: Report, dense: Path | None, model: PreTrainedModel) -> None:
+def check_written(folder: Path, report: Report, dense: Path | None, model: PreTrainedModel, in_memory: bool) -> None:
     """Read a checkpoint back that was just written; raise VerificationFailed unless it holds what the report says.
 
     Every pruned layer has the zeros reported and its pattern; every tensor that the report does not call
     moved is bit-identical to the one in `dense`, after conversion where the model was loaded in another dtype than its file's.
-    Of a parameter that holds several layers, so are those that were not pruned. model: of that form, for its names.
+    Of a parameter that holds several layers, so are those that were not pruned. model: of that form, for its names. in_memory:
+    whether it is what was written; then every tensor must have its bits.
     """
+    here = Tensors(folder, model)
+    held = model.state_dict() if in_memory else {}
+    _hold("What was written", [f"{key} has other numbers than in memory" for key, x in here if not _same(x, held.get(key, x))])
     layers = {layer.name: (layer.zeros, parse_pattern(layer.pattern)) for layer in report.layers}
     moved = {name for block in report.blocks for name in block.moved}
     there = None if dense is None else Tensors(dense, model)
-    _hold("What was written", _layer_differences(model, Tensors(folder, model), there, layers, moved))
+    _hold("What was written", _layer_differences(model, here, there, layers, moved))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,10 +131,21 @@ def _hold(output: str | Path, differences: Sequence[str]) -> None:
     if not differences:
         return
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    count = f"{len(differences)} difference{'s' * (len(differences) > 1)}"
     raise VerificationFailed(
-        f"{output} is not what the run made, {len(differences)} differences: {'; '.join(differences[:SHOWN])}{more}.",
+        f"{output} is not what the run made, {count}: {'; '.join(differences[:SHOWN])}{more}.",
         tuple(differences),
     )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, the second on any device, have the same bits."""
+    return one is other or (one.dtype == other.dtype and one.shape == other.shape and _bits(one).equal(_bits(other.cpu())))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A tensor's bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _tensors_in(file: Path) -> dict[str, TensorDigest] | None:

@@ -74,33 +74,20 @@ def inspect(
     Example: sparsellm inspect demo:opt
     """
     with told(context):
-        from sparsellm.display import show, table
+        from sparsellm.display import print_inspection
         from sparsellm.inspection import inspect as look
 
         found = look(model, against, expect, bool(trust_remote_code), architecture)
         if as_json:
             print_json(found.to_dict())
         else:
-            marks = {True: "yes", False: "NO", None: "-"}
-            columns = ["layer", "shape", "zeros", *([f"{found.expected} holds"] if found.expected else [])]
-            rows = [
-                [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %", *([marks[x.holds]] if expect else [])]
-                for x in found.layers
-            ]
-            show(stdout, table(columns, rows))
-            share = 100 * found.zeros / max(found.parameters, 1)
-            stdout.print(
-                f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).", highlight=False
-            )
-            if against:
-                stdout.print(f"{found.alike} tensors equal those of {against}; {len(found.changed)} differ.", highlight=False)
-                for word, names in (("only here", found.only_here), ("only there", found.only_there)):
-                    if names:
-                        stdout.print(f"{word}: {', '.join(names)}", highlight=False)
+            print_inspection(stdout, found)
         if not found.as_expected:
             broken = [layer.name for layer in found.layers if layer.holds is False]
             fault = f"{len(broken)} layers break {found.expected}, {broken[0]} first" if broken else "no such layer was found"
-            if not broken and not found.total_holds:
+            if found.missing:
+                fault = f"{len(found.missing)} layers are not there, {found.missing[0]} first"
+            elif not broken and not found.total_holds:
                 fault = f"all layers together have fewer zeros than {found.expected}"
             stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
             raise typer.Exit(1)

@@ -1,0 +1,26 @@
+"""Imported by the server that `test_kills` forks processes from: one small run, which loads all that the others would load."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sparsellm.recipe import Recipe
+from sparsellm.run import run
+from sparsellm.work import working
+from tests.conftest import byte_tokenizer
+
+SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+torch.set_num_threads(1)  # a process with more could not be forked
+with tempfile.TemporaryDirectory() as folder:
+    model, text, out = (Path(folder) / name for name in ("model", "text.txt", "out"))
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, max_position_embeddings=32)).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    text.write_text("all that is needed " * 20)
+    recipe = Recipe(model=str(model), method="wanda", sparsity="50%", calibration=str(text), samples=2, length=16, stream=True)
+    with working(out) as work:
+        run(recipe, work=work).save_pretrained(out)
