@@ -93,7 +93,7 @@ def test_a_files_total(named: dict[str, int], share: int, tmp_path_factory: pyte
         ('"*": 50%', "2:3", ("50.00 %", "is 2:3")),
         (b'"attn.q": "\xff"', "60%", ("cannot be read",)),
         ("attn.q: [x", "60%", ("is not YAML",)),
-        ("- attn.q", "60%", ("must hold `layer: pattern` lines",)),
+        ("- attn.q", "60%", ("must hold `field: value` lines",)),
         ("attn.q: {a: b}", "60%", ("must hold",)),
         ("", "60%", ("must hold",)),
     ],

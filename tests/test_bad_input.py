@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -16,6 +17,10 @@ from huggingface_hub.errors import RevisionNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 from typer.testing import Result
+
+from sparsellm.checkpoint import Checkpoint
+from sparsellm.choices import METHODS
+from tests.fuzzing import limited
 
 Command = Callable[..., Result]
 
@@ -407,7 +412,9 @@ def test_tokenizer_of_another_model(tiny: dict[str, Path], damaged: Path, text_f
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:20].clone()
     save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
     words = ("--calibration", text_file, "--samples", 2, "--length", 32)
-    refused(command("prune", damaged, damaged.parent / "out", *words), "[0, 20)", "tokenizer")
+    refused(
+        command("prune", damaged, damaged.parent / "out", *words), "The tokenizer of", "has 256 tokens", "embeddings for 20"
+    )
 
 
 def test_weights_in_another_dtype_than_the_configuration_says(damaged: Path, tmp_path: Path, command: Command) -> None:
@@ -416,3 +423,66 @@ def test_weights_in_another_dtype_than_the_configuration_says(damaged: Path, tmp
     (damaged / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     assert command("prune", damaged, tmp_path / "out", "--method", "magnitude").exit_code == 0
     assert {x.dtype for x in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("size", [250, 255])
+def test_output_names_that_are_too_long(size: int, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """An output steps aside under a longer name, so that one near the file system's limit is refused at the start."""
+    words = ("--method", "magnitude")
+    for output in (tmp_path / ("n" * size), tmp_path / "in" / ("é" * (size // 2)) / "out" / ("n" * size)):
+        refused(command("prune", tiny["llama"], output, *words), "bytes, more than the file system takes", "shorter")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_output_name(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """A name that is not refused can be written."""
+    most = os.pathconf(tmp_path, "PC_NAME_MAX") - len("..12345678.old")
+    output = tmp_path / ("n" * most)
+    refused(command("prune", tiny["llama"], tmp_path / ("n" * (most + 1)), "--method", "magnitude"), "shorter")
+    assert command("prune", tiny["llama"], output, "--method", "magnitude").exit_code == 0
+    assert (output / "sparsellm.json").is_file()
+
+
+@pytest.mark.parametrize("words", [("--prompt", "a\udcff"), ("--calibration", "a\udcff.txt"), ("--evaluate", "\udcff.txt")])
+def test_words_that_are_not_utf8(words: tuple[str, str], tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """Bytes that are not UTF-8 on the command line cannot be put into a report; the message shows them as escapes."""
+    message = refused(command("prune", tiny["llama"], tmp_path / "out", "--method", "magnitude", *words), "not UTF-8 text")
+    assert "\\udcff" in message
+    refused(command("prune", tiny["llama"], tmp_path / "o\udcff", "--method", "magnitude"), "not UTF-8 text")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("sparsellm", "thorough")])
+def test_the_tokenizer_is_loaded_first(
+    method: str, damaged: Path, text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is damaged, missing or of another model is refused before the weights are read, by every method."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(Checkpoint, "load", load)
+    words = ("prune", damaged, tmp_path / "out", "--method", method, "--calibration", text_file, "--length", 16)
+    words = words[:5] if method == "magnitude" else words
+    tokens = json.loads((damaged / "tokenizer.json").read_text())
+    more = {f"w{number}": 256 + number for number in range(10)}
+    large = {**tokens, "added_tokens": [], "model": {**tokens["model"], "vocab": tokens["model"]["vocab"] | more}}
+    (damaged / "tokenizer.json").write_text(json.dumps(large))
+    refused(command(*words), "The tokenizer of", "has 266 tokens", "embeddings for 260")
+    (damaged / "tokenizer.json").write_text("{")
+    refused(command(*words), "no tokenizer that loads")
+    (damaged / "tokenizer.json").unlink()
+    refused(command(*words), "no tokenizer that loads")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["words.txt", "words.jsonl", "words.parquet", "recipe.yaml", "form.yaml", "shares.yaml"])
+def test_pipes_are_not_waited_for(name: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """A pipe that nobody writes to is refused where a file of text or of settings is expected."""
+    pipe = tmp_path / name
+    os.mkfifo(pipe)
+    option = {"recipe": "--config", "form": "--architecture", "shares": "--allocation", "words": "--calibration"}[pipe.stem]
+    words = ("--method", "wanda", "--length", 16, "--calibration", text_file, option, pipe)
+    with limited():
+        refused(command("prune", tiny["llama"], tmp_path / "out", *words), "not a regular file")
+    assert list(tmp_path.iterdir()) == [pipe]

@@ -293,7 +293,7 @@ def test_folders_that_are_no_finished_output(
     report = (own / "sparsellm.json").read_text()
     for damaged in ("{", "[]", '{"blocks": []}', '{"blocks": [{}], "files": []}'):
         (own / "sparsellm.json").write_text(damaged)
-        refused(command("push", own, "me/model"), "sparsellm.json is damaged")
+        refused(command("push", own, "me/model"), "sparsellm.json", "not JSON" if damaged == "{" else "is damaged")
     (tmp_path / "secret").write_text("mine")
     (own / "sparsellm.json").write_text(report.replace('"files": [', '"files": ["../secret",'))
     refused(command("push", own, "me/model"), "lists ../secret, which is not in the folder")

@@ -86,6 +86,7 @@ STOREYS = {
         "choices",
         "recipe",
         "recipe_file",
+        "records",
         "markdown",
         "report",
         "architecture_file",

@@ -17,7 +17,7 @@ import yaml
 from typer.testing import Result
 
 from sparsellm.drawing import Plot
-from sparsellm.errors import InvalidSetting, MissingPackage
+from sparsellm.errors import BadCheckpoint, MissingPackage
 from sparsellm.page import report_page
 
 Command = Callable[..., Result]
@@ -152,7 +152,10 @@ def test_a_folder_that_is_none(tmp_path: Path, command: Command) -> None:
         assert done.exit_code == 1
         assert "sparsellm prune" in done.stderr
     (tmp_path / "sparsellm.json").write_text('{"recipe": 3', encoding="utf-8")
-    with pytest.raises(InvalidSetting, match="is damaged"):
+    with pytest.raises(BadCheckpoint, match="not JSON"):
+        report_page(tmp_path)
+    (tmp_path / "sparsellm.json").write_text('{"recipe": 3}', encoding="utf-8")
+    with pytest.raises(BadCheckpoint, match="is damaged"):
         report_page(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,7 +21,8 @@ from sparsellm.configuration import quiet_transformers
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.finished import CARD, foreign_file
 from sparsellm.inspection import REPORT, WORK
-from sparsellm.output_lock import replacing
+from sparsellm.json_files import is_text
+from sparsellm.output_lock import aside, replacing
 from sparsellm.publication import Paths, clean_settings
 from sparsellm.report import Report, strict_json
 from sparsellm.verification import check_written, proven
@@ -54,7 +56,24 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InvalidSetting(f"{output} cannot be written: {parent} is not a folder that you may write to.")
+    for name in (*path.relative_to(parent).parts, aside(path).name):
+        _check_name(output, parent / name)
     return path
+
+
+def _check_name(output: str | Path, path: Path) -> None:
+    """Raise InvalidSetting for a name that the file system does not take, or that a report cannot hold."""
+    if not is_text(path.name):
+        raise InvalidSetting(f"{str(output)!r} is not UTF-8 text. Choose another output.")
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            why = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system takes"
+            raise InvalidSetting(f"{output} cannot be written: {why}. Choose a name shorter by 20.") from None
+        raise
 
 
 def is_finished(output: str | Path) -> bool:

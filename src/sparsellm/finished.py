@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from sparsellm.digests import file_digest, report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.inspection import REPORT, WORK
 from sparsellm.patterns import Pattern, parse_pattern
+from sparsellm.records import saved_report
 
 CARD = "README.md"
 """The model card, which its owner may edit: a changed one is no fault of the model."""
@@ -40,18 +40,12 @@ def read_report(folder: Path) -> Mapping[str, Any]:
     if not file.is_file():
         what = "was not written by sparsellm" if folder.is_dir() else "is no folder"
         raise InvalidSetting(f"{folder} {what}: there is no {REPORT} in it. Name a folder that `sparsellm prune` wrote.")
-    try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        foreign = [name for name in report["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
-        pruned_layers(report)
-        moved_tensors(report)
-        report["totals"]["pruned_layers"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
+    report = saved_report(file)
+    if not report.get("digests") or "files" not in report:
+        raise BadCheckpoint(f"{file} holds no digests, so that nothing proves {folder}. Prune the model again.")
+    foreign = [name for name in report["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
     if foreign:
         raise BadCheckpoint(f"{file} is damaged: it lists {foreign[0]}, which is not in the folder.")
-    if not _has_digests(report):
-        raise BadCheckpoint(f"{file} holds no digests, so that nothing proves {folder}. Prune the model again.")
     return report
 
 
@@ -86,13 +80,4 @@ def pruned_layers(report: Mapping[str, Any]) -> Layers:
 
 def moved_tensors(report: Mapping[str, Any]) -> set[str]:
     """The tensors that a report says were changed besides the pruned layers."""
-    return {name for block in report["blocks"] for name in block["moved"]}
-
-
-def _has_digests(report: Mapping[str, Any]) -> bool:
-    """Whether a report has digests in the form that `proven` gives them."""
-    digests = report.get("digests")
-    if not isinstance(digests, dict) or not isinstance(digests.get("report"), str):
-        return False
-    files, tensors = digests.get("files"), digests.get("tensors")
-    return isinstance(files, dict) and isinstance(tensors, dict) and all(isinstance(x, dict) for x in tensors.values())
+    return {name for block in report["blocks"] for name in block.get("moved", ())}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -15,13 +14,16 @@ from torch import Tensor
 from sparsellm.architecture_file import read_architecture
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.checkpoint import open_checkpoint
-from sparsellm.errors import BadCheckpoint
 from sparsellm.files import check_files
 from sparsellm.headers import entries_of, unpickled
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
+<<<<<<< HEAD
+from sparsellm.records import saved_report
+=======
 from sparsellm.weights import tied_names
+>>>>>>> w-load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -191,11 +193,7 @@ def planned_layers(folder: Path) -> dict[str, str] | None:
     file = folder / REPORT
     if not file.is_file():
         return None
-    try:
-        blocks = json.loads(file.read_text(encoding="utf-8"))["blocks"]
-        return {layer["name"]: layer["pattern"] for block in blocks for layer in block["layers"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
+    return {layer["name"]: layer["pattern"] for block in saved_report(file)["blocks"] for layer in block["layers"]}
 
 
 def _other(name: str, trusted: bool) -> Tensors:

@@ -63,7 +63,7 @@ def parse_json(text: str | bytes, source: str, refusal: type[SparseLLMError] = I
         raise refusal(f"{source} cannot be read: {error}.") from None
 
 
-def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
+def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
     """The content of a regular file of at most `limit` bytes; raises Unreadable for any other, without waiting for a pipe."""
     try:
         # O_NONBLOCK: opening a pipe that nobody writes to would wait for a writer.
@@ -71,9 +71,9 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Unreadable("it is not a regular file")
-            if status.st_size > limit:
+            if limit is not None and status.st_size > limit:
                 raise Unreadable(f"it has {status.st_size:,} bytes, more than {limit:,}")
-            return stream.read(limit)
+            return stream.read(-1 if limit is None else limit)
     except OSError as error:
         raise Unreadable(error.strerror or "the system refuses") from None
     except ValueError as error:  # a name with a NUL byte
@@ -95,6 +95,11 @@ def integer(digits: str) -> int:
     return int(digits)
 
 
+def is_text(string: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON's escapes, and names of files that are not UTF-8, can give others."""
+    return not _SURROGATE.search(string)
+
+
 def check_value(value: Any, limit: int | None = None) -> None:
     """Raise Unreadable for a value that is nested too deeply, holds text that is none, or more than `limit` values."""
     waiting: list[tuple[Any, int]] = [(value, 1)]
@@ -104,9 +109,9 @@ def check_value(value: Any, limit: int | None = None) -> None:
         count += 1
         if limit is not None and count > limit:
             raise Unreadable(f"it holds more than {limit:,} values")
-        if isinstance(one, str) and _SURROGATE.search(one):
-            raise Unreadable(f"{one[:80]!r} holds a surrogate, which is no character")
-        if isinstance(one, (dict, list)):
+        if isinstance(one, str) and not is_text(one):
+            raise Unreadable(f"{one[:80]!r} is not UTF-8 text")
+        if isinstance(one, (dict, list, tuple)):
             if depth > MAX_DEPTH:
                 raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
             inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one

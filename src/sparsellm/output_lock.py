@@ -92,7 +92,7 @@ def replacing(path: Path) -> Iterator[Path]:
         export.mkdir()
         try:
             yield export
-            old = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+            old = aside(path)
             path.rename(old)
             try:
                 (old / WORK / EXPORT).rename(path)
@@ -104,6 +104,11 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.rmtree(export, ignore_errors=True)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+def aside(path: Path) -> Path:
+    """Where an output steps while another takes its place: a name of its own beside it, a little longer than its own."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
 
 
 def _place(output: str | Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -15,7 +14,8 @@ from sparsellm.drawing import Plot, inline
 from sparsellm.errors import InvalidSetting
 from sparsellm.inspection import REPORT
 from sparsellm.plots import run_plots, with_error
-from sparsellm.recipe import Recipe
+from sparsellm.recipe_file import read_recipe
+from sparsellm.records import saved_report
 from sparsellm.sweep_plots import sweep_plots
 from sparsellm.sweeping import is_sweep, read_outcomes, saved_sweep
 
@@ -53,11 +53,7 @@ def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
     if not (place / REPORT).is_file():
         what = "is no run's or sweep's folder" if place.is_dir() else "does not exist"
         raise InvalidSetting(f"{folder} {what}: it has no {REPORT}. Name what `sparsellm prune` or `sparsellm sweep` wrote.")
-    try:
-        told = json.loads((place / REPORT).read_text(encoding="utf-8"))
-        return _run_page(told, place.name)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidSetting(f"{place / REPORT} is damaged, or of another version ({type(error).__name__}: {error}).") from None
+    return _run_page(saved_report(place / REPORT), place.name)
 
 
 def write_figures(plots: Sequence[Plot], folder: str | Path) -> list[Path]:
@@ -72,7 +68,7 @@ def write_figures(plots: Sequence[Plot], folder: str | Path) -> list[Path]:
 
 def _run_page(report: Mapping[str, Any], name: str) -> tuple[str, list[Plot]]:
     """A run: what was done, before and after, layers, steps, time, samples, the recipe."""
-    recipe = Recipe(**report["recipe"])
+    recipe = read_recipe(report["recipe"])
     totals, plots = report["totals"], run_plots(report)
     keys = {"zeros in pruned layers": f"{100 * totals['sparsity_of_pruned_layers']:.2f} %"}
     keys |= {"zeros in the model": f"{100 * totals['sparsity_of_model']:.2f} %", "layers pruned": str(totals["pruned_layers"])}

@@ -109,7 +109,7 @@ def heat_map(blocks: Sequence[Data], field: str, title: str, what: str, logarith
 
 def convergence(blocks: Sequence[Data]) -> Plot | None:
     """Error of the feed-forward parts step by step, and Algorithm 1's objective where there is one."""
-    series = {block["index"]: [step for step in block["epochs"] if step["accepted"]] for block in blocks}
+    series = {block["index"]: [_numbers(step) for step in block["epochs"] if step["accepted"]] for block in blocks}
     series = {index: steps for index, steps in series.items() if steps}
     if not series:
         return None
@@ -206,6 +206,12 @@ def _finite(value: Any) -> float:
     """A figure of a report; infinity, which stands there as a word, cannot be drawn."""
     number = float(value)
     return number if math.isfinite(number) else math.nan
+
+
+def _numbers(step: Data) -> dict[str, Any]:
+    """A step with its figures as numbers, for infinite ones stand there as words."""
+    figures = {name: step[name] for name in ("feed_forward_error", "after_weights")}
+    return {**step, **{name: None if value is None else float(value) for name, value in figures.items()}}
 
 
 def _short(text: str) -> str:

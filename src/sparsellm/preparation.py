@@ -15,7 +15,7 @@ from sparsellm.blocks import Block, blocks_of, describe
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.choices import ALLOCATIONS
-from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage, note, phase
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
@@ -76,6 +76,7 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         if isinstance(source, Loaded):
             describe(source.model, described)
         skeleton = source.skeleton()
+        check_vocabulary(skeleton, source)
         blocks = blocks_of(skeleton)
         method, plan = make_plan(recipe, blocks)
         length = window_length(recipe, source.length)
@@ -190,6 +191,22 @@ def draw_windows(
         text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
     drawn = calibration_windows(text, source.tokenizer(), recipe.samples, length, recipe.seed)
     return drawn.windows, drawn.description
+
+
+def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | Loaded) -> None:
+    """Raise BadCheckpoint for a tokenizer that does not load, or that has more tokens than the model has embeddings.
+
+    Every output gets the tokenizer's files, so that it is loaded for methods without a text too. Tokens that were added to a
+    vocabulary may lie beyond the embeddings, as in published models; a text that holds one is refused by `check_tokens`.
+    """
+    if isinstance(source, Loaded) and source.given is None:
+        return
+    words, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
+    if tokens > words:
+        raise BadCheckpoint(
+            f"The tokenizer of {source.name} has {tokens:,} tokens, but the model has embeddings for {words:,}. "
+            "Copy the model's own tokenizer files into the folder."
+        )
 
 
 def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:

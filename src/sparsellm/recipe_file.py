@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.json_files import Unreadable, check_value
 from sparsellm.recipe import Recipe
 from sparsellm.yaml_files import read_mapping
 
@@ -25,7 +26,10 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
     if "model" not in merged:
         raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
     try:
+        check_value(merged)  # a path may hold bytes that no report can
         return Recipe(**merged)
+    except Unreadable as error:
+        raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
     except ValidationError as error:
         raise InvalidSetting(_explain(error.errors()[0])) from None
 

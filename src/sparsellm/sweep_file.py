@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite, prod
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,6 +18,9 @@ from sparsellm.yaml_files import read_mapping, read_value
 
 FIELDS = ("title", "note", "recipe", "axes", "leave_out", "columns", "keep", "published", "smoke")
 """What a sweep file may hold."""
+
+MAX_CELLS = 10_000
+"""Combinations of the axes that a file may have: a run each, and one takes a minute at least."""
 
 Points = dict[str, dict[str, Any]]
 """An axis: by label, the recipe's fields that it sets."""
@@ -116,13 +120,18 @@ def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = (
     for change in changes:
         _change(change, shared, axes)
     labels = {name: tuple(points) for name, points in axes.items()}
-    cells = tuple(_cells(path, shared, axes, _left_out(path, content.get("leave_out"), labels)))
+    count = prod(len(points) for points in axes.values())
+    if count > MAX_CELLS:
+        raise InvalidSetting(
+            f"The axes of {path} multiply out to {count:,} cells, more than {MAX_CELLS:,}. Make several sweeps."
+        )
+    cells = tuple(_cells(path, shared, axes, _left_out(path, _list(content, "leave_out", path), labels)))
     _check_apart(path, cells)
     columns = content.get("columns")
     if columns is not None:
         _known(str(columns), axes, f"`columns` of {path} names an unknown axis")
     full = labels if not smoke else {str(name): tuple(_points(path, str(name), s)) for name, s in content["axes"].items()}
-    published = tuple(_published(path, entry, full) for entry in content.get("published") or ())
+    published = tuple(_published(path, entry, full) for entry in _list(content, "published", path))
     title = str(content.get("title") or path.stem)
     return Sweep(title, str(content.get("note") or ""), labels, cells, columns, bool(content.get("keep")), published, smoke)
 
@@ -169,10 +178,10 @@ def _change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> Non
     )
 
 
-def _left_out(path: Path, entries: Any, labels: Mapping[str, Sequence[str]]) -> list[dict[str, set[str]]]:
+def _left_out(path: Path, entries: Sequence[Any], labels: Mapping[str, Sequence[str]]) -> list[dict[str, set[str]]]:
     """Each entry of `leave_out`: by axis, the labels that it is about. Labels that the axes lack stand for nothing."""
     found = []
-    for entry in entries or ():
+    for entry in entries:
         at: dict[str, set[str]] = {}
         for axis, wanted in _mapping(entry, f"{path}: an entry of `leave_out`").items():
             _known(str(axis), labels, f"`leave_out` of {path} names an unknown axis")
@@ -225,10 +234,12 @@ def _published(path: Path, entry: Any, labels: Mapping[str, Sequence[str]]) -> P
         raise InvalidSetting(
             f"An entry of `published` in {path} must have {', '.join(wanted)}, got {', '.join(map(str, entry))}."
         )
-    axes = [_known(str(axis), labels, f"`published` in {path} names an unknown axis") for axis in entry["axes"]]
+    axes = [_known(str(axis), labels, f"`published` in {path} names an unknown axis") for axis in _list(entry, "axes", path)]
 
     def leaves(values: Any, at: tuple[tuple[str, str], ...]) -> Iterator[tuple[frozenset[tuple[str, str]], float]]:
         if len(at) == len(axes):
+            if isinstance(values, bool) or not isinstance(values, (int, float)) or not isfinite(values):
+                raise InvalidSetting(f"{path}: `published` at {dict(at)} must be a number, got {values!r}.")
             yield frozenset(at), float(values)
             return
         axis = axes[len(at)]
@@ -244,6 +255,14 @@ def _known(word: str, known: Any, what: str) -> str:
     if word not in known:
         raise InvalidSetting(f"{what}: {word!r}. {nearest(word, known)}")
     return word
+
+
+def _list(content: Mapping[Any, Any], field: str, path: Path) -> list[Any]:
+    """A field that must be a list; nothing counts as an empty one."""
+    value = content.get(field)
+    if value is not None and not isinstance(value, list):
+        raise InvalidSetting(f"{path}: `{field}` must be a list, got {value!r}.")
+    return value or []
 
 
 def _mapping(value: Any, where: str) -> dict[Any, Any]:

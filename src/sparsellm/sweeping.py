@@ -21,7 +21,8 @@ from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.events import Note, Observer, Stage
 from sparsellm.export import check_output
 from sparsellm.journal import durable
-from sparsellm.recipe import Recipe
+from sparsellm.recipe_file import read_recipe
+from sparsellm.records import read_failed, read_finished, read_saved_sweep
 from sparsellm.report import strict_json
 from sparsellm.run import Result, run
 from sparsellm.sharing import Shared
@@ -96,9 +97,9 @@ class CellFolder:
     def outcome(self) -> Outcome:
         """What has become of the cell so far."""
         if self.result.exists():
-            return Outcome(self.cell, "finished", report=_read(self.result)["report"])
+            return Outcome(self.cell, "finished", report=read_finished(self.result)["report"])
         if self.failure.exists():
-            return Outcome(self.cell, "failed", error=_read(self.failure)["error"])
+            return Outcome(self.cell, "failed", error=read_failed(self.failure)["error"])
         if not self.folder.exists():
             return Outcome(self.cell, "open")
         with self.taken() as free:
@@ -170,8 +171,8 @@ def is_sweep(folder: str | Path) -> bool:
 
 def saved_sweep(folder: str | Path) -> Sweep:
     """The sweep that was run into a folder, as it was last run there."""
-    told = _read(Path(folder) / SWEEP)
-    cells = tuple(Cell(cell["labels"], Recipe(**cell["recipe"])) for cell in told["cells"])
+    told = read_saved_sweep(Path(folder) / SWEEP)
+    cells = tuple(Cell(cell["labels"], read_recipe(cell["recipe"])) for cell in told["cells"])
     axes = {name: tuple(labels) for name, labels in told["axes"].items()}
     published = tuple(
         Published(x["source"], x["measure"], {frozenset(where.items()): value for where, value in x["figures"]})
@@ -218,12 +219,3 @@ def _open(home: Path, sweep: Sweep) -> None:
         for x in sweep.published
     ]
     durable(home / SWEEP, (strict_json(told) + "\n").encode())
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A file of JSON that a sweep wrote."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidSetting(f"{file} is not as it was written ({error}). Remove it, and its cell is run again.") from None
-    return found

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from sparsellm.errors import BadText, Unreachable, nearest
+from sparsellm.json_files import Unreadable, is_text, read_bytes
 
 Split = Literal["calibration", "test"]
 Row = tuple[str, object]  # where in a file ("line 3"), and what stands there
@@ -27,8 +28,7 @@ class Text:
     """Documents, and how they make one stream.
 
     documents: at least one is not blank. A hub's data set stays on disk and is read document by document.
-    joint: what stands between two documents in the stream.
-    source: where they are from, for reports.
+    joint: what stands between two documents in the stream. source: where they are from, for reports.
     rows: the documents are the lines of one text, so calibration windows come from the stream, never from one document.
     test_windows: how many windows a test takes by the papers' protocol; None takes all.
     """
@@ -199,11 +199,10 @@ def _from_file(name: str, field: str) -> Text:
             raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_listed(READERS)}.")
         if suffix not in READERS:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_listed(READERS)}.")
-        content = path.read_bytes()
+        if not path.is_file() or not path.stat().st_size:  # a pipe would be waited for
+            raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
         raise BadText(f"{path} cannot be read: {error.strerror}.") from error
-    if not content:
-        raise BadText(f"{path} is empty.")
     documents = tuple(_strings(path, READERS[suffix](path, field), field))
     return Text(documents, JOINT, path.name, rows=suffix == ".raw")
 
@@ -217,6 +216,8 @@ def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
         if not isinstance(text, str):
             what = f"a {type(text).__name__}" + (f" in field {field!r}" if isinstance(row, dict) else "")
             raise BadText(f"{path}, {place}, holds {what}; a string, or an object with a string, was expected.")
+        if not is_text(text):
+            raise BadText(f"{path}, {place}, holds a surrogate, which is no character. Write the file anew as UTF-8.")
         yield text
 
 
@@ -227,15 +228,14 @@ def _no_field(where: str, field: str, there: Iterable[str]) -> BadText:
 
 def _decoded(path: Path) -> str:
     """A file as text, its line ends made plain ones and a byte order mark dropped."""
-    content = path.read_bytes()
     try:
-        return content.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+        return read_bytes(path, None).decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BadText(
-            f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at position {error.start:,} (line {line:,}). "
-            "Convert it, for example with iconv."
-        ) from error
+        byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
+        why = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
+        raise BadText(f"{path} {why}") from error
+    except Unreadable as error:
+        raise BadText(f"{path} cannot be read: {error}.") from error
 
 
 def _txt(path: Path, _: str) -> list[Row]:
@@ -249,11 +249,7 @@ def _raw(path: Path, _: str) -> list[Row]:
 
 
 def _json(path: Path, _: str) -> list[Row]:
-    try:
-        rows = json.loads(_decoded(path))
-    except json.JSONDecodeError as error:
-        hint = " One object a line is .jsonl: rename the file." if error.msg == "Extra data" else ""
-        raise BadText(f"{path}, line {error.lineno}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
+    rows = _value(path, _decoded(path))
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
@@ -262,10 +258,18 @@ def _json(path: Path, _: str) -> list[Row]:
 def _jsonl(path: Path, _: str) -> Iterator[Row]:
     for number, line in enumerate(_decoded(path).split("\n"), 1):  # not splitlines: U+2028 may stand in a JSON string
         if line.strip():
-            try:
-                yield f"line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadText(f"{path}, line {number}, is not JSON: {error.msg} (column {error.colno}).") from error
+            yield f"line {number}", _value(path, line, number)
+
+
+def _value(path: Path, text: str, line: int | None = None) -> Any:
+    """The value of a file of JSON, or of one line of it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = " One object a line is .jsonl: rename the file." if line is None and error.msg == "Extra data" else ""
+        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
+    except (RecursionError, ValueError):
+        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
 
 
 def _parquet(path: Path, field: str) -> list[Row]:

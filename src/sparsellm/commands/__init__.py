@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from sparsellm.errors import SparseLLMError
+from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
@@ -32,7 +32,7 @@ def told(context: typer.Context) -> Iterator[None]:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
         where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        stderr.print(Text(f"error: {_message(error)}{where}", style="red"), soft_wrap=True)
+        stderr.print(Text(printable(f"error: {_message(error)}{where}", 4 * MAX_MESSAGE), style="red"), soft_wrap=True)
         sys.exit(1)
 
 
