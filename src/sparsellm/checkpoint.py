@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sparsellm import devices
 from sparsellm.architectures import ARCHITECTURES, Architecture
 from sparsellm.blocks import describe
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
@@ -213,7 +214,7 @@ def device_of(text: str) -> torch.device:
     Raises InvalidSetting for one that is not there.
     """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return devices.accelerator() or torch.device("cpu")
     try:
         device = torch.device(text)
         torch.empty(0, device=device)
