@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,16 @@ def test_a_gpu_is_never_waited_for(pattern: str, monkeypatch: pytest.MonkeyPatch
             )  # from the first block's first result on: what comes before enters the model
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_one_file_calls_a_devices_own_module() -> None:
+    """All that torch offers for one kind of device is called in devices.py: a new kind is a change of one file."""
+    modules = re.compile(
+        r"torch\.(cuda|xpu|mps|accelerator)\b|get_device_module|from torch import .*\b(cuda|xpu|mps|accelerator)\b"
+    )
+    source = Path(devices.__file__).parent
+    naming = {file.relative_to(source).as_posix() for file in source.rglob("*.py") if modules.search(file.read_text("utf-8"))}
+    assert naming == {"devices.py"}
 
 
 def drawn(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:

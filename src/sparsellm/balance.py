@@ -25,7 +25,7 @@ LARGEST_DENSITY = 0.95
 def smallest_sums(costs: Tensor, counts: Sequence[int]) -> list[float]:
     """For each of some rising counts, the sum of so many of the smallest entries."""
     flat = costs.flatten()
-    if flat.device.type == "cpu":  # a partition at all of these places is several times faster than sorting
+    if not devices.queued(flat.device):  # a partition at all of these places is several times faster than sorting
         flat = torch.from_numpy(np.partition(flat.numpy(), [count - 1 for count in counts if count > 0]))
     else:
         flat = flat.sort().values

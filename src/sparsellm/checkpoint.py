@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sparsellm import devices
 from sparsellm.architectures import Architecture
 from sparsellm.blocks import describe
 from sparsellm.configuration import (
@@ -231,7 +232,7 @@ def device_of(text: str) -> torch.device:
     Raises InvalidSetting for one that is not there.
     """
     if text == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return devices.accelerator() or torch.device("cpu")
     try:
         device = torch.device(text)
         torch.empty(0, device=device)

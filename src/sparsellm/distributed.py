@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from sparsellm import devices
 from sparsellm.errors import LostProcess
 from sparsellm.watch import Watch
 
@@ -204,8 +205,8 @@ def apart(environment: Mapping[str, str]) -> tuple[int, int]:
     """The number of this process and how many there are, for processes of one launcher that work each on its own; each takes
     its own GPU, if there are any. environment: as for `joined`."""
     count = int(environment.get("WORLD_SIZE", "1"))
-    if count > 1 and torch.cuda.is_available():
-        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if count > 1:
+        devices.take(int(environment.get("LOCAL_RANK", "0")))
     return int(environment.get("RANK", "0")) if count > 1 else 0, count
 
 
@@ -222,9 +223,9 @@ def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _
         return
     global _watch  # noqa: PLW0603  (one for the process)
     backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
+    if (device := devices.accelerator()) is not None:
+        devices.take(int(environment.get("LOCAL_RANK", "0")))
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     store, number, count = next(rendezvous("env://", timeout=MEETING))
     # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))

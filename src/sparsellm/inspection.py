@@ -19,11 +19,8 @@ from sparsellm.headers import entries_of, unpickled
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
-<<<<<<< HEAD
 from sparsellm.records import saved_report
-=======
 from sparsellm.weights import tied_names
->>>>>>> w-load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

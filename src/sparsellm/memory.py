@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from sparsellm import devices
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting, TooLarge
 
@@ -21,8 +22,8 @@ the sum of all batches' in float64."""
 
 def available(device: torch.device) -> int | None:
     """Bytes that can still be had on a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if devices.has_own_memory(device):
+        return devices.free_bytes(device)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsellm import devices
+
 PRODUCT, FACTOR, SPECTRUM, PASS = "products", "factorisations", "eigenvectors", "passes"
 """Kinds of work: matrix products, and triangular factors and solves, in floating-point operations; eigenvectors in theirs; and
 everything else, which goes through memory once, in bytes."""
@@ -118,8 +120,7 @@ def _seconds(act: Callable[[], object], device: torch.device, limit: float) -> f
     def once() -> float:
         started = time.perf_counter()
         act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(device)
         return time.perf_counter() - started
 
     first = once()

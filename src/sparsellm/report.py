@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from sparsellm import __version__
+from sparsellm import __version__, devices
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
@@ -230,12 +230,11 @@ def _plus_minus(value: dict[str, Any] | None) -> str:
 def environment(device: torch.device) -> dict[str, str]:
     """The versions and the machine that a result may depend on."""
     found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     if column_loop.runs(device):
         found["column loop"] = column_loop.maker()
     return found | {
         "python": platform.python_version(),
         "system": platform.system(),
-        "device": f"{device} ({name})",
+        "device": f"{device} ({devices.name_of(device)})",
         "threads": str(torch.get_num_threads()),
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
@@ -131,7 +132,7 @@ def settle(
     folder: where a run may keep files; without one the model must fit, and what travels too. place: from `place_of`.
     """
     place = place or place_of(recipe, source, device, folder is not None)
-    host = available(torch.device("cpu")) if device.type == "cuda" else None
+    host = available(torch.device("cpu")) if devices.has_own_memory(device) else None
     storage = Storage(int(STREAMS_SHARE * place.memory) if folder else None, folder, int(STREAMS_SHARE * SHARE * (host or 0)))
     if isinstance(source, Loaded) or not place.streamed:
         model = source.load(recipe.dtype, device)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsellm import distributed
+from sparsellm import devices, distributed
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of
 from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
@@ -234,8 +234,7 @@ def _again(home: Residence, settled: Callable[[], Residence]) -> Residence:
     device = home.model.device
     home.model.to("meta")
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    devices.empty_cache(device)
     return settled()
 
 

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sparsellm import devices
+
 Kept = MutableSequence[Tensor]
 """A list of tensors, wherever they are."""
 
@@ -169,9 +171,9 @@ class OnHost(OneByOne):
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._devices: list[torch.device] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._coming: tuple[int, Tensor, torch.cuda.Event | None] | None = None
-        self._read_before: torch.cuda.Event | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._coming: tuple[int, Tensor, torch.Event | None] | None = None
+        self._read_before: torch.Event | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -185,7 +187,7 @@ class OnHost(OneByOne):
         coming = self._coming if self._coming is not None and self._coming[0] == number else self._fetch(number)
         _, tensor, arrived = coming
         if arrived is not None:
-            present = torch.cuda.current_stream(tensor.device)
+            present = devices.work_stream(tensor.device)
             present.wait_event(arrived)
             tensor.record_stream(present)
             if self._read_before is not None:
@@ -205,33 +207,33 @@ class OnHost(OneByOne):
         self._kept.append(self._stored(value))
         self._devices.append(value.device)
 
-    def _fetch(self, number: int) -> tuple[int, Tensor, torch.cuda.Event | None]:
+    def _fetch(self, number: int) -> tuple[int, Tensor, torch.Event | None]:
         """A tensor on its way to its device, and what tells that it has arrived."""
         kept, device = self._kept[number], self._devices[number]
-        if device.type != "cuda":
+        if not devices.has_own_memory(device):
             return number, kept.to(device, copy=True), None
         stream = self._stream(device)
-        with torch.cuda.stream(stream):
+        with devices.working_in(stream):
             return number, kept.to(device, non_blocking=True), stream.record_event()
 
     def _stored(self, value: Tensor, room: Tensor | None = None) -> Tensor:
         """A tensor on its way to the processor's memory, to `room` if there is any: reads follow in the same stream."""
         value = value.detach()
-        pinned = value.device.type == "cuda"
+        pinned = devices.has_own_memory(value.device)
         room = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned) if room is None else room
         if not pinned:
             return room.copy_(value)
         stream = self._stream(value.device)
-        stream.wait_stream(torch.cuda.current_stream(value.device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(devices.work_stream(value.device))
+        with devices.working_in(stream):
             room.copy_(value, non_blocking=True)
         value.record_stream(stream)
         return room
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _stream(self, device: torch.device) -> torch.Stream:
         """The stream for copies from and to a device."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = devices.copy_stream(device)
         return self._streams[device]
 
 

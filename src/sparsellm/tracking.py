@@ -12,8 +12,7 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
+from sparsellm import devices
 from sparsellm.errors import InvalidSetting, MissingPackage, nearest
 from sparsellm.events import Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.files import first_line
@@ -156,8 +155,9 @@ def figures(block: BlockResult) -> dict[str, float]:
     if block.refined:
         found |= {"refined/before": block.refined.before, "refined/after": block.refined.after}
     found |= {"block/seconds": block.seconds, "block/peak-memory-GiB": peak_memory() / GIB}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["block/peak-GPU-memory-GiB"] = torch.cuda.max_memory_allocated() / GIB
+    peak = devices.peak_bytes()
+    if peak is not None:
+        found["block/peak-GPU-memory-GiB"] = peak / GIB
     return found
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from sparsellm import devices
 from sparsellm.ahead import Ahead
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
@@ -149,7 +150,7 @@ class OnDisk:
             held = _held(*self._owners[name][0])
             if held.device.type == "meta":
                 dtype = self.dtype if held.is_floating_point() else held.dtype
-                buffers[name] = torch.empty(held.shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+                buffers[name] = torch.empty(held.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
         self._coming = block.index, Ahead(buffers, self.read)
 
     def _arrived(self, block: Block) -> dict[str, Tensor]:

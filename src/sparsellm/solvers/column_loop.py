@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from sparsellm import devices
 from sparsellm.patterns import NM, Pattern, Unstructured
 
 try:  # comes with torch's CUDA wheels, and with no other
@@ -84,7 +85,7 @@ def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern
     """
     count, outputs = columns.shape
     group, zeros = (pattern.group, pattern.zeros) if keep is None and isinstance(pattern, NM) else (0, 0)
-    with torch.cuda.device_of(columns):
+    with devices.selected(columns.device):
         _kernel[(triton.cdiv(outputs, LANES),)](
             columns,
             factor.contiguous(),  # it may be a part of a larger one
@@ -102,7 +103,7 @@ def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern
 def serves(columns: Tensor, pattern: Pattern) -> bool:
     """Whether `sweep` can take a block of columns (columns, out): their number, their dtype, the pattern, and the device."""
     fits = len(columns) <= MOST_COLUMNS and (pattern.span or 0) <= MOST_GROUP and columns.dtype == torch.float32
-    return fits and columns.is_cuda and runs(columns.device)
+    return fits and runs(columns.device)
 
 
 def maker() -> str:
@@ -113,9 +114,9 @@ def maker() -> str:
 @cache
 def runs(device: torch.device) -> bool:
     """Whether the kernel is for a device and runs there: found out once. It takes a C compiler besides Triton itself."""
-    if triton is None or device.type != "cuda" or torch.version.hip is not None:
+    if triton is None or not devices.is_nvidia(device):
         return False
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY and works(device)
+    return devices.capability(device) >= LEAST_CAPABILITY and works(device)
 
 
 def works(device: torch.device) -> bool:
