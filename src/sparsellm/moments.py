@@ -36,7 +36,7 @@ class NoInputs:
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         """unit: how many tokens are multiplied and summed at a time in float32; None takes all of a batch."""
-        self.features, self._unit = features, unit
+        self.features, self.unit = features, unit
         self._device = torch.device(device)
         self._tokens = 0  # not on the device: whoever divides by it would wait
         self._sum = distributed.Sum()
@@ -53,7 +53,7 @@ class NoInputs:
     def _cut(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """A batch, (..., in), as the rows that are summed at a time."""
         rows = inputs.reshape(-1, self.features)
-        return rows.split(self._unit) if self._unit else (rows,)
+        return rows.split(self.unit) if self.unit else (rows,)
 
     def reduce(self) -> None:
         """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
@@ -218,7 +218,7 @@ class Cross:
 
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         """unit: as for `NoInputs`."""
-        self._device, self._unit = torch.device(device), unit
+        self._device, self.unit = torch.device(device), unit
         self._tokens = 0
         self._products = torch.zeros(outputs, features, dtype=devices.widest(self._device), device=device)
 
@@ -242,7 +242,7 @@ class Cross:
         self._tokens += len(inputs)
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
-        size = self._unit or max(len(inputs), 1)
+        size = self.unit or max(len(inputs), 1)
         for rows, columns in zip(targets.split(size), inputs.split(size), strict=True):
             y, x = (_multiplied_as(some, torch.float32) for some in (rows, columns))
             made = _product(y, x, torch.float32)
