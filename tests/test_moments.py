@@ -112,6 +112,24 @@ def test_coarse_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gram.norms.double(), exact.square().mean(0).sqrt(), rtol=1e-5, atol=0)
 
 
+def test_sums_do_not_depend_on_the_windows_of_a_batch() -> None:
+    """Multiplied and summed window by window, they are the same to the bit; batch by batch they are not."""
+
+    def found(windows: int, unit: int | None) -> list[Tensor]:
+        norms, gram, cross = InputNorms(96, unit=unit), Gram(96, unit=unit), Cross(96, 96, unit=unit)
+        for batch in tokens.split(64 * windows):
+            norms.update(batch)
+            gram.update(batch)
+            cross.update(batch, batch)
+        return [norms.norms, gram.matrix, gram.mean, cross.matrix]
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(12 * 64, 96, generator=generator) * torch.rand(96, generator=generator) + 0.3
+    for windows in (3, 4, 5, 12):
+        assert all(map(torch.equal, found(1, 64), found(windows, 64)))
+    assert not torch.equal(found(1, None)[1], found(12, None)[1])
+
+
 def test_each_class_knows_what_the_one_before_knows() -> None:
     """NoInputs < InputNorms < Gram, and the norms are the root of the Gram's diagonal."""
     assert issubclass(Gram, InputNorms)

@@ -344,3 +344,32 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     moved = dict(weights)
     moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]
     assert part.error(moved) < part.error(weights)
+
+
+@every_family
+def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
+    """With windows known the numbers are the same to the bit, of all tokens, of some at the end, and of every third."""
+
+    def found(*windows: int) -> list[Tensor]:
+        whole = part_of(family, True, tuple(10 * some for some in windows))
+        whole.window = 10
+        last = whole._rows(slice(13, 50))
+        many: list[Tensor] = []
+        for part in (whole, last, whole._rows(slice(4, 50, 3)), last._rows(slice(1, 30, 2))):
+            weights, keep = pruned(part, family)
+            many += [torch.tensor([part.error(weights), part.power()]), part.regression(weights)._cross()]
+            many += [weight for weight, _ in part.newton(weights, keep, 3).values()]
+            many += [*part.curvatures(weights).values()]
+        return many
+
+    for windows in ((2, 2, 1), (3, 2), (5,)):
+        assert all(map(torch.equal, found(1, 1, 1, 1, 1), found(*windows)))
+
+
+def test_tokens_are_cut_where_windows_begin() -> None:
+    part = part_of("llama", False)
+    part.window = 10
+    assert part._sizes(0, 25) == [10, 10, 5]
+    assert part._sizes(7, 5) == [3, 2]
+    third = part._rows(slice(4, 50, 3))  # tokens 4, 7, 10, 13, 16, 19, 22 ...
+    assert third._sizes(0, 7) == [2, 4, 1]

@@ -49,7 +49,7 @@ class Activations:
         self.teacher: Block | None = None
         self.metrics: Sequence[Tensor] = []
         self.storage = storage or Storage()
-        self.shapes = shapes
+        self.shapes, self.window = shapes, shapes[0][1] if shapes else None
         self._calls = calls  # by block, then by batch
         self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
         self._recalls = Recalls(self.storage)

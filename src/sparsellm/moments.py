@@ -3,7 +3,8 @@
 A solver names the class that it needs, and the driver builds that one: ``NoInputs < InputNorms < Gram``.
 
 A batch's products are made in float32 and added up in float64: the sums, rounded to float32, are then the same in whatever
-order batches come, and however they are dealt to processes.
+order batches come, and however they are dealt to processes. With `unit`, the tokens of a window, the products are a window's,
+and the sums the same however many windows a batch has.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ HALF = (torch.bfloat16, torch.float16)
 class NoInputs:
     """Only how many tokens went by."""
 
-    def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
-        self.features = features
+    def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
+        """unit: how many tokens are multiplied and summed at a time in float32; None takes all of a batch."""
+        self.features, self.unit = features, unit
         self._device = torch.device(device)
         self._tokens = 0  # not on the device: whoever divides by it would wait
         self._sum = distributed.Sum()
@@ -48,6 +50,11 @@ class NoInputs:
         """Take in a batch of inputs, (..., in), of any floating dtype."""
         self._tokens += inputs.numel() // self.features
 
+    def _cut(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """A batch, (..., in), as the rows that are summed at a time."""
+        rows = inputs.reshape(-1, self.features)
+        return rows.split(self.unit) if self.unit else (rows,)
+
     def reduce(self) -> None:
         """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
         self._tokens = distributed.total(self._tokens, self._device)
@@ -59,8 +66,8 @@ class NoInputs:
 class InputNorms(NoInputs):
     """The size of every input."""
 
-    def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(features, device)
+    def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
+        super().__init__(features, device, unit)
         self._squares = torch.zeros(features, dtype=devices.widest(self._device), device=device)
 
     @property
@@ -71,7 +78,8 @@ class InputNorms(NoInputs):
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
-        self._squares += inputs.reshape(-1, self.features).float().square().sum(0)
+        for rows in self._cut(inputs):
+            self._squares += rows.float().square().sum(0)
 
     def reduce(self) -> None:
         super().reduce()
@@ -85,8 +93,14 @@ class Gram(InputNorms):
     Cost: 9/16 in² doubles, and as many multiply-adds for every token.
     """
 
-    def __init__(self, features: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(features, device)
+    def __init__(
+        self,
+        features: int,
+        device: torch.device | str = "cpu",
+        unit: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(features, device, unit)
         self._dtype, wide = dtype, devices.widest(self._device)
         self._places = _panels(features, self._device)
         self._products = [
@@ -141,12 +155,13 @@ class Gram(InputNorms):
             raise TypeError("A Gram that is settled, or centred, takes in nothing more.")
         self._central = None
         NoInputs.update(self, inputs)
-        x = _multiplied_as(inputs.reshape(-1, self.features), self._dtype)
-        for (start, stop), products in zip(self._places, self._products, strict=True):
-            made = _product(x[:, start:stop], x[:, start:], self._dtype)
-            for first, last in _panels(len(made), x.device):  # added bit by bit: what is cast for it stays small
-                products[first:last] += made[first:last]
-        self._sums += x.sum(0, dtype=self._dtype)
+        for rows in self._cut(inputs):
+            x = _multiplied_as(rows, self._dtype)
+            for (start, stop), products in zip(self._places, self._products, strict=True):
+                made = _product(x[:, start:stop], x[:, start:], self._dtype)
+                for first, last in _panels(len(made), x.device):  # added bit by bit: what is cast for it stays small
+                    products[first:last] += made[first:last]
+            self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
         NoInputs.reduce(self)
@@ -175,7 +190,7 @@ class _Centred(Gram):
     """A Gram about the mean, settled from the start."""
 
     def __init__(self, gram: Gram) -> None:
-        super().__init__(0, gram._device, gram._dtype)
+        super().__init__(0, gram._device, dtype=gram._dtype)
         self.features, self._tokens = gram.features, gram._tokens
         moments = mirrored(gram._upper(gram.centre))
         # What is left of an input that never changes is rounding, of either sign: it is dead.
@@ -201,8 +216,9 @@ def mirrored(matrix: Tensor) -> Tensor:
 class Cross:
     r"""The products of a target signal with the inputs, $C = E[y x^\top]$, (out, in)."""
 
-    def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
+        """unit: as for `NoInputs`."""
+        self._device, self.unit = torch.device(device), unit
         self._tokens = 0
         self._products = torch.zeros(outputs, features, dtype=devices.widest(self._device), device=device)
 
@@ -226,10 +242,12 @@ class Cross:
         self._tokens += len(inputs)
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
-        y, x = (_multiplied_as(some, torch.float32) for some in (targets, inputs))
-        made = _product(y, x, torch.float32)
-        for start, stop in _panels(len(made), self._device):
-            self._products[start:stop] += made[start:stop]
+        size = self.unit or max(len(inputs), 1)
+        for rows, columns in zip(targets.split(size), inputs.split(size), strict=True):
+            y, x = (_multiplied_as(some, torch.float32) for some in (rows, columns))
+            made = _product(y, x, torch.float32)
+            for start, stop in _panels(len(made), self._device):
+                self._products[start:stop] += made[start:stop]
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""

@@ -71,15 +71,16 @@ class Summed(Regression):
         """outputs: how many the layer has."""
         super().__init__(inputs, affine)
         device = inputs.mean.device
-        self._sums = Cross(outputs, inputs.features, device)
+        self._sums = Cross(outputs, inputs.features, device, inputs.unit)
         self._targets = torch.zeros(outputs, dtype=devices.widest(device), device=device)
         self._squares = torch.zeros((), dtype=devices.widest(device), device=device)
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch: targets (tokens, out) and inputs (tokens, in). The shared Gram is not updated here."""
         self._sums.update(targets, inputs)
-        self._targets += targets.float().sum(0)
-        self._squares += targets.float().square().sum()
+        for rows in targets.float().split(self.inputs.unit or max(len(targets), 1)):
+            self._targets += rows.sum(0)
+            self._squares += rows.square().sum()
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone. The shared Gram is not reduced here."""
@@ -108,8 +109,8 @@ class Twins:
 
     def __init__(self, inputs: Gram) -> None:
         device = inputs.mean.device
-        self.inputs, self.others = inputs, Gram(inputs.features, device)
-        self.cross = Cross(inputs.features, inputs.features, device)
+        self.inputs, self.others = inputs, Gram(inputs.features, device, inputs.unit)
+        self.cross = Cross(inputs.features, inputs.features, device, inputs.unit)
 
     def update(self, inputs: Tensor, others: Tensor) -> None:
         """Take in a batch. The Gram of the inputs is not updated here."""

@@ -145,7 +145,7 @@ def gather(
             continue
         layer = block.layer(wanted[0])
         richest = max((needs[name] for name in wanted), key=lambda kind: len(kind.__mro__))
-        shared = richest(layer.in_features, layer.weight.device)
+        shared = richest(layer.in_features, layer.weight.device, inputs.window)
         moments.update(dict.fromkeys(wanted, shared))
         looks.setdefault(wanted[0], []).append(shared.update)
     if any(kind is not NoInputs for kind in needs.values()) or reads or writes:

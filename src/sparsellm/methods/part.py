@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Part:
 
     feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost; None for all alike.
     inputs: x, (tokens, model) for each batch of this process. targets: t, (tokens, model) for each. least: tokens for a
-    curvature, if there are as many.
+    curvature, if there are as many. window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
     """
 
     feed_forward: FeedForward
@@ -64,8 +64,10 @@ class Part:
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     least: int = SAMPLED
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        self._first, self._step = 0, 1  # which tokens these are, of all that there are
         self._width, self._device = self.inputs[0].shape[-1], self.inputs[0].device
         # How many tokens stand before each batch, and how many there are, those of the other processes among them.
         before = list(accumulate(distributed.collected(lengths(self.inputs)), initial=0))
@@ -96,6 +98,7 @@ class Part:
         part, inputs = copy(self), Rows(self.inputs, wanted, self._starts)
         part.inputs, part.targets = inputs, Rows(self.targets, wanted, self._starts)
         part._starts, part._tokens = inputs.starts, len(range(self._tokens)[wanted])
+        part._first, part._step = self._first + self._step * wanted.start, self._step * (wanted.step or 1)
         return part
 
     def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
@@ -256,9 +259,19 @@ class Part:
         return errors if self._root is None else errors @ self._root
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets, batch by batch, in float32."""
-        for x, t in zip(self.inputs, self.targets, strict=True):
-            yield x.float(), t.float()
+        """Inputs and targets in float32, window by window or, where windows are not known, batch by batch."""
+        for x, t, start in zip(self.inputs, self.targets, self._starts, strict=True):
+            sizes = self._sizes(start, len(x))
+            yield from zip(x.float().split(sizes), t.float().split(sizes), strict=True)
+
+    def _sizes(self, start: int, count: int) -> list[int]:
+        """So many tokens from one on, cut where windows begin: how many are of each window."""
+        if self.window is None:
+            return [count]
+        numbers = range(self._first + self._step * start, self._first + self._step * (start + count), self._step)
+        ends = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)
+        cuts = [0, *(min(count, -(-(end * self.window - numbers[0]) // self._step)) for end in ends)]
+        return [stop - begin for begin, stop in pairwise(cuts) if stop > begin]
 
 
 def _widened(x: Tensor, stack: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Targets:
         if self._shared and self._adder in names:
             self._inputs.expect(self._block, self._shared)
         first, dense = names[0], weights_of(self._block, tuple(names))
-        gram = Gram(dense[first][0].shape[1], self._block.device)
+        gram = Gram(dense[first][0].shape[1], self._block.device, self._inputs.window)
         # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
         plain = not self._repairs or {self._adder, self._writer}.isdisjoint(names)
         twins = Twins(gram) if plain and gram.features <= sum(len(weight) for weight, _ in dense.values()) else None

@@ -113,7 +113,7 @@ class TwoStreams:
         """Solve a part's layers, given what it reads and should write and its readers' regressions."""
         settings, block = self._settings, self._block
         names = (*feed_forward.readers, feed_forward.writer)
-        part = Part(feed_forward, self._metric, inputs, targets, settings.sampled)
+        part = Part(feed_forward, self._metric, inputs, targets, settings.sampled, self._inputs.window)
         dense = weights_of(block, names)
         curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
         power = max(part.power(), 1e-30)
