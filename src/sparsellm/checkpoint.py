@@ -18,9 +18,10 @@ from torch import nn
 
 from sparsellm.architectures import ARCHITECTURES, Architecture
 from sparsellm.blocks import describe
-from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, UnsupportedModel
 from sparsellm.files import card_terms, check_files, find_checkpoint, first_line, is_hub_name, licence_files
 from sparsellm.linalg import all_finite
+from sparsellm.model_classes import auto_model
 from sparsellm.places import stored_dtype
 from sparsellm.report import Origin
 from sparsellm.weights import OnDisk, locate
@@ -49,8 +50,12 @@ class Checkpoint:
 
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its weights: shapes and names only."""
-        with quiet_transformers(), torch.device("meta"):
-            return describe(auto_model(self.config).from_config(self.config, trust_remote_code=self.trusted), self.architecture)
+        try:
+            with quiet_transformers(), torch.device("meta"):
+                model = auto_model(self.config).from_config(self.config, trust_remote_code=self.trusted)
+        except ImportError as error:
+            raise MissingPackage(f"{self.name} needs a package that is not installed: {first_line(error)}") from error
+        return describe(model, self.architecture)
 
     def origin(self) -> Origin:
         """The model as the card of what is made from it tells of it."""
@@ -196,15 +201,9 @@ def open_checkpoint(
     """
     folder = find_checkpoint(name, revision, trusted)
     config = _read_config(name, folder, trusted)
+    auto_model(config)
     check_files(name, folder)
     return Checkpoint(name, folder, config, trusted, architecture)
-
-
-def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def device_of(text: str) -> torch.device:

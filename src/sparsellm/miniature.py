@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparsellm.checkpoint import Checkpoint, auto_model, quiet_transformers
+from sparsellm.checkpoint import Checkpoint, quiet_transformers
 from sparsellm.errors import UnsupportedModel
+from sparsellm.model_classes import auto_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
