@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sparsellm.modes import computed_in
 from sparsellm.onward import Onward
 from sparsellm.recall import Recalls, Settled, additive, enclosed, enclosing, sparing, within
 from sparsellm.routes import Routes, chosen
-from sparsellm.stand_ins import home, standing_in
+from sparsellm.stand_ins import entered
 from sparsellm.storage import Kept, Storage
 
 if TYPE_CHECKING:
@@ -75,21 +75,15 @@ class Activations:
         without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
         """
         calls: list[list[Call]] = [[] for _ in blocks]
-        body, (pruned, *dense) = model.base_model, streams or ([],)
+        pruned, *dense = streams or ([],)
         with computed_in(model, dtype, without=[block.module for block in blocks]):
             for batch in distributed.dealt(batches):
-                entered: dict[int, tuple[Tensor, Call]] = {}
-
-                def record(block: Block, hidden: Tensor, call: Call, entered: dict[int, Any] = entered) -> Tensor:
-                    entered[block.index] = hidden, call
-                    return hidden
-
-                standing_in(blocks, record, partial(body, input_ids=batch.to(home(model)), use_cache=False))
-                for index, (_, call) in sorted(entered.items()):
+                found = entered(model, blocks, batch)
+                for index, (_, call) in enumerate(found):
                     alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
                     calls[index].append(next((other for other in alike if same(other, call)), call))
                 for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
-                    stream.append(cast(entered[0][0], dtype))
+                    stream.append(cast(found[0][0], dtype))
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         again = {key: cast(call, dtype) for key, call in distinct.items()}
         recast = [[again[id(call)] for call in row] for row in calls]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-TOWERS = ("", "model.language_model.", "language_model.")
+TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "language_model.model.")
 """Where the language model is in a model that sees: the path of its blocks begins anew there."""
 
 DESCRIBED = "sparsellm_architecture"
@@ -174,8 +174,8 @@ class Block:
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """The block's output for hidden states of (batch, seq, model)."""
-        output: Tensor | tuple[Tensor, ...] = self.module(hidden, *call.arguments, **call.keywords)
-        return output[0] if isinstance(output, tuple) else output
+        output: Tensor | Sequence[Tensor] = self.module(hidden, *call.arguments, **call.keywords)
+        return output if isinstance(output, Tensor) else output[0]
 
 
 def blocks_of(model: PreTrainedModel) -> list[Block]:

@@ -15,7 +15,6 @@ from sparsellm import devices
 from sparsellm.architectures import Architecture
 from sparsellm.blocks import describe
 from sparsellm.configuration import (
-    auto_model,
     check_dtypes,
     check_tensors,
     empty_model,
@@ -36,6 +35,7 @@ from sparsellm.files import (
 )
 from sparsellm.headers import all_entries
 from sparsellm.linalg import all_finite
+from sparsellm.model_classes import auto_model
 from sparsellm.places import stored_dtype
 from sparsellm.report import Origin
 from sparsellm.weights import OnDisk, locate

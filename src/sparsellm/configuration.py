@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsellm.architectures import ARCHITECTURES
-from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel
 from sparsellm.files import first_line
 from sparsellm.headers import FLOATS, Entry
 from sparsellm.json_files import read_json
+from sparsellm.model_classes import auto_model
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
 from sparsellm.weights import tied_names
 
@@ -111,17 +112,17 @@ def read_configuration(
 def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) -> PreTrainedModel:
     """The model of a configuration, its weights where the context puts them. how: as for `from_config`.
 
-    Raises UnsupportedModel where transformers has no such model, BadCheckpoint where it cannot be built.
+    Raises UnsupportedModel where transformers has no such model, MissingPackage where that needs a package that is not
+    installed, BadCheckpoint where it cannot be built.
     """
     try:
         with quiet_transformers():
             model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **how)
+    except SparseLLMError:
+        raise
+    except ImportError as error:
+        raise MissingPackage(f"{name} needs a package that is not installed: {_said(error)}.") from error
     except Exception as error:  # fields that do not go together end in any kind of error
-        if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
-            raise UnsupportedModel(
-                f"{name} is a {config.model_type}, and transformers {version('transformers')} has no causal language model of "
-                "that type."
-            ) from None
         raise BadCheckpoint(f"{name}: no model can be built by config.json: {_said(error)}.") from error
     return model
 
@@ -171,13 +172,6 @@ def _equal(one: Stored, other: Stored) -> bool:
     else:
         pairs = zip((read_stored(one),), (read_stored(other),), strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
-
-
-def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from sparsellm import devices, distributed
 from sparsellm.activations import Activations, stream_bytes
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.calls import Call
-from sparsellm.errors import NonFinite
+from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.linalg import all_finite
 from sparsellm.looks import Look
 from sparsellm.modes import computed_in, evaluating, only_trained
@@ -79,6 +79,11 @@ def descending(
     with evaluating(model), only_trained(model), storage.lists(len(blocks) + 1, size) as (gradients, *entering):
         with weights.ends():
             inputs = Activations.entering(model, blocks, batches, compute, entering[:1])
+        if entering[0] and entering[0][0].ndim != 3:
+            raise UnsupportedModel(
+                f"The blocks of a {type(model).__name__} pass on hidden states of shape {tuple(entering[0][0].shape)}, and the "
+                "default's sensitivities need (batch, seq, model). Use a layer-wise method such as --method alps."
+            )
         for block, then, read, written in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
             with weights.block(block, then), computed_in(block.module, compute):
                 for hidden, call in zip(read, inputs.calls(block), strict=True):
@@ -158,6 +163,11 @@ def coming_back(block: Block, gradients: Mapping[str, Look], reads: Mapping[str,
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if reads:
                 reads[name](inputs[0].detach())
+            if not output.requires_grad:
+                raise UnsupportedModel(
+                    f"What the model predicts has no gradient by {block.full_name(name)}, which the default's sensitivities "
+                    f"need. Leave it dense with --skip '{name}', or use a layer-wise method such as --method alps."
+                )
             output.register_hook(gradients[name])
 
         return hook

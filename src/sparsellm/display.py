@@ -123,6 +123,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.coverage and (told := report.coverage.describe()):
+        console.print(told, highlight=False, soft_wrap=True)
     if report.perplexity:
         rows = [
             [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
@@ -182,6 +184,8 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     say(f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
     say(f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    if told := plan.coverage.describe():
+        say(told)
     where = place.note or "in memory as a whole"
     say(f"The model, {human_bytes(place.model)}, is {where}.")
     if plan.samples:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
+from sparsellm.errors import UnsupportedModel
 from sparsellm.recall import Enough, written_by
 from sparsellm.views import Rows
 
@@ -61,6 +62,7 @@ def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None,
 
     It gives the block's output, or None where it ended before; a layer whose inputs alone are asked for does not run, if it is
     the last. rows: which tokens experts are shown, if not those that are routed to them. whole: to pass all of the block.
+    A pass raises UnsupportedModel where a layer is asked for that the block does not call.
     """
     further = False
     wanted = {(name, False) for name in reads} | {(name, True) for name in writes}
@@ -82,7 +84,9 @@ def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None,
         further = beyond
         missing.update(wanted)
         with suppress(Enough):
-            return block(hidden, call)
+            left = block(hidden, call)
+            _check_called(block, sorted({name for name, _ in missing}))
+            return left
         return None
 
     hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
@@ -95,6 +99,17 @@ def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None,
             hook.remove()
 
 
+def _check_called(block: Block, names: Sequence[str]) -> None:
+    """Raise UnsupportedModel for layers that a whole pass did not call, but for those in lists: experts without a token."""
+    idle = [name for name in names if not any(part.isdigit() for part in name.split("."))]
+    if idle:
+        skipped = idle[0].rpartition(".")[0] or idle[0]
+        raise UnsupportedModel(
+            f"{block.full_name(idle[0])} is not called when the model reads text, so nothing is known of its inputs. "
+            f"Leave it dense with --skip '{skipped}*', or use --method magnitude."
+        )
+
+
 def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
     """What one batch shows on its way through a block. rows: as for `looking`."""
     seen = Seen(hidden.flatten(0, -2), {}, {})
@@ -104,5 +119,9 @@ def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows |
     writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.writes}
     with looking(block, reads, writes, rows, asked.whole) as through:
         left = through(hidden, call)
+    for name in set(asked.reads) - set(seen.inputs):  # an expert of a list that no token reached
+        seen.inputs[name] = hidden.new_zeros(0, block.layer(name).in_features)
+    for name in set(asked.writes) - set(seen.outputs):
+        seen.outputs[name] = hidden.new_zeros(0, block.layer(name).out_features)
     seen.leaving = left if asked.whole else None
     return seen

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsellm.checkpoint import Checkpoint
-from sparsellm.configuration import auto_model, quiet_transformers
+from sparsellm.configuration import quiet_transformers
 from sparsellm.errors import UnsupportedModel
+from sparsellm.model_classes import auto_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from sparsellm.checkpoint import Loaded
+from sparsellm.coverage import Coverage
 from sparsellm.errors import TooLarge, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage
 from sparsellm.forecasting import Forecast, forecast
@@ -28,7 +29,10 @@ half of the memory with them is not looked at more closely."""
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that is planned. layers: what is pruned, by pattern and shape, and how often. free, disk_free: bytes to be had."""
+    """A run that is planned. layers: what is pruned, by pattern and shape, and how often. free, disk_free: bytes to be had.
+
+    coverage: how much of the blocks' matrix weights is pruned.
+    """
 
     recipe: Recipe
     found: Forecast
@@ -39,6 +43,7 @@ class RunPlan:
     free: int | None
     disk_free: int
     refusal: str
+    coverage: Coverage
 
     @property
     def fits(self) -> bool:
@@ -58,6 +63,7 @@ class RunPlan:
             "recipe": self.recipe.model_dump(mode="json"),
             "blocks": self.blocks,
             "layers": [{"pattern": x, "shape": list(shape), "count": n} for (x, shape), n in self.layers.items()],
+            "coverage": self.coverage.to_dict(),
             "samples": self.samples,
             "length": self.length,
             "batch": found.batch,
@@ -105,7 +111,9 @@ def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     )
     samples = len(ready.windows)
     free = available(ready.device)
-    return RunPlan(recipe, found, len(ready.blocks), shapes, samples, ready.length, free, disk_free, refused)
+    assert report.coverage is not None  # `prepare` counts it
+    length, coverage = ready.length, report.coverage
+    return RunPlan(recipe, found, len(ready.blocks), shapes, samples, length, free, disk_free, refused, coverage)
 
 
 def free_disk(folder: Path) -> int:

@@ -15,6 +15,7 @@ from sparsellm.blocks import Block, blocks_of, describe
 from sparsellm.calibration import calibration_windows, test_windows
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of, open_checkpoint
 from sparsellm.choices import ALLOCATIONS
+from sparsellm.coverage import check_coverage, coverage_of
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage, note, phase
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
@@ -78,7 +79,10 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         skeleton = source.skeleton()
         check_vocabulary(skeleton, source)
         blocks = blocks_of(skeleton)
+        covered = coverage_of(skeleton, blocks)
+        check_coverage(skeleton, covered)
         method, plan = make_plan(recipe, blocks)
+        report.coverage = covered.of_plan(blocks, plan)
         length = window_length(recipe, source.length)
     with phase("reading texts", report, say):
         windows, report.calibration = draw_windows(recipe, method, given, source, length)

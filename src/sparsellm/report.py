@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from sparsellm import __version__, devices
+from sparsellm.coverage import Coverage
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
@@ -53,7 +54,8 @@ class Report:
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process since the run began, in bytes. origin: for the card.
+    peak_memory: of this process since the run began, in bytes. origin: for the card. coverage: how much of the blocks' matrix
+    weights is pruned.
     """
 
     recipe: Recipe
@@ -71,6 +73,7 @@ class Report:
     zeros: int = 0
     peak_memory: int = 0
     origin: Origin = field(default_factory=Origin)
+    coverage: Coverage | None = None
 
     @property
     def layers(self) -> list[LayerResult]:
@@ -111,6 +114,7 @@ class Report:
             "environment": self.environment,
             "calibration": self.calibration,
             "totals": self.totals(),
+            "coverage": self.coverage.to_dict() if self.coverage else None,
             "perplexity": self.perplexity,
             "tasks": self.tasks,
             "samples": self.samples,
@@ -179,6 +183,8 @@ class Report:
             f"Calibration: {plain(self.calibration) or 'none'}.",
             "",
         ]
+        if self.coverage and (told := self.coverage.describe()):
+            lines += [told, ""]
         if self.perplexity:
             lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
             for text, values in self.perplexity.items():

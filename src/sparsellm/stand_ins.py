@@ -12,6 +12,8 @@ from torch import Tensor
 
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
+from sparsellm.errors import SparseLLMError, UnsupportedModel
+from sparsellm.memory import out_of_memory
 from sparsellm.modes import computed_in, instead
 
 if TYPE_CHECKING:
@@ -76,6 +78,37 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
         if len(blocks) > 1:
             raise
         return once(wrap=True)  # a single block's answer goes to no other block
+
+
+def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
+    """What each block is called with on a batch of token numbers, with the blocks passing the hidden states through.
+
+    Raises UnsupportedModel where the model does not run on token numbers alone, or calls a block never or more than once.
+    """
+    seen: dict[int, tuple[Tensor, Call]] = {}
+    kind = type(model).__name__
+
+    def record(block: Block, hidden: Tensor, call: Call) -> Tensor:
+        if len(seen) <= 1 and block is blocks[0]:
+            seen.clear()  # the model may be run again, with tuples for answers
+        if block.index in seen:
+            raise UnsupportedModel(f"A {kind} runs {block.name} more than once for every text, which no method here prunes.")
+        seen[block.index] = hidden, call
+        return hidden
+
+    try:
+        standing_in(blocks, record, partial(model.base_model, input_ids=batch.to(home(model)), use_cache=False))
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        if isinstance(error, SparseLLMError) or out_of_memory(error):
+            raise
+        told = " ".join(str(error).split())
+        raise UnsupportedModel(
+            f"A {kind} cannot be run block by block on text alone ({type(error).__name__}: {told[:200]})."
+        ) from error
+    unseen = [block.name for block in blocks if block.index not in seen]
+    if unseen:
+        raise UnsupportedModel(f"A {kind} does not run {unseen[0]} on text, so nothing is known of what its layers read.")
+    return [seen[block.index] for block in blocks]
 
 
 def home(model: PreTrainedModel) -> torch.device:

@@ -109,7 +109,7 @@ def missing(block: Block, plan: Plan) -> list[str]:
     return sorted(set().union(*(names - there for names in wanted if names & there)))
 
 
-FOUND = "models of its form are not known: all linear layers that were found in it were pruned (docs/families.md)"
+FOUND = "models of its form are not known: its layers are those that were found in its blocks (docs/families.md)"
 """What the report of a layer-wise method says of a block of a family that is not in the table."""
 
 UNKNOWN = (
