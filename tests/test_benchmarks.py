@@ -43,3 +43,11 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert phases.seconds["factorisation"] > 0
     assert (linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve) == before
     assert solver.reversed_factor is before[0]
+
+
+def test_what_rounding_changes_is_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in the docs is what the figures say."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    page = (FOLDER.parent / "docs" / "large-models.md").read_text(encoding="utf-8")
+    told = page.split("<!-- rounding -->\n")[1].split("<!-- /rounding -->")[0]
+    assert told.splitlines() == importlib.import_module("rounding").table()

@@ -97,6 +97,11 @@ class Forecast:
         """Whether the data keep within what the run may take."""
         return self.data <= self.place.memory
 
+    @property
+    def tight(self) -> bool:
+        """Whether the data fit for certain only if what is freed is returned at once: holes in the heap can be as large."""
+        return self.device == "cpu" and 2 * self.data > self.place.memory
+
     def most_samples(self, disk: int) -> int | None:
         """How many calibration windows can travel, with so many bytes of disk; None where nothing travels."""
         room = int(STREAMS_SHARE * self.place.memory) if disk < self.kept else disk - self.kept

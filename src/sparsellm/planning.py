@@ -160,7 +160,7 @@ def fitted(recipe: Recipe, ready: Prepared, place: Place, say: Observer, output:
         return place, ready.batch
     if batch < ready.batch:
         say(Note(f"{batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
-    return place, batch
+    return replace(place, tight=found.tight), batch
 
 
 def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Place:

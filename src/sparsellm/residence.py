@@ -89,6 +89,7 @@ class Place:
 
     memory: bytes that the run may take for its data. model: bytes of the whole model. streamed: whether it is read block by
     block. note: what a reader should know, or nothing. ahead: whether a block is read while the one before is worked on.
+    tight: whether there is no room for memory that was freed and is kept for what comes next.
     """
 
     memory: int
@@ -96,6 +97,7 @@ class Place:
     streamed: bool
     note: str = ""
     ahead: bool = False
+    tight: bool = False
 
 
 def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:

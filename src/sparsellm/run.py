@@ -23,7 +23,7 @@ from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
 from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
-from sparsellm.pages import keep_pages
+from sparsellm.pages import keep_pages, return_pages
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
@@ -129,6 +129,8 @@ def run(
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
     place, batch, journal = begin(recipe, ready, report, say, work)
+    if place.tight:
+        return_pages()
     give_back()  # what tokenising took
     if work and distributed.leads():
         log.keep(work.folder / LOG)

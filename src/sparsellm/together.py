@@ -72,7 +72,7 @@ def _note_machine(journal: Journal, say: Observer) -> None:
         journal.note("machine", now)
     elif begun != now:
         was, here = (f"{x['processes']} processes of {x['threads']} threads" for x in (begun, now))
-        say(Note(f"begun by {was}, goes on with {here}: the same result but for rounding, which masks may follow"))
+        say(Note(f"begun by {was}, goes on with {here}: rounding differs, and masks may with it"))
 
 
 def _suiting(recipe: Recipe, ready: Prepared, place: Place, batch: int, journal: Journal | None) -> tuple[Place, int]:

@@ -1,0 +1,126 @@
+"""The memory that a run takes above its imports, against `--memory`: docs/large-models.md.
+
+    python benchmarks/memory_budget.py measure              # half an hour on two cores
+    python benchmarks/memory_budget.py table
+
+Models of random bfloat16 weights are pruned by `sparsellm prune --memory` in a fresh process each. The process tells what is
+resident once torch and transformers are imported, what is resident once the model's classes and its tokenizer are imported
+besides, and the peak of the whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from results import MEASURED, processor
+from streaming import make
+
+from sparsellm.memory import parse_bytes
+
+FILE = MEASURED / "memory-budget.json"
+
+CELLS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
+    (8, "1GiB", ("--method", "sparsegpt")),
+    (16, "1GiB", ("--method", "sparsegpt")),
+    (8, "600MB", ("--method", "sparsegpt")),
+    (8, "2GiB", ("--method", "sparsegpt")),
+    (8, "1GiB", ("--method", "alps")),
+    (8, "2GiB", ("--method", "sparsellm")),
+    (8, "1GiB", ("--method", "sparsegpt", "--evaluate", "demo", "--evaluate-limit", "4")),
+)
+"""Blocks of width 1,536, the budget, and the words of the run; two blocks are pruned of each."""
+
+CHILD = """
+import json, sys
+import torch, transformers
+from sparsellm.memory import held_now, peak_memory
+libraries = held_now()
+from sparsellm.checkpoint import open_checkpoint
+from sparsellm.cli import app
+import sparsellm.export, sparsellm.run
+source = open_checkpoint(sys.argv[2])
+source.skeleton(), source.tokenizer()
+imports = held_now()
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps({"libraries": libraries, "imports": imports, "peak": peak_memory()}))
+"""
+
+
+def taken(words: Sequence[str]) -> dict[str, int]:
+    """Run `sparsellm` with these words; what its process held after either kind of imports, and at its peak, in bytes."""
+    ran = subprocess.run([sys.executable, "-c", CHILD, *words], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def prune(folder: Path, blocks: int, width: int, memory: str, words: Sequence[str]) -> tuple[dict[str, int], bool]:
+    """Prune two blocks of such a model: what was taken, and whether the model was read block by block."""
+    if not (folder / "model").exists():
+        make(folder / "model", blocks, width)
+    base = ["prune", str(folder / "model"), str(folder / "out"), "--sparsity", "50%", "--calibration", "demo"]
+    base += ["--samples", "8", "--length", "256", "--blocks", "0:2", "--memory", memory, "--overwrite"]
+    found = taken([*base, *words])
+    events = (folder / "out" / "sparsellm-log.jsonl").read_text(encoding="utf-8")
+    return found, "read block by block" in events
+
+
+def measure() -> None:
+    """Fill the file of figures, cell by cell."""
+    for blocks, memory, words in CELLS:
+        known = json.loads(FILE.read_text()) if FILE.exists() else {}
+        key = f"{blocks} | {memory} | {' '.join(words)}"
+        if key in known:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found, streamed = prune(Path(folder), blocks, 1536, memory, words)
+                cell = {**found, "streamed": streamed}
+            except subprocess.CalledProcessError:
+                cell = {"refused": True}
+        known[key] = cell
+        known["machine"] = f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+        FILE.write_text(json.dumps(known, indent=1) + "\n")
+        print(key, cell, file=sys.stderr, flush=True)
+
+
+def table() -> list[str]:
+    """What was measured, as Markdown."""
+    lines = [
+        "| blocks | `--memory` | run | model | above all imports | of the budget | above torch and transformers | |",
+        "|---:|---:|---|---|---:|---:|---:|---:|",
+    ]
+    for key, cell in json.loads(FILE.read_text()).items():
+        if key == "machine":
+            continue
+        blocks, memory, words = key.split(" | ")
+        if cell.get("refused"):
+            lines.append(f"| {blocks} | {memory} | `{words}` | refused | | | | |")
+            continue
+        budget, place = parse_bytes(memory), "block by block" if cell["streamed"] else "in memory"
+        sizes = (cell["peak"] - cell["imports"], cell["peak"] - cell["libraries"])
+        told = " | ".join(f"{size / 1e6:.0f} MB | {size / budget:.2f}" for size in sizes)
+        lines.append(f"| {blocks} | {memory} | `{words}` | {place} | {told} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("measure", "table"))
+    if parser.parse_args().command == "measure":
+        measure()
+    else:
+        print("\n".join(table()))
+
+
+if __name__ == "__main__":
+    main()
