@@ -17,6 +17,7 @@ from typer.testing import Result
 
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.errors import BadCheckpoint, SparseLLMError, UnsupportedModel
+from sparsellm.run import prune
 from tests.test_families import CONFIGS
 from tests.test_headers import refused_by_all
 
@@ -137,6 +138,15 @@ def test_weights_that_are_no_plain_floats_are_refused(
     assert "float32, bfloat16, float16 or float64" in message
     with pytest.raises(UnsupportedModel):
         open_checkpoint(str(model))
+
+
+def test_a_model_in_memory_with_weights_of_8_bits_is_refused(model: Path) -> None:
+    """The same answer where there is no file."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    layer = loaded.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.up_proj\.weight in int8"):
+        prune(loaded, "magnitude")
 
 
 def test_masks_and_positions_of_older_files_are_no_weights(model: Path) -> None:

@@ -33,7 +33,7 @@ from sparsellm.files import (
     is_hub_name,
     licence_files,
 )
-from sparsellm.headers import all_entries
+from sparsellm.headers import Entry, all_entries, dtype_name
 from sparsellm.linalg import all_finite
 from sparsellm.model_classes import auto_model
 from sparsellm.places import stored_dtype
@@ -190,6 +190,8 @@ class Loaded:
         """The model itself, on the device; its dtype is its owner's matter."""
         if dtype != "auto":
             raise InvalidSetting(f"`dtype` is {dtype}, but the model is in memory already: convert it yourself, with model.to.")
+        stored = self.model.named_parameters()
+        check_dtypes(self.name, {key: Entry(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in stored})
         _check_finite(self.name, self.model)
         return self.model.to(device)
 

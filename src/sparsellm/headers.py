@@ -72,9 +72,12 @@ def entries_of(file: Path) -> dict[str, Entry]:
     """
     if file.suffix == ".safetensors":
         return _safetensors(file)
-    return {
-        key: Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for key, tensor in unpickled(file).items()
-    }
+    return {key: Entry(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in unpickled(file).items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What torch calls a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def all_entries(files: Iterable[Path]) -> dict[str, Entry]:

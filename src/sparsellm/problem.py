@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsellm import devices
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.linalg import cholesky, damped, quadratic
 from sparsellm.moments import Gram, InputNorms, NoInputs
 from sparsellm.patterns import Pattern
 
 LEAST_CURVATURE = 1e-6
 """The least curvature of a row, as a share of the mean."""
+
+LEAST_ENERGY = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+"""Below it the products that an energy is summed from lose digits, and then all of them."""
+
+LARGEST_EXPONENT = 126
+"""Of a power of two that float32 holds, with its reciprocal."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,15 @@ class LayerProblem:
         """The output error of `weight` (out, in) relative to the target's output, by all that is known of the inputs.
 
         With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white. In the metric of the curvature.
+        Raises NonFinite where an energy overflows float32. Weights so small that their squares vanish are scaled first, by a
+        power of two, which changes no digit.
         """
-        return share_lost(*devices.read(self.energies(weight)))
+        lost, had = devices.read(self.energies(weight))
+        largest = float(self.weight.abs().max()) if 0 <= had < LEAST_ENERGY else 0.0
+        if largest > 0:
+            factor = 2.0 ** min(-math.floor(math.log2(largest)), LARGEST_EXPONENT)
+            lost, had = devices.read(replace(self, weight=self.weight * factor).energies(weight * factor))
+        return share_lost(lost, had)
 
     def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """What the output of `weight` (out, in) lacks of the target's, and what the target's has; not waited for."""
@@ -125,5 +139,12 @@ class LayerProblem:
 
 
 def share_lost(lost: float, had: float) -> float:
-    """A relative error from two energies; nothing is lost of nothing."""
+    """A relative error from two energies; nothing is lost of nothing. Raises NonFinite where one of them overflowed."""
+    if not is_measured(lost, had):
+        raise NonFinite("The energy of the layer's output overflows float32. Look for weights that are far too large.")
     return max(lost, 0.0) / had if had > 0 else 0.0
+
+
+def is_measured(lost: float, had: float) -> bool:
+    """Whether two energies are finite numbers."""
+    return math.isfinite(lost) and math.isfinite(had)

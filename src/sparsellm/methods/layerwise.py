@@ -19,9 +19,9 @@ from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.looks import Look, Looks
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.owners import handed_on, owners
-from sparsellm.moments import NoInputs
+from sparsellm.moments import InputNorms, NoInputs
 from sparsellm.patterns import Pattern
-from sparsellm.problem import LayerProblem, share_lost
+from sparsellm.problem import LEAST_ENERGY, LayerProblem, is_measured, share_lost
 from sparsellm.solvers import LayerSolver, Unwaiting
 from sparsellm.solvers.criteria import Magnitude
 
@@ -200,7 +200,7 @@ def _prune_unwaiting(
     for number, ((name, known), answer, seconds) in enumerate(zip(moments.items(), answers, clock.seconds(), strict=True)):
         succeeded, zeros, lost, had = values[4 * number : 4 * number + 4]
         routed = inputs.routed(block, name)
-        if not succeeded:
+        if not succeeded or not is_measured(lost, had) or had < LEAST_ENERGY:
             yield prune_layer(block, name, solver, problem_of(block, name, known), plan, routed)
             continue
         block.put(name, answer)
@@ -232,6 +232,9 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
         if not all_finite(weight):
             raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
+        if isinstance(problem.inputs, InputNorms) and not all_finite(problem.norms):
+            why = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
+            raise NonFinite(why) from error
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
         raise
     return weight, damping
@@ -249,7 +252,11 @@ def result(
 ) -> LayerResult:
     """The result for a layer that was written, as it now stands. problem: the dense weight's."""
     weight = block.layer(name).weight.float()
-    zeros, error = zeros_in(weight), problem.error(weight)
+    try:
+        zeros, error = zeros_in(weight), problem.error(weight)
+    except NonFinite as failure:
+        failure.add_note(f"in layer {block.full_name(name)}")
+        raise
     return _result(block, name, plan, problem.inputs, zeros, error, damping, epoch, seconds, routed)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsellm.activations import Activations
 from sparsellm.blocks import Block
+from sparsellm.errors import NonFinite
 from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import damped_, lifted, refit, zeros_in
 from sparsellm.looks import Asked
@@ -22,6 +23,7 @@ from sparsellm.methods.part import METRIC_LIFT, Part, Weights, weights_of
 from sparsellm.methods.settings import Settings
 from sparsellm.methods.targets import Targets, of_expert
 from sparsellm.moments import Gram
+from sparsellm.problem import share_lost
 from sparsellm.refinement import Refined, refine_block
 from sparsellm.regression import Regression
 from sparsellm.storage import Kept
@@ -197,13 +199,17 @@ class TwoStreams:
             regression.problem(dense, self._settings.ridge, task.curvature, task.prior), gone=self._gone[task.name]
         )
         weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
-        power = regression.power
+        try:
+            error = share_lost(regression.error(weight), regression.power)
+        except NonFinite as failure:
+            failure.add_note(f"in layer {full}")
+            raise
         return weight, LayerResult(
             name=full,
             pattern=str(self._plan[full]),
             shape=(weight.shape[0], weight.shape[1]),
             zeros=zeros_in(weight),
-            error=max(regression.error(weight), 0.0) / power if power > 0 else 0.0,
+            error=error,
             known=Gram.__name__,
             damping=damping,
             tokens=regression.inputs.tokens,
