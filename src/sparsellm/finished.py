@@ -42,17 +42,23 @@ def read_report(folder: Path) -> Mapping[str, Any]:
         raise InvalidSetting(f"{folder} {what}: there is no {REPORT} in it. Name a folder that `sparsellm prune` wrote.")
     try:
         report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        foreign = [name for name in report["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
+        foreign = [name for name in report["files"] if not _is_within(folder, name)]
         pruned_layers(report)
         moved_tensors(report)
         report["totals"]["pruned_layers"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise BadCheckpoint(f"{file} is damaged: it is not the report of a run.") from None
     if foreign:
-        raise BadCheckpoint(f"{file} is damaged: it lists {foreign[0]}, which is not in the folder.")
+        raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
     if not _has_digests(report):
         raise BadCheckpoint(f"{file} holds no digests, so that nothing proves {folder}. Prune the model again.")
     return report
+
+
+def _is_within(folder: Path, name: str) -> bool:
+    """Whether a file is in a folder, or is what a link of the hub's cache leads to."""
+    file, place = (folder / name).resolve(), folder.resolve()
+    return file.is_relative_to(place) or file.is_relative_to(place.parent.parent / "blobs")
 
 
 def changed_files(folder: Path, report: Mapping[str, Any]) -> list[str]:
