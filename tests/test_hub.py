@@ -298,6 +298,11 @@ def test_folders_that_are_no_finished_output(
     (own / "sparsellm.json").write_text(report.replace('"files": [', '"files": ["../secret",'))
     refused(command("push", own, "me/model"), "lists ../secret, which is not in the folder")
     (own / "sparsellm.json").write_text(report)
+    (own / "README.md").unlink()
+    (own / "README.md").symlink_to(tmp_path / "secret")
+    refused(command("push", own, "me/model"), "lists README.md", "a link out of it")
+    (own / "README.md").unlink()
+    (own / "README.md").write_text("mine")
     (own / "config.json").unlink()
     refused(command("push", own, "me/model"), "lacks 1 of the files", "config.json")
     assert hub.repos == {}

@@ -358,6 +358,21 @@ def test_a_card_may_be_edited(outputs: dict[str, Path], tmp_path: Path) -> None:
     sparsellm.verify(own)
 
 
+def test_in_the_hub_s_cache(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """There every file is a link to one among the blobs; one that leads elsewhere is refused."""
+    blobs, place = tmp_path / "blobs", tmp_path / "snapshots" / "0123"
+    blobs.mkdir()
+    place.mkdir(parents=True)
+    for number, file in enumerate(sorted(outputs["opt"].iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (place / file.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    sparsellm.verify(place)
+    (place / "README.md").unlink()
+    (place / "README.md").symlink_to(shutil.copy(outputs["opt"] / "README.md", tmp_path / "private"))
+    with pytest.raises(BadCheckpoint, match=r"lists README\.md, which is not in the folder or is a link out of it"):
+        sparsellm.verify(place)
+
+
 def test_an_output_without_a_report(
     models: dict[str, Path], outputs: dict[str, Path], tmp_path: Path, command: Command
 ) -> None:

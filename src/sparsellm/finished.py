@@ -43,10 +43,16 @@ def read_report(folder: Path) -> Mapping[str, Any]:
     report = saved_report(file)
     if not report.get("digests") or "files" not in report:
         raise BadCheckpoint(f"{file} holds no digests, so that nothing proves {folder}. Prune the model again.")
-    foreign = [name for name in report["files"] if Path(name).is_absolute() or ".." in Path(name).parts]
+    foreign = [name for name in report["files"] if not _is_within(folder, name)]
     if foreign:
-        raise BadCheckpoint(f"{file} is damaged: it lists {foreign[0]}, which is not in the folder.")
+        raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
     return report
+
+
+def _is_within(folder: Path, name: str) -> bool:
+    """Whether a file is in a folder, or is what a link of the hub's cache leads to."""
+    file, place = (folder / name).resolve(), folder.resolve()
+    return file.is_relative_to(place) or file.is_relative_to(place.parent.parent / "blobs")
 
 
 def changed_files(folder: Path, report: Mapping[str, Any]) -> list[str]:
