@@ -19,7 +19,7 @@ from sparsellm.modes import computed_in
 from sparsellm.onward import Onward
 from sparsellm.recall import Recalls, Settled, additive, enclosed, enclosing, sparing, within
 from sparsellm.routes import Routes, chosen
-from sparsellm.stand_ins import home, standing_in
+from sparsellm.stand_ins import check_unchanged, home, standing_in
 from sparsellm.storage import Kept, Storage
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Activations:
 
                 def record(block: Block, hidden: Tensor, call: Call, entered: dict[int, Any] = entered) -> Tensor:
                     entered[block.index] = hidden, call
+                    check_unchanged(blocks[max(block.index - 1, 0)], block, entered)
                     return hidden
 
                 standing_in(blocks, record, partial(body, input_ids=batch.to(home(model)), use_cache=False))

@@ -201,10 +201,16 @@ def open_checkpoint(
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """The class of transformers that makes a model with a head from a configuration: of text alone, one that sees or hears."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
+    if config.get_text_config() is config:
+        return AutoModelForCausalLM
+    hears = (
+        type(config) in AutoModelForMultimodalLM._model_mapping
+        and type(config) not in AutoModelForImageTextToText._model_mapping
+    )
+    return AutoModelForMultimodalLM if hears else AutoModelForImageTextToText
 
 
 def device_of(text: str) -> torch.device:
