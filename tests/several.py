@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
 
 import sparsellm
-from sparsellm import distributed
+from sparsellm import devices, distributed
 from sparsellm.evaluation import perplexity
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -64,25 +65,28 @@ def windows(count: int, seed: int) -> torch.Tensor:
     return (96 * torch.rand(count, 16, generator=generator) ** 2).long()
 
 
-def main(folder: Path, chosen: str) -> None:
-    """Fill the folder: weights and figures of each case, for each process."""
-    with distributed.joined(os.environ):
+def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
+    """Fill the folder: weights and figures of each case, for each process. device: "queued" is the CPU, treated as a GPU is."""
+    if device == "queued":
+        device = "cpu"
+        devices.queued = lambda device: True
+    with distributed.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
         for case, (name, settings) in CASES.items():
             if chosen not in case:
                 continue
             before = distributed.sent()
-            recipe = {"sparsity": "60%", "device": "cpu", "seed": 0, "batch": 2} | settings
+            recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch": 2} | settings
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
             found = perplexity(result.model, windows(10, 2), batch=2)
             told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
             told |= {"sent": distributed.sent() - before, "coupled": result.report.coupled is not None}
             to = folder / f"{case}-{distributed.rank()}"
             save_file(
-                {key: x.contiguous() for key, x in result.model.state_dict().items() if "lm_head" not in key},
+                {key: x.cpu().contiguous() for key, x in result.model.state_dict().items() if "lm_head" not in key},
                 f"{to}.safetensors",
             )
             Path(f"{to}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")
+    main(Path(sys.argv[1]), *sys.argv[2:])
