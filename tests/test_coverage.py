@@ -198,3 +198,10 @@ def test_types_that_no_class_opens_are_refused(tmp_path: Path, command: Command)
     result = command("prune", tmp_path, tmp_path / "out", *WORDS)
     assert result.exit_code == 1
     assert "no causal language model of type 'qwen2_audio'" in " ".join(result.stderr.split())
+
+
+def test_parameters_without_dimensions_are_compared(tmp_path: Path, command: Command) -> None:
+    """Apertus learns two numbers of its activation: the output is verified against them too."""
+    dense = saved(transformers.ApertusConfig(**GATED), tmp_path / "dense")
+    result = command("prune", dense, tmp_path / "out", *WORDS)
+    assert result.exit_code == 0, result.stderr
