@@ -379,8 +379,16 @@ def test_experts_that_few_tokens_reach(tmp_path: Path) -> None:
 
 
 def test_experts_of_another_form_are_refused() -> None:
-    """Experts with biases, or with a gate of their own, are told apart from those that can be pruned."""
+    """Parameters of shapes that do not fit are refused at once, a forward that is none of those known on its first batch."""
     model = tiny("mixtral")
-    model.model.layers[1].mlp.experts.has_bias = True
-    with pytest.raises(UnsupportedModel, match=r"MixtralExperts.*without biases"):
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj[:3].clone())
+    with pytest.raises(UnsupportedModel, match=r"MixtralExperts.*none of the forms"):
         blocks_of(model)
+    model = tiny("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    own = experts.forward
+    experts.forward = lambda *given: 2 * own(*given)
+    plan = uniform(blocks_of(model), parse_pattern("2:4"))
+    with pytest.raises(UnsupportedModel, match=r"experts of model.layers.1, a MixtralExperts, compute something else"):
+        list(prune_blocks(model, batches(), LayerWise(SparseGPT()), plan))

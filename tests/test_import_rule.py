@@ -37,6 +37,7 @@ STOREYS = {
         "storage",
         "feedforward",
         "views",
+        "experts",
         "architectures",
         "calls",
         "modes",

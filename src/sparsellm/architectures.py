@@ -14,14 +14,14 @@ from torch import nn
 
 from sparsellm.curves import CURVES
 from sparsellm.errors import UnsupportedModel
+from sparsellm.experts import GATED, experts_of
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
-from sparsellm.views import EXPERT, is_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""What linear layers are called that choose experts: they are left as they are."""
+"""What the modules are called that choose experts: they are left as they are, with all that is in them."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Architecture:
         """What writes to the stream: attention's writer, then the feed-forward's or all experts' module. None where unknown."""
         if not self.known or len(self.groups) < 2:
             return ()
-        return self.groups[1][0], self.experts.rpartition(".")[0] if self.expert_parts else self.groups[-1][0]
+        return self.groups[1][0], self.experts.rpartition(".")[0] if self.experts else self.groups[-1][0]
 
     def resolved(self, config: Any) -> Architecture:
         """With what the configuration says: its activation, and its numbers in `splits`."""
@@ -95,27 +95,31 @@ class Architecture:
         experts = self.experts
         there = dict(block.named_modules())
         if not self.known:
-            experts = next((name for name, module in there.items() if is_experts(module)), "")
+            experts = next((name for name, module in there.items() if experts_of(module)), "")
         elif experts not in there:
             experts = ""
-        elif experts and not is_experts(there[experts]):
-            raise UnsupportedModel(
-                f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned: "
-                "three-dimensional gate_up_proj and down_proj, gate above up, without biases."
-            )
+        held = experts_of(there[experts]) if experts else None
+        if experts and held is None:
+            form = "three-dimensional parameters gate_up_proj, or up_proj, and down_proj"
+            told = f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned"
+            raise UnsupportedModel(f"{told}: {form}.")
         groups = self.groups if self.known else tuple((name,) for name in _linear_names(there))
         groups = tuple(group for group in groups if any(_module_of(name, self.splits) in there for name in group))
         part = self.feed_forward
         parts: tuple[FeedForward, ...] = ()
         if part and not any(part.writer in group for group in groups):
             part = None
-        if experts:
-            count = len(there[experts].get_parameter("gate_up_proj"))
-            names = [[f"{experts}.{number}.{name}" for name in EXPERT] for number in range(count)]
-            groups += tuple(group for gate, up, down in names for group in ((gate, up), (down,)))
-            if self.known and self.activation in CURVES:
-                parts = tuple(GatedFeedForward(gate, up, down, self.activation) for gate, up, down in names)
+        if held is not None:
+            names = [tuple(f"{experts}.{number}.{name}" for name in held.names) for number in range(held.count)]
+            groups += tuple(group for *readers, writer in names for group in (tuple(readers), (writer,)))
+            made = (_with_activation(_part(*name), self.activation) for name in names)
+            parts = tuple(part for part in made if part) if self.known and held.known else ()
         return replace(self, groups=groups, feed_forward=part, experts=experts, expert_parts=parts)
+
+
+def _part(*names: str) -> FeedForward:
+    """A feed-forward part of these layers: one reader or two, and a writer."""
+    return GatedFeedForward(*names) if len(names) == len(GATED) else PlainFeedForward(*names)
 
 
 def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
@@ -140,7 +144,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def _linear_names(modules: Mapping[str, nn.Module]) -> list[str]:
     """The linear layers among a block's modules, in the order in which they stand there; routers are none."""
-    return [name for name, module in modules.items() if is_linear(module) and name.rpartition(".")[2] not in ROUTERS]
+    return [name for name, module in modules.items() if is_linear(module) and not {*name.split(".")} & {*ROUTERS}]
+
+
+def _readers_writer(path: str) -> tuple[tuple[str, ...], ...]:
+    """The groups of a gated feed-forward part at that path."""
+    return (f"{path}.gate_proj", f"{path}.up_proj"), (f"{path}.down_proj",)
 
 
 _LLAMA = Architecture(
@@ -148,8 +157,7 @@ _LLAMA = Architecture(
     groups=(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.o_proj",),
-        ("mlp.gate_proj", "mlp.up_proj"),
-        ("mlp.down_proj",),
+        *_readers_writer("mlp"),
     ),
     feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", writer="mlp.down_proj"),
     activation="hidden_act",
@@ -208,14 +216,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
+    "gpt_oss": _EXPERTS,  # its experts' activation, with clamped inputs, is none that is solved
+    "llama4_text": replace(
+        _LLAMA,
+        groups=(*_LLAMA.groups[:2], *_readers_writer("feed_forward.shared_expert"), *_readers_writer("feed_forward")),
+        feed_forward=GatedFeedForward("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+        experts="feed_forward.experts",
+    ),
     "phi": Architecture(
         blocks="model.layers",
-        groups=(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            ("self_attn.dense",),
-            ("mlp.fc1",),
-            ("mlp.fc2",),
-        ),
+        groups=(_LLAMA.groups[0], ("self_attn.dense",), ("mlp.fc1",), ("mlp.fc2",)),
         feed_forward=PlainFeedForward(reader="mlp.fc1", writer="mlp.fc2"),
         activation="hidden_act",
     ),
@@ -267,20 +277,24 @@ def architecture_of(config: PretrainedConfig) -> Architecture | None:
 
 
 def discovered(model: PreTrainedModel) -> Architecture:
-    """What can be told of a model of an unknown family: its blocks are the longest list of like modules with linear layers.
+    """What can be told of a model of an unknown family: its blocks are the longest list of modules that all hold linear layers.
 
-    Of a model that sees, the longest within its language tower. Raises UnsupportedModel where there is no such list.
+    Of a model that sees, the longest within its language tower; lists within another's modules, as of experts, are none.
+    Raises UnsupportedModel where there is no such list.
     """
     tower = model if model.config.get_text_config() is model.config else model.get_decoder()
     inside = {id(module) for module in tower.modules()}
-    best, length = "", 0
+    best, length, outer = "", 0, ""
     for name, module in model.named_modules():
-        like = isinstance(module, nn.ModuleList) and id(module) in inside and len({type(child) for child in module}) == 1
-        if like and len(module) > length and any(is_linear(some) for some in module[0].modules()):
-            best, length = name, len(module)
+        if not isinstance(module, nn.ModuleList) or id(module) not in inside or (outer and name.startswith(outer)):
+            continue
+        if len(module) and all(any(is_linear(part) or experts_of(part) for part in child.modules()) for child in module):
+            outer = f"{name}."
+            if len(module) > length:
+                best, length = name, len(module)
     if not best:
         raise UnsupportedModel(
-            f"A {type(model).__name__} has no list of like modules with linear layers in them, so its blocks are not found. "
+            f"A {type(model).__name__} has no list of modules that all hold linear layers, so its blocks are not found. "
             "Describe it with --architecture file.yaml (docs/families.md)."
         )
     return Architecture(blocks=best, groups=(), feed_forward=None, activation="", known=False)

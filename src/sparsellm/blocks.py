@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from sparsellm.architectures import Architecture, architecture_of, discovered, i
 from sparsellm.calls import Call
 from sparsellm.curves import CURVES
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
+from sparsellm.experts import Rows, by_experts, experts_of
 from sparsellm.linalg import all_finite
 from sparsellm.modes import instead
-from sparsellm.views import Layer, Rows, View, by_experts, by_pieces, expert_views, piece_rows
+from sparsellm.views import Called, Layer, View, by_pieces, piece_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,8 +82,17 @@ class Block:
         view = self.views.get(name)
         if view is None:
             return f"{name}.weight"
-        owner = next(path for path, module in self.module.named_modules() if module is view.owner)
-        return f"{owner}.{view.stored}"
+        return f"{self._owner(view)}.{view.stored}"
+
+    def bias(self, name: str) -> str:
+        """The name, within the block, of the parameter that holds a layer's bias, if it has one."""
+        view = self.views.get(name)
+        return f"{name}.bias" if view is None else f"{self._owner(view)}.{view.stored_bias}"
+
+    def _owner(self, view: View) -> str:
+        """The path, within the block, of the module that holds a view's parameter."""
+        found: str = next(path for path, module in self.module.named_modules() if module is view.owner)
+        return found
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """A layer's part, (out, in), of a tensor that is shaped as the parameter that holds it."""
@@ -104,11 +114,12 @@ class Block:
 
     def held(self, names: Iterable[str]) -> set[str]:
         """The parameters that hold these layers, weights and biases, by name within the block."""
-        found: set[str] = set()
-        for name in names:
-            parameter = self.parameter(name)
-            found |= {parameter, _bias_of(parameter)}
-        return found
+        return {parameter for name in names for parameter in (self.parameter(name), self.bias(name))}
+
+    def others(self) -> dict[str, nn.Parameter]:
+        """By name, the parameters that hold no layer's weight: biases, norms, routers."""
+        weights = {self.parameter(name) for name in self.layers}
+        return {name: tensor for name, tensor in self.module.named_parameters() if name not in weights}
 
     def write(self, name: str, weight: Tensor) -> None:
         """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored.
@@ -136,7 +147,7 @@ class Block:
     def write_bias(self, name: str, bias: Tensor) -> None:
         """Put a bias, (out,), into a layer that has one, rounded as its weight is."""
         layer = self.layer(name)
-        rounded = bias.to(self.dtypes[_bias_of(self.parameter(name))])
+        rounded = bias.to(self.dtypes[self.bias(name)])
         with torch.no_grad():
             if isinstance(layer, View):
                 layer.put_bias(rounded)
@@ -145,16 +156,19 @@ class Block:
 
     @contextmanager
     def opened(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:
-        """Within the context the modules that hold these layers as views run layer by layer, so that hooks on views are called.
+        """Within the context hooks on these layers are called: modules that hold layers as views run layer by layer.
 
         rows: which tokens each expert is shown, if not those that are routed to it.
         """
-        owners = {id(self.views[name].owner): self.views[name].owner for name in names if name in self.views}
+        modules = {id(self.views[name].runs): self.views[name].runs for name in names if name in self.views}
         with ExitStack() as stack:
-            for owner in owners.values():
-                views = [view for view in self.views.values() if view.owner is owner]
-                forward = by_pieces(views) if views[0].expert is None else by_experts(views, rows)
-                stack.enter_context(instead(owner, forward))
+            for module in modules.values():
+                views = [view for view in self.views.values() if view.runs is module]
+                experts = experts_of(module)
+                forward = by_experts(experts, views, rows) if experts else by_pieces(views)
+                stack.enter_context(instead(module, forward))
+            plain = (self.module.get_submodule(name) for name in names if name not in self.views)
+            stack.enter_context(Called(layer for layer in plain if isinstance(layer, nn.Linear)))
             yield
 
     def settle(self) -> None:
@@ -165,7 +179,9 @@ class Block:
 
     def copy(self) -> Block:
         """The block as it stands, with weights of its own."""
-        module = copy.deepcopy(self.module)
+        states = (value for module in self.module.modules() for value in vars(module).values() if isinstance(value, Tensor))
+        memo: dict[int, Any] = {id(state): state.detach().clone() for state in states if not state.is_leaf}
+        module = copy.deepcopy(self.module, memo)  # which refuses what a pass with gradients left in a module
         return replace(self, module=module, views=_views(module, self.architecture))
 
     def full_name(self, name: str) -> str:
@@ -200,7 +216,21 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
         blocks.append(Block(index, f"{path}.{index}", module, own, dtypes, views))
     if hasattr(model, DESCRIBED):
         _check_described(architecture, blocks)
+    _check_unshared(blocks)
     return blocks
+
+
+def _check_unshared(blocks: Sequence[Block]) -> None:
+    """Raise UnsupportedModel where two blocks hold one layer: pruned in the one, it would not be dense in the other."""
+    holders: dict[int, str] = {}
+    for block in blocks:
+        parameters = {name: id(tensor) for name, tensor in block.module.named_parameters()}
+        for held in {block.parameter(name) for name in block.layers if block.parameter(name) in parameters}:
+            first = holders.setdefault(parameters[held], block.name)
+            if first != block.name:
+                raise UnsupportedModel(
+                    f"{first} and {block.name} share {held}. Models whose blocks share weights cannot be pruned."
+                )
 
 
 def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> None:
@@ -231,11 +261,6 @@ def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTr
     return model
 
 
-def _bias_of(parameter: str) -> str:
-    """What the bias beside a weight is called."""
-    return f"{parameter.removesuffix('weight')}bias"
-
-
 def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
     """By name, the layers of a block that are part of a parameter."""
     found: dict[str, View] = {}
@@ -253,6 +278,7 @@ def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
             layer = module.get_submodule(name)
             if type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
                 found[name] = View(layer, transposed=True)
-    if architecture.experts:
-        found |= expert_views(module.get_submodule(architecture.experts), architecture.experts)
+    experts = experts_of(module.get_submodule(architecture.experts)) if architecture.experts else None
+    if experts:
+        found |= experts.views(architecture.experts)
     return found

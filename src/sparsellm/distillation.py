@@ -135,7 +135,8 @@ def distil(
         masks = block.masks({name: block.layer(name).weight != 0 for name in planned(block, plan)})
         parameters |= {block.full_name(name): parameter for name, parameter in mine.items()}
         keep |= {block.full_name(name): mask for name, mask in masks.items() if name in mine}
-    small = {name: parameter.detach().clone() for name, parameter in parameters.items() if parameter.ndim == 1}
+    others = {block.full_name(name) for block in blocks for name in block.others()}
+    small = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in others}
     shares = distributed.told([sum(len(batch) for batch in group) for group in groups])
     sizes = [sum(each) for each in zip(*shares, strict=True)]
     head = model.get_output_embeddings()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
 from sparsellm.errors import UnsupportedModel
+from sparsellm.experts import Rows
 from sparsellm.recall import Enough, written_by
-from sparsellm.views import Rows
 
 Look = Callable[[Tensor], None]
 """Shown what a layer reads or writes, batch by batch, flattened to (tokens, in) or (tokens, out)."""
@@ -46,7 +46,8 @@ class Asked:
 class Seen:
     """What one batch showed on its way through a block.
 
-    entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out).
+    entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out); fewer tokens, or
+    none, of a layer that is called with those that are routed to it.
     leaving: the block's output, (batch, seq, model), where the pass was a whole one.
     """
 
@@ -119,9 +120,9 @@ def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows |
     writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.writes}
     with looking(block, reads, writes, rows, asked.whole) as through:
         left = through(hidden, call)
-    for name in set(asked.reads) - set(seen.inputs):  # an expert of a list that no token reached
-        seen.inputs[name] = hidden.new_zeros(0, block.layer(name).in_features)
-    for name in set(asked.writes) - set(seen.outputs):
-        seen.outputs[name] = hidden.new_zeros(0, block.layer(name).out_features)
+    for name in asked.reads:  # a layer that the block does not call on this batch, as an expert that no token is routed to
+        seen.inputs.setdefault(name, seen.entering.new_empty(0, block.layer(name).in_features))
+    for name in (name for name in asked.writes if name in block.layers):
+        seen.outputs.setdefault(name, seen.entering.new_empty(0, block.layer(name).out_features))
     seen.leaving = left if asked.whole else None
     return seen

@@ -23,6 +23,7 @@ WIDTH = 64
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
+    "intermediate_size_mlp",
     "moe_intermediate_size",
     "ffn_dim",
     "ffn_hidden_size",
@@ -34,7 +35,7 @@ WIDTHS = (
 )
 """What a configuration calls the dimensions of its matrices."""
 
-INNER = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+INNER = ("intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
 """Those that need not divide exactly, and are kept whole numbers of eights, for patterns of groups."""
 
 LENGTHS = ("max_position_embeddings", "sliding_window")

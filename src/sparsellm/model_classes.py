@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: one that sees, or one of text alone.
+    """The class of transformers that makes a model with a head from a configuration: of text alone, one that sees or hears.
 
     Raises UnsupportedModel for a type that has neither.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     try:
         alone = config.get_text_config() is config
     except ValueError as error:
         raise UnsupportedModel(f"A {config.model_type} holds several language models, of which none is its own.") from error
-    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)[:: 1 if alone else -1]
+    classes = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    classes = (AutoModelForCausalLM, *classes) if alone else (*classes, AutoModelForCausalLM)
     if getattr(config, "auto_map", None):
         return classes[0]  # its own code is not in transformers' tables
     for auto in classes:

@@ -11,9 +11,10 @@ from torch import Tensor
 from sparsellm import distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
+from sparsellm.errors import UnsupportedModel
+from sparsellm.experts import by_experts, experts_of, members, routed
 from sparsellm.modes import instead
-from sparsellm.recall import Enough
-from sparsellm.views import routed
+from sparsellm.recall import Enough, alike
 
 
 class Routes:
@@ -46,21 +47,21 @@ class Routes:
         """A pass over the batches begins."""
         self._batch = 0
 
-    def choose(self, chosen: Tensor) -> list[Tensor]:
-        """The tokens that each expert is shown of the next batch. chosen: (tokens, top-k), as the router has it."""
+    def choose(self, member: Tensor) -> list[Tensor]:
+        """The tokens that each expert is shown of the next batch. member: which are routed to it, (tokens, experts)."""
         self._shown, before = [], self._before[self._batch]
         self._batch += 1
-        for number, mine in enumerate(routed(chosen, len(self._lacking))):
+        for number, mine in enumerate(routed(member)):
             lacking, others = self._lacking[number], self._others[number]
             if lacking:
-                (rest,) = torch.where((chosen != number).all(-1))
+                (rest,) = torch.where(~member[:, number])
                 place = torch.arange(len(rest), device=rest.device) + before[number]
                 extra = rest[(place + 1) * lacking // others > place * lacking // others]
                 mine = torch.cat([mine, extra]).sort().values  # noqa: PLW2901  (in the order of the tokens)
             self._shown.append(mine)
         return self._shown
 
-    def again(self, chosen: Tensor) -> list[Tensor]:
+    def again(self, member: Tensor) -> list[Tensor]:
         """The same tokens once more, however they are routed now: so that two streams can be held against each other."""
         return self._shown
 
@@ -71,15 +72,25 @@ def chosen(block: Block, entered: Iterable[tuple[Tensor, Call]], tokens: Sequenc
 
     entered: what enters the block, batch by batch of this process, and how it is called. tokens: of all processes' batches.
     """
-    experts = [view for view in block.views.values() if view.expert is not None]
+    views = [view for view in block.views.values() if view.expert is not None]
+    module = views[0].runs
+    experts, forward = experts_of(module), module.forward
+    assert experts is not None
     counts: list[list[int]] = []
 
-    def count(_: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        counts.append([len(mine) for mine in routed(top_k_index, len(experts) // 3)])
+    def count(*given: Tensor) -> Tensor:
+        if not counts and not alike(by_experts(experts, views)(*given), forward(*given)):
+            raise UnsupportedModel(
+                f"The experts of {block.name}, a {type(module).__name__}, compute something else than their parameters' names "
+                "say. They cannot be pruned."
+            )
+        counts.append(members(experts, *given).sum(0).tolist())
         raise Enough
 
-    with instead(experts[0].owner, count):
+    with instead(module, count):
         for hidden, call in entered:
             with suppress(Enough):
                 block(hidden, call)
-    return Routes(torch.tensor(distributed.collected(counts)), tokens, max(view.in_features for view in experts[:3]))
+    return Routes(
+        torch.tensor(distributed.collected(counts)), tokens, max(view.in_features for view in views[: len(experts.names)])
+    )

@@ -128,7 +128,7 @@ def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: P
     layers: list[LayerResult] = []
     epochs: list[EpochResult] = []
     refined: Refined | None = None
-    small = {name: tensor.clone() for name, tensor in block.module.named_parameters() if tensor.ndim == 1}
+    small = {name: tensor.clone() for name, tensor in block.others().items()}
     for step in method.prune(block, inputs, plan):
         if isinstance(step, LayerResult):
             layers.append(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.blocks import Block
-from sparsellm.calls import Call
+from sparsellm.calls import Call, same
 from sparsellm.errors import SparseLLMError, UnsupportedModel
 from sparsellm.memory import out_of_memory
 from sparsellm.modes import computed_in, instead
@@ -41,8 +41,12 @@ def predicting(
         yield predict
 
 
-class _Indexed(Exception):
-    """The model took the first of what a block answered: its blocks answer with tuples."""
+class _Taken(Exception):
+    """The model took a part of what a block answered for the hidden states."""
+
+
+OTHERS = (None, 0, 1, 2, 3)
+"""How many values blocks may answer with after the hidden states, in a tuple; None for the hidden states themselves."""
 
 
 def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]) -> Any:
@@ -52,16 +56,16 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
     their shape from block to block.
     """
 
-    def once(wrap: bool) -> Any:
+    def once(others: int | None) -> Any:
         shapes: list[torch.Size] = []
 
         def forward_of(block: Block) -> Callable[..., Any]:
             def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
                 shapes.append(hidden.shape)
                 if hidden.shape != shapes[0]:
-                    raise _Indexed
+                    raise _Taken
                 found = answer(block, hidden, Call(arguments, keywords))
-                return (found,) if wrap else found
+                return found if others is None else (found, *[None] * others)
 
             return forward
 
@@ -70,14 +74,23 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
                 stack.enter_context(instead(block.module, forward_of(block)))
             return run()
 
-    try:
-        return once(wrap=False)
-    except _Indexed:
-        return once(wrap=True)
-    except (RuntimeError, IndexError, ValueError):
-        if len(blocks) > 1:
+    first: Exception | None = None
+    for others in OTHERS:
+        try:
+            return once(others)
+        except (torch.OutOfMemoryError, SparseLLMError):
             raise
-        return once(wrap=True)  # a single block's answer goes to no other block
+        except (_Taken, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+            first = first if first is not None and not isinstance(first, _Taken) else error
+    assert first is not None
+    raise first
+
+
+def check_unchanged(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
+    """Raise UnsupportedModel where what enters a block is not what enters the one before it, which a stand-in hands on."""
+    if not same(entered[before.index][0], entered[block.index][0]):
+        told = f"The model changes the hidden states between {before.name} and {block.name}."
+        raise UnsupportedModel(f"{told} Such models cannot be pruned block by block.")
 
 
 def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
@@ -89,15 +102,18 @@ def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> l
     kind = type(model).__name__
 
     def record(block: Block, hidden: Tensor, call: Call) -> Tensor:
-        if len(seen) <= 1 and block is blocks[0]:
-            seen.clear()  # the model may be run again, with tuples for answers
         if block.index in seen:
             raise UnsupportedModel(f"A {kind} runs {block.name} more than once for every text, which no method here prunes.")
         seen[block.index] = hidden, call
+        check_unchanged(blocks[max(block.index - 1, 0)], block, seen)
         return hidden
 
+    def run() -> Any:
+        seen.clear()  # the model may be run again, with tuples for answers
+        return model.base_model(input_ids=batch.to(home(model)), use_cache=False)
+
     try:
-        standing_in(blocks, record, partial(model.base_model, input_ids=batch.to(home(model)), use_cache=False))
+        standing_in(blocks, record, run)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         if isinstance(error, SparseLLMError) or out_of_memory(error):
             raise

@@ -1,20 +1,18 @@
 """Part of a parameter seen as a linear layer of its own: pieces of fused layers, transposed layers, single experts.
 
-A module that holds such layers computes them together. `by_pieces` and `by_experts` are its forward written layer by layer, so
-that hooks on each see what it reads and writes.
+A module that holds such layers computes them together. `by_pieces` is its forward written layer by layer, so that hooks on each
+see what it reads and writes; `by_experts` (`sparsellm.experts`) that of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-Rows = Callable[[Tensor], Sequence[Tensor]]
-"""From the experts chosen for each token, (tokens, top-k), to the numbers of the tokens that each expert is shown."""
+from torch.overrides import TorchFunctionMode
 
 
 class View(nn.Module):
@@ -22,7 +20,8 @@ class View(nn.Module):
 
     owner: the module that holds the parameter. weight, bias: what it calls them; no bias where it has none of that name.
     rows: which of the fused outputs are this layer's; None for all. transposed: whether the parameter is (in, out), as in
-    GPT-2. expert: which of a three-dimensional parameter's matrices it is.
+    GPT-2. expert: which of the parameter's matrices it is, of how many (experts). runs: the module that computes with the
+    parameter, if not the owner.
 
     stored: what the owner calls the parameter. Nothing of it is kept here: it may be replaced, moved or cast at any time.
     """
@@ -35,16 +34,23 @@ class View(nn.Module):
         rows: slice | Tensor | None = None,
         transposed: bool = False,
         expert: int | None = None,
+        experts: int = 0,
+        runs: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self._held = (owner,)  # in a tuple: a module in a field of its own would become a child
-        self.stored, self._bias = weight, bias
-        self.rows, self.transposed, self.expert = rows, transposed, expert
+        self._held = (owner, runs or owner)  # in a tuple: a module in a field of its own would become a child
+        self.stored, self.stored_bias = weight, bias
+        self.rows, self.transposed, self.expert, self._experts = rows, transposed, expert, experts
 
     @property
     def owner(self) -> nn.Module:
         """The module that holds the parameter."""
         return self._held[0]
+
+    @property
+    def runs(self) -> nn.Module:
+        """The module that computes with the parameter."""
+        return self._held[1]
 
     @property
     def weight(self) -> Tensor:
@@ -54,8 +60,11 @@ class View(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         """(out,), as it now is; None where the owner has none."""
-        found: Tensor | None = getattr(self.owner, self._bias, None)
-        return found if found is None or self.rows is None else found[self.rows]
+        found: Tensor | None = getattr(self.owner, self.stored_bias, None)
+        if found is None:
+            return None
+        found = found if self.expert is None else found[self.expert]
+        return found if self.rows is None else found[self.rows]
 
     @property
     def in_features(self) -> int:
@@ -78,7 +87,8 @@ class View(nn.Module):
 
     def put_bias(self, bias: Tensor) -> None:
         """Write the bias, (out,)."""
-        whole = getattr(self.owner, self._bias)
+        whole = getattr(self.owner, self.stored_bias)
+        whole = whole if self.expert is None else whole[self.expert]
         whole[slice(None) if self.rows is None else self.rows] = bias.to(whole.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -86,7 +96,10 @@ class View(nn.Module):
 
     def _matrix(self, whole: Tensor) -> Tensor:
         """The (out, in) matrix that the part is cut from, as a view."""
-        matrix = whole if self.expert is None else whole[self.expert]
+        if self.expert is None:
+            matrix = whole
+        else:  # a three-dimensional parameter, or matrices one above the other
+            matrix = (whole if whole.ndim == 3 else whole.unflatten(0, (self._experts, -1)))[self.expert]
         return matrix.T if self.transposed else matrix
 
 
@@ -112,35 +125,6 @@ def piece_rows(total: int, shares: Sequence[int], repeated: int) -> list[slice |
     ]
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds gated experts as three-dimensional tensors, in the usual form: gate above up, and no biases."""
-    fused, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if not (isinstance(fused, nn.Parameter) and isinstance(down, nn.Parameter) and fused.ndim == down.ndim == 3):
-        return False
-    gate = getattr(type(module), "_apply_gate", None)
-    usual = gate is None or gate.__name__ == "_default_apply_gate"
-    plain = not (getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False))
-    return usual and plain and getattr(module, "is_concatenated", True) and callable(getattr(module, "act_fn", None))
-
-
-EXPERT = ("gate_proj", "up_proj", "down_proj")
-"""What the layers of an expert are called here: its readers, and its writer."""
-
-
-def expert_views(experts: nn.Module, path: str) -> dict[str, View]:
-    """By name, the three layers of each expert of a module for which `is_experts` holds."""
-    found: dict[str, View] = {}
-    transposed = bool(getattr(experts, "is_transposed", False))
-    fused = experts.get_parameter("gate_up_proj")
-    hidden = fused.shape[2 if transposed else 1] // 2
-    halves = {"gate_proj": slice(0, hidden), "up_proj": slice(hidden, 2 * hidden)}
-    for number in range(len(fused)):
-        for name in EXPERT:
-            whole = "gate_up_proj" if name in halves else "down_proj"
-            found[f"{path}.{number}.{name}"] = View(experts, whole, "", halves.get(name), transposed, number)
-    return found
-
-
 def by_pieces(views: Sequence[View]) -> Callable[[Tensor], Tensor]:
     """A fused layer's forward, piece by piece. views: all that it holds."""
     first = views[0]
@@ -157,28 +141,26 @@ def by_pieces(views: Sequence[View]) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-def routed(chosen: Tensor, experts: int) -> list[Tensor]:
-    """The tokens that go to each expert, from the experts chosen for each token, (tokens, top-k)."""
-    return [torch.where((chosen == number).any(-1))[0] for number in range(experts)]
+class Called(TorchFunctionMode):
+    """Within the context a linear layer is called wherever its weight is multiplied outside of it: W X becomes layer(Xᵀ)ᵀ.
 
-
-def by_experts(views: Sequence[View], rows: Rows | None = None) -> Callable[..., Tensor]:
-    """The experts' forward, expert by expert, layer by layer; every expert's layers are called, if only with no tokens.
-
-    views: gate, up and writer of each expert in turn. rows: which tokens each is shown, instead of those that are routed to it:
-    a token that is not routed to an expert adds nothing to the output.
+    State-space models do that, to add the bias later; hooks on the layer are called as on any other, and the bias that it adds
+    is taken off again.
     """
-    activate: Any = views[0].owner.act_fn
 
-    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        shown = rows(top_k_index) if rows else routed(top_k_index, len(views) // 3)
-        out = torch.zeros_like(hidden_states)
-        for number, mine in enumerate(shown):
-            gate, up, writer = views[3 * number : 3 * number + 3]
-            x = hidden_states[mine]
-            written = writer(activate(gate(x)) * up(x))
-            share = (top_k_weights[mine] * (top_k_index[mine] == number)).sum(-1, keepdim=True)
-            out = out.index_add(0, mine, (written * share).to(out.dtype))
-        return out
+    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+        super().__init__()
+        self._layers = {id(layer.weight): layer for layer in layers}
 
-    return forward
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        layer = self._layers.get(id(args[0])) if func in PRODUCTS and len(args) == 2 else None
+        if layer is None:
+            return func(*args, **(kwargs or {}))
+        written = layer(args[1].mT)
+        return (written if layer.bias is None else written - layer.bias).mT
+
+
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+"""The ways to write a product of a weight and what it reads."""

@@ -196,6 +196,10 @@ class OnDisk:
                 _put(module, leaf, empty)
 
 
+WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16)}
+"""By which of its attributes a model of transformers keeps tensors in float32, and in which dtypes it then is."""
+
+
 def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
 
@@ -207,8 +211,10 @@ def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     missing = [name for name in known if owners[name] not in there]
     if missing:
         raise NotStreamable(f"{missing[0]} is not in the checkpoint under a name of its own")
-    if any(getattr(model, name, None) for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")):
-        raise NotStreamable("some of its tensors stay in float32 whatever the dtype")
+    if any(getattr(model, name, None) and model.dtype in dtypes for name, dtypes in WIDENED.items()):
+        raise NotStreamable(
+            f"some of its tensors stay in float32 where the others are {str(model.dtype).removeprefix('torch.')}"
+        )
     return places
 
 

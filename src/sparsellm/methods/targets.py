@@ -65,11 +65,13 @@ class Targets:
             own, aimed = Asked([first], _once(lost, made)), Asked([], lost, last)
         for pruned, teacher in self._inputs.pairs(self._block, own, aimed, first if last else ""):
             source, x = teacher if self._taught else pruned, pruned.inputs[first].float()
+            alike = len(x) == len(pruned.entering) or first in self._block.views  # else the streams' tokens may not be the same
             gram.update(x)
             if twins:
-                twins.update(x, source.inputs[first].float())
+                twins.update(x, source.inputs[first].float() if alike else x)
             for name, some in sums.items():
-                some.update(self._target(name, source, pruned, teacher), x)
+                aimed_at = self._target(name, source, pruned, teacher) if alike else linear(x, *dense[name])
+                some.update(aimed_at, x)
             if part:
                 part[0].append(x)
                 part[1].append(self._target(self._writer, source, pruned, teacher))
