@@ -17,12 +17,12 @@ from sparsellm.activations import Activations
 from sparsellm.allocation import uniform
 from sparsellm.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.blocks import Block, blocks_of
-from sparsellm.checkpoint import auto_model
 from sparsellm.errors import UnsupportedModel
 from sparsellm.experts import experts_of, members
 from sparsellm.inspection import inspect
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
+from sparsellm.model_classes import auto_model
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
 from sparsellm.sequential import prune_blocks, walk

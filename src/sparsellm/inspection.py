@@ -241,4 +241,4 @@ def _identical(one: Tensor, other: Tensor, as_stored: bool) -> bool:
     other = other if as_stored else other.to(one.dtype)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
+    return bool(torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (one, other))))
