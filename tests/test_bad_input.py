@@ -262,6 +262,10 @@ PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {reader: mlp.up
             f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: 7, b: 6}}}}}}\n",
             ("not of the form", "48 outputs do not divide into (7, 6)"),
         ),
+        (
+            f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: no_such_key}}}}}}\n",
+            ("whole numbers above 0", "'no_such_key'"),
+        ),
         (f"{LAYERS}groups: [[mlp.up_proj]]\nexperts: mlp.experts\n", ("'mlp.experts'", "in no block")),
     ],
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sparsellm.curves import CURVES
-from sparsellm.errors import UnsupportedModel
+from sparsellm.errors import InvalidSetting, UnsupportedModel
 from sparsellm.experts import GATED, experts_of
 from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 
@@ -43,8 +43,11 @@ class Split:
 
 
 def _number(config: Any, value: str | int) -> int:
-    """A number, or the configuration's number of that name."""
-    return int(getattr(config, value)) if isinstance(value, str) else value
+    """A number, or the configuration's number of that name. Raises InvalidSetting for what is none, or not above 0."""
+    number = getattr(config, value, None) if isinstance(value, str) else value
+    if not isinstance(number, int) or number < 1:
+        raise InvalidSetting(f"`splits` needs whole numbers above 0, or the configuration's keys for them, got {value!r}.")
+    return number
 
 
 @dataclass(frozen=True)

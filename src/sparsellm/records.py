@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
 from sparsellm.json_files import read_json
 from sparsellm.patterns import parse_pattern
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+def _drawable(value: Any) -> Any:
+    """A number as it is; raises ValueError for an integer that arrays and plots cannot hold."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("the integer is too large")
+    return value
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_drawable)]
 Number = Finite | Literal["inf", "-inf", "nan"]
 """A figure as `report.strict_json` writes it."""
 
@@ -44,14 +52,14 @@ class _Layer(_Form):
 
 class _Step(_Form):
     step: str
-    epoch: int
+    epoch: Annotated[int, Field(ge=0, lt=2**31)]
     feed_forward_error: Number
     accepted: bool
     after_weights: Number | None
 
 
 class _Block(_Form):
-    index: int
+    index: Annotated[int, Field(ge=0, lt=2**31)]
     name: str
     layers: list[_Layer]
     epochs: list[_Step]
