@@ -82,7 +82,7 @@ def test_the_simulation_refuses_and_counts(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["llama", "mixtral sparsegpt", "opt published"])
 def test_the_same_weights_as_on_the_cpu(case: str, tmp_path: Path) -> None:
-    """Every method, coupled blocks and models, allocations by gradients: against the CPU with the paths that GPUs take."""
+    """The cases of several.py whose name has these words: against the CPU with the paths that GPUs take."""
     for device in ("queued", "simulated"):
         (tmp_path / device).mkdir()
     ran(ROOT / "tests" / "several.py", tmp_path / "queued", case, "queued")
@@ -106,7 +106,7 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("streamed", ["--stream", "--no-stream"])
 def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """With evaluation, in memory and block by block: the masks of the CPU, and its perplexity but for rounding."""
+    """With evaluation, in memory and block by block: the masks of the CPU. Perplexities are not compared."""
     words = ["--method", "wanda", "--calibration", text_file, "--samples", 4, "--length", 32, "--evaluate", text_file, streamed]
     reports = []
     for device in ("cpu", "simulated"):
