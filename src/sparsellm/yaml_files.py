@@ -25,6 +25,16 @@ class _Loader(yaml.SafeLoader):
     Numbers to the base 60 are text (`sparsity: 2:4` is a pattern, not 124), and so are dates. `<<` is a key like any other.
     """
 
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH + 1:  # here, since the parser takes seconds for what is nested far deeper
+            raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
@@ -115,9 +125,6 @@ def read_value(text: str) -> Any:
 
 def _value(text: str, loader: type[_Loader]) -> Any:
     """The value of a text of YAML, checked."""
-    try:
-        value = yaml.load(text, loader)
-    except RecursionError:
-        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    value = yaml.load(text, loader)
     check_value(value, MAX_VALUES)
     return value
