@@ -41,7 +41,7 @@ FILE = MEASURED / "families.json"
 PAGE = ROOT / "docs" / "families.md"
 START, END = "<!-- table of types -->\n", "<!-- end of table of types -->\n"
 METHODS = {"sparsegpt": "SparseGPT", "sparsellm": "default"}
-SECONDS = 180
+SECONDS = 90
 """What a type may take: one that takes longer is an error."""
 
 PRUNED, REFUSED, ERROR = "pruned", "refused", "error"

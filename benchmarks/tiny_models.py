@@ -212,7 +212,8 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that makes a model of a configuration, whether this package opens it or not."""
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    alone = config.get_text_config() is config
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)[:: 1 if alone else -1]:
         if type(config) in auto._model_mapping:
             return auto
     raise ValueError(f"no class makes a {type(config).__name__}")

@@ -21,8 +21,8 @@ def auto_model(config: PretrainedConfig) -> Any:
         alone = config.get_text_config() is config
     except ValueError as error:
         raise UnsupportedModel(f"A {config.model_type} holds several language models, of which none is its own.") from error
-    others = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    classes = (AutoModelForCausalLM, *others) if alone else (*others, AutoModelForCausalLM)
+    perceiving = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    classes = (AutoModelForCausalLM, *perceiving) if alone else (*perceiving, AutoModelForCausalLM)
     if getattr(config, "auto_map", None):
         return classes[0]  # its own code is not in transformers' tables
     for auto in classes:
