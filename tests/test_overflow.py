@@ -21,12 +21,12 @@ from tests.test_bad_input import refused
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "swift", "sparsellm", "as published")
 
 
-def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None = None) -> Path:
-    """A copy of a model with the weights of its layers times a factor."""
+def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None = None, part: str = ".layers.") -> Path:
+    """A copy of a model with the matrices whose names hold a text times a factor: by default the weights of its layers."""
     shutil.copytree(dense, folder)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        grown = tensor.float() * factor if tensor.ndim == 2 and ".layers." in name else tensor
+        grown = tensor.float() * factor if tensor.ndim == 2 and part in name else tensor
         tensors[name] = grown.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -51,6 +51,18 @@ def test_weights_that_overflow_are_refused(
         assert "layers.0" in message or "logits" in message, message
         assert "calibration tokens than" not in message, message
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("part", ["embed_tokens", "."])
+def test_hidden_states_that_overflow_in_a_norm_are_refused(
+    method: str, part: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    """Float32 hidden states of 1e28 are finite, their squares are not: an RMS norm turns them into zeros without a word."""
+    folder = scaled(tiny["llama"], tmp_path / "model", 1e30, part=part)
+    message = refused(command("prune", folder, tmp_path / "out", *words_of(method, text_file)))
+    assert "overflow" in message, message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["magnitude", "sparsegpt", "alps"])

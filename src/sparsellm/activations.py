@@ -14,9 +14,10 @@ from torch import Tensor
 from sparsellm import distributed
 from sparsellm.blocks import Block
 from sparsellm.calls import Call, cast, same
+from sparsellm.linalg import squares_finite
 from sparsellm.looks import Asked, Looks, Seen, Through, glimpse, looking
 from sparsellm.modes import computed_in
-from sparsellm.onward import Onward
+from sparsellm.onward import Onward, check_entering
 from sparsellm.recall import Recalls, Settled, additive, enclosed, enclosing, sparing, within
 from sparsellm.routes import Routes, chosen
 from sparsellm.stand_ins import entered
@@ -75,15 +76,18 @@ class Activations:
         without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
         """
         calls: list[list[Call]] = [[] for _ in blocks]
+        finite: list[Tensor] = []
         pruned, *dense = streams or ([],)
         with computed_in(model, dtype, without=[block.module for block in blocks]):
             for batch in distributed.dealt(batches):
                 found = entered(model, blocks, batch)
+                finite.append(squares_finite(found[0][0]))
                 for index, (_, call) in enumerate(found):
                     alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
                     calls[index].append(next((other for other in alike if same(other, call)), call))
                 for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
                     stream.append(cast(found[0][0], dtype))
+        check_entering(blocks[0].name, finite)
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         again = {key: cast(call, dtype) for key, call in distinct.items()}
         recast = [[again[id(call)] for call in row] for row in calls]

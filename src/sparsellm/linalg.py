@@ -20,6 +20,14 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
+def squares_finite(hidden: Tensor) -> Tensor:
+    """Whether the sum of squares of every row of (..., features) is finite in float32, as a tensor of one bool.
+
+    A norm layer divides by the root of that sum: where it overflows, the norm of a finite row is zero.
+    """
+    return hidden.float().square().sum(-1).isfinite().all()
+
+
 def zeros_in(weight: Tensor) -> int:
     """How many entries are exactly zero. Without a copy: the sum of a comparison would take eight bytes for each entry."""
     return weight.numel() - int(weight.count_nonzero())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -10,7 +10,7 @@ from sparsellm import devices
 from sparsellm.blocks import Block
 from sparsellm.calls import Call
 from sparsellm.errors import NonFinite
-from sparsellm.linalg import all_finite
+from sparsellm.linalg import all_finite, squares_finite
 from sparsellm.storage import Kept
 
 
@@ -24,8 +24,8 @@ class Onward:
     def take(self, number: int, hidden: Tensor, call: Call) -> None:
         """Put a batch's new hidden states in the place of those that it entered with. Raises NonFinite, naming the layer."""
         if devices.queued(hidden.device):
-            self._finite.append(hidden.isfinite().all())
-        elif not all_finite(hidden):
+            self._finite.append(squares_finite(hidden))
+        elif not squares_finite(hidden):
             raise not_finite(first_not_finite(self._block, self._stream[number], call), hidden, number)
         self._stream[number] = hidden
 
@@ -39,10 +39,21 @@ class Onward:
 
 
 def not_finite(what: str, hidden: Tensor, batch: int) -> NonFinite:
-    """That the output of a block or a layer is not finite."""
+    """The error for an output of a block or a layer that is not finite, or whose squares are not."""
+    state = "overflows float32 when squared" if all_finite(hidden) else "is not finite"
     return NonFinite(
-        f"The output of {what} is not finite ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
+        f"The output of {what} {state} ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
     )
+
+
+def check_entering(name: str, finite: Sequence[Tensor]) -> None:
+    """Raise NonFinite unless the hidden states that enter the first block have finite squares: a tensor for each batch."""
+    for number, good in enumerate(devices.read(finite)):
+        if not good:
+            raise NonFinite(
+                f"The hidden states that enter {name} overflow float32 when squared (batch {number}), so that its norm would "
+                "turn them into zeros. Look for weights before it that are far too large."
+            )
 
 
 def first_not_finite(block: Block, hidden: Tensor, call: Call) -> str:
