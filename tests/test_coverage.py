@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
@@ -194,7 +195,7 @@ def test_models_that_do_not_run_block_by_block_are_refused(form: str, told: str,
 def test_types_that_no_class_opens_are_refused(tmp_path: Path, command: Command) -> None:
     """A configuration that transformers knows, of a model that is no causal language model."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({"weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     result = command("prune", tmp_path, tmp_path / "out", *WORDS)
     assert result.exit_code == 1
     assert "no causal language model of type 'vit'" in " ".join(result.stderr.split())

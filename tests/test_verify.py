@@ -360,8 +360,9 @@ def test_a_card_may_be_edited(outputs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_in_the_hub_s_cache(outputs: dict[str, Path], tmp_path: Path) -> None:
     """There every file is a link to one among the blobs; one that leads elsewhere is refused."""
-    blobs, place = tmp_path / "blobs", tmp_path / "snapshots" / "0123"
-    blobs.mkdir()
+    repository = tmp_path / "models--me--opt"
+    blobs, place = repository / "blobs", repository / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
     place.mkdir(parents=True)
     for number, file in enumerate(sorted(outputs["opt"].iterdir())):
         shutil.copy(file, blobs / str(number))
@@ -385,7 +386,8 @@ def test_an_output_without_a_report(
     refused(command("verify", own), "holds no digests", "Prune the model again")
     for damaged in ("{", "[]", "null", '{"files": 1}', "[" * 100_000):
         (own / "sparsellm.json").write_text(damaged)
-        refused(command("verify", own), "sparsellm.json is damaged")
+        message = refused(command("verify", own), "sparsellm.json")
+        assert "is damaged" in message or "cannot be read" in message, message
     with pytest.raises(InvalidSetting, match="is no folder"):
         sparsellm.verify(tmp_path / "nowhere")
 

@@ -247,7 +247,7 @@ def test_messages_agree(
     error = ERRORS[cause]()
     kept = {"the first block": 0, "the second block": 1, "verification": 3}[stage]
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     if stage == cause == "verification":

@@ -114,7 +114,7 @@ def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> l
 
     try:
         standing_in(blocks, record, run)
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
         if isinstance(error, SparseLLMError) or out_of_memory(error):
             raise
         told = " ".join(str(error).split())
