@@ -167,7 +167,8 @@ def by_error(
         names = [name for name in block.layers if block.full_name(name) in plan]
         if not names:
             continue
-        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, inputs.metric(block), inputs.firsts)
+        calls, metric = inputs.calls(block), inputs.metric(block)
+        weighs = layer_sensitivities(block, inputs.pruned, calls, names, metric, inputs.firsts, inputs.window)
         for name, known in gather(block, inputs, dict.fromkeys(names, Gram), onward=True).items():
             problem = problem_of(block, name, known)
             full = block.full_name(name)

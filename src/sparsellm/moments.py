@@ -115,17 +115,24 @@ class Gram(InputNorms):
         """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
         return mirrored(self._upper(None)) if self._settled is None else self._settled[0].clone()
 
+    def mean_over(self, tokens: int) -> Tensor:
+        """The same over so many tokens, where all others are zeros; not of a Gram that is settled."""
+        return mirrored(self._upper(None, tokens))
+
     @property
     def shown(self) -> Tensor:
         """The same for reading only: no fresh one once it is settled."""
         return self.matrix if self._settled is None else self._settled[0]
 
-    def _upper(self, centre: Tensor | None) -> Tensor:
-        """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything."""
+    def _upper(self, centre: Tensor | None, tokens: int | None = None) -> Tensor:
+        """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything.
+
+        tokens: that the mean is over, if not all that were seen.
+        """
         self._sum.wait()
         found = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
         for (start, stop), products in zip(self._places, self._products, strict=True):  # the doubles stay few
-            panel = products / max(self.tokens, 1)
+            panel = products / max(self.tokens if tokens is None else tokens, 1)
             if centre is not None:
                 panel -= centre[start:stop].outer(centre[start:])
             found[start:stop, start:] = panel

@@ -80,9 +80,9 @@ def _second_moment(gradients: Kept) -> Tensor:
     """The sum over tokens of g gᵀ, (model, model), in float64 as in `sparsellm.moments`."""
     total: Tensor | None = None
     for some in gradients:
-        rows = some.flatten(0, -2).float()
-        product = (rows.T @ rows).to(devices.widest(rows.device))
-        total = product if total is None else total.add_(product)
+        for rows in some:  # window by window: the same sums however windows are batched
+            product = (rows.float().T @ rows.float()).to(devices.widest(rows.device))
+            total = product if total is None else total.add_(product)
     if total is None:
         few = f"are fewer calibration batches than the {distributed.world()} processes"
         told = f"There {few if distributed.world() > 1 else 'is no calibration batch'}."
@@ -97,6 +97,7 @@ def layer_sensitivities(
     names: Sequence[str],
     metric: Tensor,
     firsts: Iterable[int],
+    window: int | None = None,
 ) -> dict[str, Tensor]:
     r"""S = E[Jᵀ F J] for the outputs of the named layers, (out, out) float32, J the block's own Jacobian.
 
@@ -104,13 +105,14 @@ def layer_sensitivities(
 
     block: a dense one. hidden: what enters it in the dense model, (batch, seq, model) for each batch. calls: how it is called
     on each. metric: F, (model, model), of the block's output. firsts: the number of each batch's first window among all.
+    window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
     """
     if not names:
         return {}
     heights, vectors = spectrum(metric)
     root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
     generator = torch.Generator(device=metric.device)
-    sums = {name: Gram(block.layer(name).out_features, metric.device) for name in names}
+    sums = {name: Gram(block.layer(name).out_features, metric.device, window) for name in names}
     tokens = 0
     watching = coming_back(block, {name: some.update for name, some in sums.items()})
     with only_trained(block.module), watching, torch.enable_grad():
@@ -120,14 +122,14 @@ def layer_sensitivities(
             start = entering.detach().clone().requires_grad_(True)
             output = block(start, call)
             noise = torch.zeros(output.shape, device=metric.device)
-            for number, window in enumerate(noise, first):  # each by its number: the same however windows are batched
-                if number * len(window) < TOKENS:
+            for number, errors in enumerate(noise, first):  # each by its number: the same however windows are batched
+                if number * len(errors) < TOKENS:
                     generator.manual_seed(block.index * MANY + number)
-                    window.copy_(torch.randn(window.shape, generator=generator, device=metric.device))
-                    tokens += len(window)
-            torch.autograd.grad(output, start, (noise @ root).to(output.dtype))
+                    errors.copy_(torch.randn(errors.shape, generator=generator, device=metric.device) @ root)
+                    tokens += len(errors)
+            torch.autograd.grad(output, start, noise.to(output.dtype))
     count = distributed.total(tokens, metric.device)
     for some in sums.values():
         some.reduce()
     # Of the last windows' tokens some had no error: what they sent back is zero, and they do not count.
-    return {name: some.matrix * (some.tokens / count) for name, some in sums.items()}
+    return {name: some.mean_over(count) for name, some in sums.items()}

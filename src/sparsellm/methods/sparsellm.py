@@ -100,4 +100,5 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metr
     """S of the named layers, of the block as it was and on the dense stream."""
     if inputs.dense is None or inputs.teacher is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
-    return layer_sensitivities(inputs.teacher, inputs.dense, inputs.calls(block), names, metric, inputs.firsts)
+    calls = inputs.calls(block)
+    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.firsts, inputs.window)
