@@ -145,12 +145,16 @@ class Tally:
     message: int = 0
 
 
+class TooSlow(BaseException):
+    """Reading took too long. No Exception: readers turn those of transformers, of whatever kind, into messages."""
+
+
 @contextmanager
 def limited(seconds: float = SECONDS) -> Iterator[None]:
     """Within the context whatever takes longer is an error."""
 
     def rung(_: int, __: FrameType | None) -> None:
-        raise AssertionError(f"it took longer than {seconds} s")
+        raise TooSlow(f"it took longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, rung)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -206,7 +210,7 @@ def fuzz(
         file.write_bytes(content)
         try:
             attempt(tally, read)
-        except Exception as error:
+        except (Exception, TooSlow) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:200]}"
             failures.setdefault(place, repr(content[:600]))

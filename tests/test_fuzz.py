@@ -20,6 +20,7 @@ from sparsellm.architecture_file import read_architecture
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.comparison import measures, table, to_markdown
+from sparsellm.errors import CannotResume
 from sparsellm.files import card_terms
 from sparsellm.finished import finished_report, foreign_file
 from sparsellm.inspection import inspect, planned_layers
@@ -262,7 +263,12 @@ def test_journals(tmp_path: Path) -> None:
     lines = either(mutated([content]), lambda random: b"\n".join(_line(line, random) for line in content.split(b"\n")))
 
     def read() -> None:
-        resumed = Journal.resume(folder, told)
+        try:
+            resumed = Journal.resume(folder, told)
+        except CannotResume as error:
+            if "another version" in str(error):  # its number was changed
+                return
+            raise
         assert resumed.fact("batch") in (3, None)
         resumed.note("batch", 4)
 

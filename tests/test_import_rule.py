@@ -107,6 +107,7 @@ STOREYS = {
         "log",
         "pages",
         "residence",
+        "first_pass",
         "generation",
         "zeroshot",
         "preparation",

@@ -41,6 +41,9 @@ def _architecture(content: dict[str, Any]) -> Architecture:
     groups = content["groups"]
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
         raise InvalidSetting("`groups` must be lists of layers, in running order, those that share an input in one.")
+    splits = content.get("splits") or {}
+    if not isinstance(splits, dict):
+        raise InvalidSetting(f"`splits` must name fused layers, each with its pieces, got {splits!r}.")
     layers = [_text("groups", name) for group in groups for name in group]
     part = None
     if content.get("feed_forward") is not None:
@@ -52,7 +55,7 @@ def _architecture(content: dict[str, Any]) -> Architecture:
         groups=tuple(tuple(str(name) for name in group) for group in groups),
         feed_forward=part,
         activation=_text("activation", content.get("activation", "none")),
-        splits={str(name): _split(name, value) for name, value in (content.get("splits") or {}).items()},
+        splits={str(name): _split(name, value) for name, value in splits.items()},
         experts=_text("experts", content.get("experts", "")),
     )
 

@@ -60,7 +60,7 @@ class Checkpoint:
     @property
     def length(self) -> int:
         """The most tokens that the model was made for."""
-        return _length(self.config)
+        return context_length(self.config)
 
     def skeleton(self) -> PreTrainedModel:
         """The model without memory for its weights: shapes and names only."""
@@ -170,7 +170,7 @@ class Loaded:
     @property
     def length(self) -> int:
         """The most tokens that the model was made for."""
-        return _length(self.model.config)
+        return context_length(self.model.config)
 
     def skeleton(self) -> PreTrainedModel:
         """The model itself."""
@@ -256,6 +256,7 @@ def _check_finite(name: str, model: nn.Module) -> None:
             raise BadCheckpoint(f"{name} holds NaN or infinity in {key}. Get a sound copy of the checkpoint.")
 
 
-def _length(config: PretrainedConfig) -> int:
-    """The most tokens that a configuration names; 2048 where it names none."""
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2048)
+def context_length(config: PretrainedConfig) -> int:
+    """The most tokens that a configuration names; 2048 where it names none, or -1 for no limit."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else 2048

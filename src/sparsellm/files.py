@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sparsellm import demo
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
 from sparsellm.headers import entries_of
-from sparsellm.json_files import read_json
+from sparsellm.json_files import is_path, read_json
+from sparsellm.yaml_files import read_words
 
 DEMO = "demo:"
 """What a bundled model's name begins with."""
@@ -40,9 +39,8 @@ def card_terms(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        # As text all through: to YAML the language "no" is false.
-        found = yaml.load(head[1], Loader=yaml.BaseLoader) if head else {}
-    except (OSError, ValueError, yaml.YAMLError):
+        found = read_words(head[1]) if head else {}  # as text: to YAML the language "no" is false
+    except (OSError, ValueError):
         return {}
     terms = {name: found.get(name) for name in TERMS} if isinstance(found, dict) else {}
     return {name: value for name, value in terms.items() if value and _is_text(value)}
@@ -159,7 +157,7 @@ def _shards(index: Path) -> list[Path]:
     named = sorted(set(weight_map.values()))
     files = [index.parent / file for file in named]
     for name, file in zip(named, files, strict=True):
-        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != kind:
+        if not is_path(name) or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != kind:
             raise BadCheckpoint(
                 f"{index.name} names {name[:80]!r}, which is no {kind} file of its folder. Get a sound copy of the checkpoint."
             )

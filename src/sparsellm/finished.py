@@ -9,6 +9,7 @@ from typing import Any
 from sparsellm.digests import file_digest, report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.inspection import REPORT, WORK
+from sparsellm.json_files import is_path
 from sparsellm.patterns import Pattern, parse_pattern
 from sparsellm.records import saved_report
 
@@ -51,6 +52,8 @@ def read_report(folder: Path) -> Mapping[str, Any]:
 
 def _is_within(folder: Path, name: str) -> bool:
     """Whether a file is in a folder, or is what a link of the hub's cache leads to."""
+    if not is_path(name):
+        return False
     file, place = (folder / name).resolve(), folder.resolve()
     return file.is_relative_to(place) or file.is_relative_to(place.parent.parent / "blobs")
 

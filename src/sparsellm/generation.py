@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsellm.checkpoint import compute_dtype
+from sparsellm.checkpoint import compute_dtype, context_length
 from sparsellm.modes import computed_in, evaluating
 from sparsellm.residence import Residence
 
@@ -29,7 +29,7 @@ def continuation(home: Residence, tokenizer: PreTrainedTokenizerBase, prompt: st
     if home.streamed:
         return NOT_IN_MEMORY
     model = home.model
-    longest = int(getattr(model.config, "max_position_embeddings", None) or 2048)
+    longest = context_length(model.config)
     tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     start = tokens.shape[1]
     with evaluating(model), computed_in(model, compute_dtype(model)):

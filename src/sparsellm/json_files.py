@@ -100,6 +100,13 @@ def is_text(string: str) -> bool:
     return not _SURROGATE.search(string)
 
 
+def is_path(name: str) -> bool:
+    """Whether a file can have this name: systems take 255 bytes for a part of a path, and raise on more and on NUL."""
+    if "\0" in name or not is_text(name) or len(name) > 1024:
+        return False
+    return all(len(part.encode()) < 256 for part in name.split("/"))
+
+
 def check_value(value: Any, limit: int | None = None) -> None:
     """Raise Unreadable for a value that is nested too deeply, holds text that is none, or more than `limit` values."""
     waiting: list[tuple[Any, int]] = [(value, 1)]

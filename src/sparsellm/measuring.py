@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoint import device_of, open_checkpoint
+from sparsellm.first_pass import check_runs
 from sparsellm.pages import keep_pages
-from sparsellm.preparation import read_test, window_length
+from sparsellm.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import settle
 from sparsellm.zeroshot import accuracies, prepared
@@ -46,10 +47,14 @@ def measure(
     keep_pages()
     place = device_of(device)
     source = open_checkpoint(model, revision, trusted)
+    skeleton = source.skeleton()
+    check_vocabulary(skeleton, source)
     window = window_length(recipe, source.length)
     tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
+    check_tokens(skeleton, *tests.values())
     prepared(recipe.task, task_data)
     home = settle(recipe, source, place, Path(tempfile.gettempdir()))
+    check_runs(home, by_block=home.streamed)
     perplexities = {text: asdict(home.measured(test, text)) for text, test in tests.items()}
     found = accuracies(home, source.tokenizer(), recipe.task, task_data, task_limit) if tasks else {}
     return perplexities, {task: asdict(accuracy) for task, accuracy in found.items()}

@@ -19,6 +19,7 @@ from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
 from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
+from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
 from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
@@ -31,7 +32,7 @@ from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
 from sparsellm.report import Report, environment
-from sparsellm.residence import Residence, settle
+from sparsellm.residence import Place, Residence, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
 from sparsellm.weights import OnDisk
@@ -135,11 +136,7 @@ def run(
     if work and distributed.leads():
         log.keep(work.folder / LOG)
     say(Begun(name or (work.output.name if work else PurePath(recipe.model).name), recipe, report.environment))
-    with phase("loading", report, say):
-        home = settle(recipe, source, ready.device, work.folder if work else None, place)
-    if home.note:
-        say(Note(home.note))  # what follows is about this machine and not about the result: none of it goes to the model card
-
+    home = _load(ready, work, place, report, say)
     measure = partial(_measure, ready, report, say)
     measure(home, "dense", shared)
     if recipe.written and len(windows):
@@ -171,6 +168,18 @@ def run(
         note(f"the pruned model was not measured: {error}", report, say)
     report.seconds["total"] = time.perf_counter() - started
     return _result(home, source, report, log, say)
+
+
+def _load(ready: Prepared, work: Work | None, place: Place, report: Report, say: Observer) -> Residence:
+    """The model where it is pruned; it was run on a few tokens if anything is to be computed with it."""
+    recipe = report.recipe
+    with phase("loading", report, say):
+        home = settle(recipe, ready.source, ready.device, work.folder if work else None, place)
+        if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
+            check_runs(home, by_block=home.streamed or len(ready.windows) > 0)
+    if home.note:
+        say(Note(home.note))  # what follows is about this machine and not about the result: none of it goes to the model card
+    return home
 
 
 def _result(home: Residence, source: Checkpoint | Loaded, report: Report, log: Log, say: Observer) -> Result:

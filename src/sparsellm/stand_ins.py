@@ -112,19 +112,27 @@ def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> l
         seen.clear()  # the model may be run again, with other forms of the blocks' answers
         return model.base_model(input_ids=batch.to(home(model)), use_cache=False)
 
-    try:
+    with refusing(model, "block by block on text alone"):
         standing_in(blocks, record, run)
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-        if isinstance(error, SparseLLMError) or out_of_memory(error):
-            raise
-        told = " ".join(str(error).split())
-        raise UnsupportedModel(
-            f"A {kind} cannot be run block by block on text alone ({type(error).__name__}: {told[:200]})."
-        ) from error
     unseen = [block.name for block in blocks if block.index not in seen]
     if unseen:
         raise UnsupportedModel(f"A {kind} does not run {unseen[0]} on text, so nothing is known of what its layers read.")
     return [seen[block.index] for block in blocks]
+
+
+@contextmanager
+def refusing(model: PreTrainedModel, how: str) -> Iterator[None]:
+    """Within the context an error of the model's own code is an UnsupportedModel; a lack of memory stays what it is.
+
+    how: as what the model cannot be run, for the message.
+    """
+    try:
+        yield
+    except Exception as error:  # configurations hold values that no one checks before the model's own code computes with them
+        if isinstance(error, SparseLLMError) or out_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UnsupportedModel(f"A {type(model).__name__} cannot be run {how} ({said}).") from error
 
 
 def home(model: PreTrainedModel) -> torch.device:

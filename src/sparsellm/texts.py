@@ -281,7 +281,7 @@ def _parquet(path: Path, field: str) -> list[Row]:
         if field not in file.schema_arrow.names:
             raise _no_field(str(path), field, file.schema_arrow.names)
         column = file.read([field]).column(field).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadText(f"{path} is not a Parquet file that can be read: {error}") from error
     return [(f"row {number}", text) for number, text in enumerate(column, 1)]
 

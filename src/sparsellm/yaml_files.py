@@ -123,6 +123,14 @@ def read_value(text: str) -> Any:
         return text
 
 
+def read_words(text: str) -> Any:
+    """What a text of YAML holds, every key and value as it is written; raises Unreadable for what cannot be read."""
+    try:
+        return _value(text, _Words)
+    except yaml.YAMLError as error:
+        raise Unreadable(f"it is not YAML: {' '.join(str(error).split())}") from None
+
+
 def _value(text: str, loader: type[_Loader]) -> Any:
     """The value of a text of YAML, checked."""
     value = yaml.load(text, loader)

@@ -1,0 +1,51 @@
+"""A model run on a few tokens before work begins: some values of a configuration build a model that cannot compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsellm import distributed
+from sparsellm.blocks import blocks_of
+from sparsellm.modes import computed_in, evaluating
+from sparsellm.residence import Residence
+from sparsellm.sequential import walk
+from sparsellm.stand_ins import predicting, refusing
+
+TOKENS = 16
+"""Tokens in the window."""
+
+
+@torch.no_grad()
+def check_runs(home: Residence, by_block: bool) -> None:
+    """Run a model on one short window.
+
+    Args:
+        home: The model, and where its weights are.
+        by_block: Whether it is run block by block, as it is pruned, or as a whole. Of a model whose weights are read block by
+            block the first block alone is run: to read the others takes as long as a large part of the work itself.
+
+    Raises:
+        UnsupportedModel: The model's own code fails.
+        NonFinite: A block writes NaN or infinity.
+    """
+    model = home.model
+    tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    with refusing(model, "as its config.json says"):
+        if by_block:
+            _by_block(home, tokens)
+        else:
+            with evaluating(model), computed_in(model, home.compute):
+                model(input_ids=tokens.to(model.get_input_embeddings().weight.device), use_cache=False)
+
+
+def _by_block(home: Residence, tokens: Tensor) -> None:
+    """One window through the blocks, or through the first of them, and through what is behind them."""
+    blocks = blocks_of(home.model)
+    last = 0 if home.streamed else len(blocks) - 1
+    batches = [tokens] * distributed.world()  # each process takes one
+    for block, inputs in walk(home.model, batches, last + 1, home.compute, weights=home.weights, storage=home.storage):
+        if block.index == last:
+            inputs.advance(block)
+            with home.weights.ends(), predicting(home.model, blocks, home.compute) as predict:
+                predict(tokens, inputs.pruned[0])
