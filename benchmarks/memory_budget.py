@@ -21,21 +21,24 @@ from pathlib import Path
 import torch
 from results import MEASURED, processor
 from streaming import make
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
+from sparsellm.checkpoint import open_checkpoint
 from sparsellm.memory import parse_bytes
 
 FILE = MEASURED / "memory-budget.json"
 
-CELLS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
-    (8, "1GiB", ("--method", "sparsegpt")),
-    (16, "1GiB", ("--method", "sparsegpt")),
-    (8, "600MB", ("--method", "sparsegpt")),
-    (8, "2GiB", ("--method", "sparsegpt")),
-    (8, "1GiB", ("--method", "alps")),
-    (8, "2GiB", ("--method", "sparsellm")),
-    (8, "1GiB", ("--method", "sparsegpt", "--evaluate", "demo", "--evaluate-limit", "4")),
+CELLS: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
+    ("Llama", 8, "1GiB", ("--method", "sparsegpt")),
+    ("Llama", 16, "1GiB", ("--method", "sparsegpt")),
+    ("Llama", 8, "1GiB", ("--method", "sparsellm")),
+    ("OPT", 8, "1GiB", ("--method", "sparsegpt")),
+    ("Llama", 8, "600MB", ("--method", "sparsegpt")),
+    ("Llama", 8, "300MB", ("--method", "sparsegpt")),
 )
-"""Blocks of width 1,536, the budget, and the words of the run; two blocks are pruned of each."""
+"""The form, blocks of width 1,536, the budget, and the words of the run; two blocks are pruned of each."""
+
+REFUSAL = "error: Pruning needs"
 
 CHILD = """
 import json, sys
@@ -51,22 +54,34 @@ imports = held_now()
 try:
     app(sys.argv[1:])
 except SystemExit as end:
-    assert not end.code, end.code
+    if end.code:
+        sys.exit(end.code)
 print(json.dumps({"libraries": libraries, "imports": imports, "peak": peak_memory()}))
 """
 
 
 def taken(words: Sequence[str]) -> dict[str, int]:
     """Run `sparsellm` with these words; what its process held after either kind of imports, and at its peak, in bytes."""
-    ran = subprocess.run([sys.executable, "-c", CHILD, *words], stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True)
     found: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])
     return found
 
 
-def prune(folder: Path, blocks: int, width: int, memory: str, words: Sequence[str]) -> tuple[dict[str, int], bool]:
+def make_opt(folder: Path, blocks: int, width: int) -> None:
+    """An OPT form of random bfloat16 weights, and a tokenizer."""
+    source = open_checkpoint("demo:opt")
+    sizes = {"hidden_size": width, "ffn_dim": 4 * width, "word_embed_proj_dim": width, "num_hidden_layers": blocks}
+    config = OPTConfig(vocab_size=source.config.vocab_size, num_attention_heads=width // 64, **sizes)
+    OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.folder).save_pretrained(folder)
+
+
+def prune(
+    folder: Path, blocks: int, width: int, memory: str, words: Sequence[str], form: str = "Llama"
+) -> tuple[dict[str, int], bool]:
     """Prune two blocks of such a model: what was taken, and whether the model was read block by block."""
     if not (folder / "model").exists():
-        make(folder / "model", blocks, width)
+        (make_opt if form == "OPT" else make)(folder / "model", blocks, width)
     base = ["prune", str(folder / "model"), str(folder / "out"), "--sparsity", "50%", "--calibration", "demo"]
     base += ["--samples", "8", "--length", "256", "--blocks", "0:2", "--memory", memory, "--overwrite"]
     found = taken([*base, *words])
@@ -76,17 +91,20 @@ def prune(folder: Path, blocks: int, width: int, memory: str, words: Sequence[st
 
 def measure() -> None:
     """Fill the file of figures, cell by cell."""
-    for blocks, memory, words in CELLS:
+    for form, blocks, memory, words in CELLS:
         known = json.loads(FILE.read_text()) if FILE.exists() else {}
-        key = f"{blocks} | {memory} | {' '.join(words)}"
+        key = f"{form} | {blocks} | {memory} | {' '.join(words)}"
         if key in known:
             continue
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found, streamed = prune(Path(folder), blocks, 1536, memory, words)
+                found, streamed = prune(Path(folder), blocks, 1536, memory, words, form)
                 cell = {**found, "streamed": streamed}
-            except subprocess.CalledProcessError:
-                cell = {"refused": True}
+            except subprocess.CalledProcessError as failure:
+                refusals = [line for line in failure.stderr.splitlines() if line.startswith(REFUSAL)]
+                if not refusals:
+                    raise
+                cell = {"refused": refusals[0].removeprefix("error: ")}
         known[key] = cell
         known["machine"] = f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
         FILE.write_text(json.dumps(known, indent=1) + "\n")
@@ -96,20 +114,20 @@ def measure() -> None:
 def table() -> list[str]:
     """What was measured, as Markdown."""
     lines = [
-        "| blocks | `--memory` | run | model | above all imports | of the budget | above torch and transformers | |",
-        "|---:|---:|---|---|---:|---:|---:|---:|",
+        "| form | blocks | `--memory` | run | model | above all imports | of the budget | above torch and transformers | |",
+        "|---|---:|---:|---|---|---:|---:|---:|---:|",
     ]
     for key, cell in json.loads(FILE.read_text()).items():
         if key == "machine":
             continue
-        blocks, memory, words = key.split(" | ")
+        form, blocks, memory, words = key.split(" | ")
         if cell.get("refused"):
-            lines.append(f"| {blocks} | {memory} | `{words}` | refused | | | | |")
+            lines.append(f"| {form} | {blocks} | {memory} | `{words}` | refused: {cell['refused']} | | | | |")
             continue
         budget, place = parse_bytes(memory), "block by block" if cell["streamed"] else "in memory"
         sizes = (cell["peak"] - cell["imports"], cell["peak"] - cell["libraries"])
         told = " | ".join(f"{size / 1e6:.0f} MB | {size / budget:.2f}" for size in sizes)
-        lines.append(f"| {blocks} | {memory} | `{words}` | {place} | {told} |")
+        lines.append(f"| {form} | {blocks} | {memory} | `{words}` | {place} | {told} |")
     return lines
 
 

@@ -45,9 +45,10 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert solver.reversed_factor is before[0]
 
 
-def test_what_rounding_changes_is_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table in the docs is what the figures say."""
+@pytest.mark.parametrize(("name", "benchmark"), [("rounding", "rounding"), ("memory", "memory_budget")])
+def test_tables_in_large_models_are_as_measured(name: str, benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables in the docs are what the figures say."""
     monkeypatch.syspath_prepend(str(FOLDER))
     page = (FOLDER.parent / "docs" / "large-models.md").read_text(encoding="utf-8")
-    told = page.split("<!-- rounding -->\n")[1].split("<!-- /rounding -->")[0]
-    assert told.splitlines() == importlib.import_module("rounding").table()
+    table = page.split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0]
+    assert table.splitlines() == importlib.import_module(benchmark).table()
