@@ -113,8 +113,11 @@ def test_changed_files_end_in_one_message(
     if name.endswith(".json"):
         change = either(change, replaced([json.loads(sound)]))
     random = Random(name)
-    file.touch()
+    file.write_bytes(sound)
     there = sorted(one.name for one in (*tmp_path.iterdir(), *model.iterdir()))
+    result = command(*line)
+    assert result.exit_code == 0, result.stderr
+    shutil.rmtree(out, ignore_errors=True)
     statuses: list[int] = []
     failures: list[str] = []
     for _ in range(INPUTS):
