@@ -53,6 +53,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+def save_small(folder: Path) -> dict[str, Path]:
+    """Write a Llama of one block and width 8 with its tokenizer, dense and pruned by magnitude."""
+    from sparsellm import prune
+
+    folders = {"dense": folder / "dense", "pruned": folder / "pruned"}
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folders["dense"])
+    byte_tokenizer().save_pretrained(folders["dense"])
+    prune(str(folders["dense"]), "magnitude", "2:4").save_pretrained(folders["pruned"])
+    return folders
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of the 256 bytes and a few special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -76,8 +76,11 @@ UNRUN = [
     ("opt", {"dropout": 1.5}),
     ("opt", {"num_attention_heads": -1}),
     ("opt", {"num_attention_heads": -4}),
+    ("opt", {"return_dict": 0}),
+    ("llama", {"num_hidden_layers": 0}),
+    ("llama", {"num_hidden_layers": -1}),
 ]
-"""Fields with which a model is built, and fails when it is first run."""
+"""Fields with which transformers builds a model, which fails when it is first run or has no blocks."""
 
 
 @pytest.mark.parametrize(("family", "fields"), UNRUN)

@@ -35,6 +35,7 @@ from sparsellm.sweep_file import read_sweep
 from sparsellm.sweeping import CellFolder, saved_sweep
 from sparsellm.sweeping import _open as save_sweep
 from sparsellm.texts import read_text
+from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
 
 ROOT = Path(__file__).parents[1]
@@ -97,25 +98,7 @@ def test_texts(suffix: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of one block and width 8 with its tokenizer, pruned by magnitude; not to be written to."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from sparsellm import prune
-    from tests.conftest import byte_tokenizer
-
-    dense, pruned = tmp_path_factory.mktemp("small") / "dense", tmp_path_factory.mktemp("small") / "pruned"
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-    )
-    LlamaForCausalLM(config).save_pretrained(dense)
-    byte_tokenizer().save_pretrained(dense)
-    prune(str(dense), "magnitude", "2:4").save_pretrained(pruned)
-    return pruned
+    return save_small(tmp_path_factory.mktemp("small"))["pruned"]
 
 
 @pytest.fixture

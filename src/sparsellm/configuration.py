@@ -235,10 +235,12 @@ def _integers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, Entry]) -> None:
-    """Raise BadCheckpoint where a configuration calls for more blocks than are numbered in the tensors' names."""
+    """Raise BadCheckpoint where a configuration calls for no blocks, or for more than are numbered in the tensors' names."""
     if config.attribute_map.get("num_hidden_layers", "").startswith("encoder"):
         return  # the files of a decoder alone hold none of these
     wanted = getattr(config, "num_hidden_layers", None)
+    if isinstance(wanted, int) and wanted < 1:
+        raise BadCheckpoint(f"{name}: config.json says num_hidden_layers {wanted}, and a model has at least one. Correct it.")
     numbers = [int(word) for key in entries for word in key.split(".") if word.isdecimal() and len(word) < 10]
     there = max(numbers, default=-1) + 1
     if isinstance(wanted, int) and wanted > there:

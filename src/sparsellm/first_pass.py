@@ -10,6 +10,7 @@ from sparsellm.blocks import blocks_of
 from sparsellm.modes import computed_in, evaluating
 from sparsellm.residence import Residence
 from sparsellm.sequential import walk
+from sparsellm.stand_ins import home as home_of
 from sparsellm.stand_ins import predicting, refusing
 
 TOKENS = 16
@@ -36,7 +37,8 @@ def check_runs(home: Residence, by_block: bool) -> None:
             _by_block(home, tokens)
         else:
             with evaluating(model), computed_in(model, home.compute):
-                model(input_ids=tokens.to(model.get_input_embeddings().weight.device), use_cache=False)
+                logits = model(input_ids=tokens.to(home_of(model)), use_cache=False).logits
+                assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
 
 
 def _by_block(home: Residence, tokens: Tensor) -> None:
