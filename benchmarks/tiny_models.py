@@ -134,7 +134,7 @@ def _number(key: str, value: int, layers: int) -> int:
 def config_of(kind: str) -> PreTrainedConfig:
     """A tiny configuration of a type."""
     with quiet_transformers():
-        return shrunk(CONFIG_MAPPING[kind](), **EXCEPTIONS.get(kind, {}))
+        return shrunk(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), **EXCEPTIONS.get(kind, {}))
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -166,10 +166,18 @@ SEE_PLACES = (
 )
 """Types whose text configuration leaves open how positions in images are rotated."""
 
+NEEDED: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
+}
+"""Fields without which a type has no configuration."""
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"linear_num_heads": 4},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE | {"mrope_section": [4, 2, 2]}}},
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": ROPE | {"mrope_section": [4, 2, 2]}}},
+    "cpmant": {"dim_head": 16, "dim_ff": 96, "position_bias_num_buckets": 32, "position_bias_max_distance": 64},
+    "ctrl": {"dff": 96},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
     "diffusion_gemma": {"text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32},
@@ -177,17 +185,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": SHARED
     | {"intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "laurel_rank": 16},
     "gemma4_text": SHARED | {"per_layer_config": {}},
-    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
+    "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
     "moshi": {"vocab_size": 256},
     "qwen4_exp_text": INDEXER,
     "qwen4_exp": {f"text_config.{name}": value for name, value in INDEXER.items()},
+    "recurrent_gemma": {"lru_width": 64, "intermediate_size": 768},
     "reformer": {"is_decoder": True, "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
     "chameleon": {"vocabulary_map": {"<image>": 5}, "vq_config.base_channels": 32},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "dots3_note_text": {"head_dim": 24},
-    "dots3_note": {"text_config.head_dim": 24},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 16, "hybrid_layer_ids": [1]},
+    "dots3_note_text": {"head_dim": 32},
+    "dots3_note": {"text_config.head_dim": 32},
     "emu3": {"vocabulary_map": {"<image>": 5}, "vq_config.base_channels": 32},
     "janus": {"vq_config.base_channels": 32},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},

@@ -206,3 +206,14 @@ def test_parameters_without_dimensions_are_compared(tmp_path: Path, command: Com
     dense = saved(transformers.ApertusConfig(**GATED), tmp_path / "dense")
     result = command("prune", dense, tmp_path / "out", *WORDS)
     assert result.exit_code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "share"),
+    [(transformers.RecurrentGemmaConfig, 0.98), (transformers.MambaConfig, 1.0), (transformers.JambaConfig, 1.0)],
+)
+def test_state_space_models_of_usual_sizes_are_covered(config: type[transformers.PreTrainedConfig], share: float) -> None:
+    """Decay rates are no matrices; the gates of RecurrentGemma, head by head, are, and a small share of all of them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=8))
+    assert share <= coverage_of(model, blocks_of(model)).share <= 1.0

@@ -54,7 +54,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         "GraniteMoeHybrid", **GATED, **FOUR, **HEADS, shared_intermediate_size=32, layer_types=["mamba", "attention"]
     ),
     "recurrent_gemma": config(
-        "RecurrentGemma", **{**GATED, "num_hidden_layers": 3}, lru_width=32, attention_window_size=8, head_dim=8
+        "RecurrentGemma", **{**GATED, "num_hidden_layers": 3, "intermediate_size": 192}, lru_width=32, attention_window_size=8,
+        head_dim=8,
     ),
     "zamba2": config(
         "Zamba2", **{**GATED, "num_hidden_layers": 3, "num_key_value_heads": 4}, layers_block_type=["mamba", "hybrid", "mamba"],

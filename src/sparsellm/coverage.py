@@ -23,13 +23,18 @@ LEAST = 0.95
 SENSES = ("vision_config", "audio_config", "speech_config")
 """What configurations call those of the parts that read images or sound."""
 
+TABLES = ("A_log",)
+"""What parameters are called that hold a number for each channel and state and multiply elementwise: a state-space model's
+decay rates. They are no matrices."""
+
 SHOWN = 3
 """How many parameters that no layer covers are named in a sentence."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The matrix weights of a model's blocks, counted: entries of all matrices but routers, convolutions and embeddings.
+    """The matrix weights of a model's blocks, counted: entries of all matrices but routers, convolutions, embeddings
+    and the tables of state-space models.
 
     total: all of them. prunable: those in layers that can be pruned. pruned: those in layers that a run prunes. left: entries
     that are in no layer, by the parameter's full name, the most first.
@@ -139,6 +144,6 @@ def _matrices(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
         if isinstance(owner, (nn.Embedding, _ConvNd)) or any(part in ROUTERS for part in inner.split(".")):
             continue
         for name, tensor in owner.named_parameters(recurse=False):
-            if "bias" not in name and sum(size > 1 for size in tensor.shape) > 1:
+            if "bias" not in name and name not in TABLES and sum(size > 1 for size in tensor.shape) > 1:
                 found.append((".".join(part for part in (path, inner, name) if part), tensor))
     return found

@@ -146,12 +146,13 @@ def _errors_of_system(path: Path) -> Iterator[None]:
 def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
     """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings.
 
-    Names and forms are those of the dense model's files, as `save_pretrained` would have it.
+    Names and forms are those of the dense model's files, as `save_pretrained` would have it: tensors that are stored as one are
+    written together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
-    pieces = [*blocks, *([name] for name in weights.end_names())]
+    pieces = [*blocks, *weights.end_names()]
     placed: dict[str, str] = {}
     total = 0
     for number, names in enumerate(pieces, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +35,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor that is stored in pieces, such as one for each expert, and put together when it is loaded.
+    """A tensor that is stored in pieces, such as one for each expert, or fused with others, and converted when it is loaded.
 
-    sources: each piece and the pattern of its name, in the order in which transformers collects them. converter: its way to put
-    them together. model: whose tensor it is.
+    first: the name of the first tensor that comes of the same pieces. sources: each piece and the pattern of its name, in the
+    order in which transformers collects them. converter: its way to convert them. model: whose tensor it is.
     """
 
     name: str
+    first: str
     sources: tuple[tuple[Place, str], ...]
     converter: Any
     model: PreTrainedModel
@@ -68,7 +69,8 @@ class NotStreamable(Exception):
 def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stored], dict[str, Place], list[Any]]:
     """Where tensors are stored: by the model's names, and by their own those that the model does not know.
 
-    And what transformers changes of their names and forms when it loads them. Raises NotStreamable where it splits one.
+    And what transformers changes of their names and forms when it loads them. Raises NotStreamable for a file whose tensors
+    cannot be read by themselves.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -93,11 +95,31 @@ def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stor
             places[name] = place
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name, sources in pieces.items():
-        converter = by_pattern[sources[0][1]]
-        if len(converter.target_patterns) > 1:
-            raise NotStreamable(f"{sources[0][0].key} is split when it is loaded")
-        places[name] = Gathered(name, tuple(sources), converter, model)
+        gathered = Gathered(name, name, tuple(sources), by_pattern[sources[0][1]], model)
+        several = len(gathered.converter.target_patterns) > 1
+        places |= {one: replace(gathered, name=one) for one in (_names_from(gathered) if several else [name])}
     return places, unknown, [entry for entry in mapping if entry.was_used()]
+
+
+def _names_from(gathered: Gathered) -> list[str]:
+    """The names of the tensors that come of the same pieces, from tensors without memory in the shapes of the headers."""
+    sources = [place for place, _ in gathered.sources]
+    shapes = {file: entries_of(file) for file in {place.file for place in sources}}
+    return list(_converted(gathered, [torch.empty(shapes[place.file][place.key].shape, device="meta") for place in sources]))
+
+
+def _converted(gathered: Gathered, pieces: Iterable[Tensor]) -> dict[str, Any]:
+    """What transformers makes of the pieces, by name; a tensor, or a list of one."""
+    converter = copy.deepcopy(gathered.converter)
+    for (place, pattern), piece in zip(gathered.sources, pieces, strict=True):
+        converter.add_tensor(gathered.first, place.key, pattern, piece)
+    try:
+        found: dict[str, Any] = converter.convert(gathered.first, model=gathered.model, config=gathered.model.config)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise BadCheckpoint(
+            f"{gathered.name} cannot be put together from {gathered.key} and its like: {str(error).splitlines()[0]}"
+        ) from error
+    return found
 
 
 def stored_dtype(file: Path) -> torch.dtype:
@@ -118,17 +140,10 @@ def read_stored(stored: Stored) -> Tensor:
     """A tensor as the model has it, in the dtype of its file, with memory of its own."""
     if isinstance(stored, Place):
         return _read(stored)
-    converter = copy.deepcopy(stored.converter)
-    for place, pattern in stored.sources:
-        converter.add_tensor(stored.name, place.key, pattern, _read(place))
-    try:
-        found = converter.convert(stored.name, model=stored.model, config=stored.model.config)[stored.name]
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise BadCheckpoint(
-            f"{stored.name} cannot be put together from {stored.key} and its like: {str(error).splitlines()[0]}"
-        ) from error
+    found = _converted(stored, (_read(place) for place, _ in stored.sources))[stored.name]
     tensor: Tensor = found[0] if isinstance(found, list) else found
-    return tensor
+    shares = tensor.untyped_storage().nbytes() > tensor.nbytes  # with others that come of the same pieces
+    return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor
 
 
 def _read(place: Place) -> Tensor:

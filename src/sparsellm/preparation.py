@@ -18,16 +18,19 @@ from sparsellm.choices import ALLOCATIONS
 from sparsellm.coverage import check_coverage, coverage_of
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage, note, phase
+from sparsellm.headers import all_entries
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.moments import Gram, NoInputs
 from sparsellm.patterns import Unstructured
+from sparsellm.places import NotStreamable, named
 from sparsellm.recipe import Recipe
 from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
+from sparsellm.weights import tied_names
 from sparsellm.zeroshot import prepared
 
 if TYPE_CHECKING:
@@ -83,6 +86,8 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         check_coverage(skeleton, covered)
         method, plan = make_plan(recipe, blocks)
         report.coverage = covered.of_plan(blocks, plan)
+        if isinstance(source, Checkpoint):
+            check_names(source, skeleton, blocks, plan)
         length = window_length(recipe, source.length)
     with phase("reading texts", report, say):
         windows, report.calibration = draw_windows(recipe, method, given, source, length)
@@ -195,6 +200,24 @@ def draw_windows(
         text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
     drawn = calibration_windows(text, source.tokenizer(), recipe.samples, length, recipe.seed)
     return drawn.windows, drawn.description
+
+
+def check_names(source: Checkpoint, skeleton: PreTrainedModel, blocks: Sequence[Block], plan: Plan) -> None:
+    """Raise BadCheckpoint unless the files hold every parameter to prune by the name by which the output is verified."""
+    files, one = source.files(), tied_names(skeleton)
+    try:
+        names = {one[name] for name in named(files, skeleton)[0]}
+    except NotStreamable:
+        names = {one.get(name, name) for name in all_entries(files)}
+    planned = {
+        block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
+    }
+    missing = sorted(name for name in planned if one[name] not in names)
+    if missing:
+        raise BadCheckpoint(
+            f"{source.name} lacks {len(missing)} weights that its configuration calls for, {missing[0]} among them: no tensor "
+            "in its files gets that name. The download may be incomplete, or config.json belongs to another model."
+        )
 
 
 def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | Loaded) -> None:

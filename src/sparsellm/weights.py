@@ -16,7 +16,7 @@ from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.linalg import all_finite, zeros_in
 from sparsellm.memory import give_back
-from sparsellm.places import NotStreamable, Place, Stored, keys_of, named, read_stored
+from sparsellm.places import Gathered, NotStreamable, Place, Stored, keys_of, named, read_stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,12 +105,16 @@ class OnDisk:
         file = next(iter(files))
         return file if set(keys_of(file)) == wanted else None
 
-    def end_names(self) -> list[str]:
-        """The names of the tensors that belong to no block, tied ones once."""
+    def end_names(self) -> list[list[str]]:
+        """The names of the tensors that belong to no block, tied ones once; those that are stored together, together."""
         first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
         for name in self._ends:
             first.setdefault(self._owners[name], name)
-        return list(first.values())
+        together: dict[str, list[str]] = {}
+        for name in first.values():
+            place = self._places[name]
+            together.setdefault(place.first if isinstance(place, Gathered) else name, []).append(name)
+        return list(together.values())
 
     def read(self, name: str) -> Tensor:
         """One tensor, in its stored shape and in the model's dtype, on the processor."""
@@ -204,9 +208,11 @@ WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_str
 def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
 
-    Raises NotStreamable, saying why, where a tensor is split on the way in or has no place.
+    Raises NotStreamable, saying why, where a tensor has no place, or cannot be read by itself.
     """
     places, _, model._weight_conversions = named(files, model)  # so that it is written as it was read
+    if any(type(entry).__name__ == "GroupWeightRename" for entry in model._weight_conversions):
+        raise NotStreamable("the stored names of some of its tensors depend on those of others")
     known, owners = model.state_dict(), _owners(model)
     there = {owners[name] for name in places}
     missing = [name for name in known if owners[name] not in there]
