@@ -29,6 +29,7 @@ CONFIGS = {
 LAYER_WISE = ("magnitude", "wanda", "sparsegpt", "alps")
 CASES = {
     **{f"{name} {method}": (name, {"method": method}) for name in CONFIGS for method in LAYER_WISE},
+    **{f"llama {method}": ("llama", {"method": method}) for method in ("swift", "thorough")},
     **{f"{name} sparsellm": (name, {"method": "sparsellm"}) for name in CONFIGS},
     **{f"{name} published": (name, {"method": "sparsellm", "as_published": True}) for name in CONFIGS},
     "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),

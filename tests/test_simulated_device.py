@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def surroundings() -> dict[str, str]:
+    """The environment of a program that is run with one thread, from the repository."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
 def ran(*words: object, processes: int = 1) -> str:
-    """The output of a Python program that is run with one thread each, from the repository; it must succeed."""
+    """The output of a Python program; it must succeed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, *launcher, *map(str, words)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=surroundings(), cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -117,6 +122,24 @@ def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name] == 0, other[name] == 0)] == []
     assert reports[1]["environment"]["device"] == "simulated (simulated accelerator)"
+
+
+@pytest.mark.long
+def test_a_killed_run_goes_on(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Killed once its first block is finished, and resumed: the bytes of an unbroken run."""
+    words = ["--method", "sparsegpt", "--calibration", text_file, "--samples", 4, "--length", 32, "--device", "simulated"]
+    program = [SIMULATION, "-m", "sparsellm", "prune", tiny["llama"]]
+    ran(*program, tmp_path / "whole", *words)
+    killed = [sys.executable, *map(str, [*program, tmp_path / "killed", *words])]
+    process = subprocess.Popen(killed, env=surroundings(), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list((tmp_path / "killed").glob(".sparsellm/block-*.safetensors")):
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() < 0, "the run ended before it was killed"
+    ran(*program, tmp_path / "killed", *words, "--resume")
+    one, other = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "killed")
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.long
