@@ -244,7 +244,7 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
 def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Another recipe in one process, or another model: refused before anything is written, and told which and what."""
     words = ("--calibration", text_file, "--samples", 8, "--length", 32, "--method", "wanda")
-    for name, other in (("recipe.sparsity", (tiny["llama"], "--sparsity", "60%")), ("file model.safetensors", (tiny["opt"],))):
+    for name, other in (("recipe.sparsity", (tiny["llama"], "--sparsity", "60%")), ("file config.json", (tiny["opt"],))):
         port, output = free_port(), tmp_path / name
         model, *more = other
         first = started(0, port, "prune", tiny["llama"], output, *words)
