@@ -22,6 +22,7 @@ pinned memory (it is ordinary memory here).
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections import Counter
@@ -383,4 +384,11 @@ def main(words: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.modules["tests.simulated_device"] = sys.modules["__main__"]  # the program may import this file: for `waits`
-    main(sys.argv[1:])
+    status = 0
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # autograd's thread of the simulated device would otherwise abort the interpreter's end now and then

@@ -124,7 +124,7 @@ def test_true_sequential_order(family: str) -> None:
     steps = list(prune_blocks(found, batches(), method, uniform(blocks_of(found), pattern)))
     for block, inputs in walk(plain, batches()):
         for group in block.architecture.groups:
-            gram = Gram(block.layer(group[0]).in_features)
+            gram = Gram(block.layer(group[0]).in_features, unit=inputs.window)
             hook = block.run(group[0]).register_forward_pre_hook(lambda _, args, gram=gram: gram.update(args[0]))
             for hidden, call in zip(inputs.pruned, inputs.calls(block), strict=True):
                 block(hidden, call)
