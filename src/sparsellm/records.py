@@ -124,6 +124,12 @@ class _Sweep(_Form):
     cells: list[_Cell]
     published: list[_Published]
 
+    @model_validator(mode="after")
+    def _columns_is_an_axis(self) -> _Sweep:
+        if self.columns is not None and self.columns not in self.axes:
+            raise ValueError("`columns` names no axis")
+        return self
+
 
 _FORMS: Mapping[str, type[_Form]] = {
     "report of a run": _Report,
