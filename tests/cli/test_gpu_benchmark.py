@@ -1,0 +1,56 @@
+"""The GPU's benchmark, on a processor and a tiny shape: that it measures what it says, and says where it measures nothing."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsellm.patterns import parse_pattern
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each method's seconds and phases; the phases add up to the block; what was patched is as before."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+    before = gpu.SparseGPT._pruned, gpu.Gram.update
+    found = gpu.measure(TINY, 4, 16, 2, parse_pattern("50%"), torch.device("cpu"), size=64)
+    assert list(found["methods"]) == list(gpu.METHODS)
+    expected = {"SparseGPT": "column loop", "SparseLLM as published, 4 epochs": "gate", "default, closed form": "ADMM"}
+    for name, phase in expected.items():
+        phases = found["methods"][name]["phases"]
+        assert {"forward", "moments", "factorisation", "errors", phase} <= phases.keys()
+        assert found["methods"][name]["seconds"] > 0
+        assert phases["forward"]["roofline"] > 0
+        assert phases["moments"]["roofline"] > 0
+    assert found["kernel"].keys() == {"plain loop"}
+    assert any("column loop" in line for line in gpu.tables(found))
+    assert (gpu.SparseGPT._pruned, gpu.Gram.update) == before
+
+
+def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nested phases count once."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+    clock = iter(range(100))
+    monkeypatch.setattr(gpu, "now", lambda device: float(next(clock)))
+    phases = gpu.Phases(torch.device("cpu"))
+    inner = phases.telling(lambda: None, "inner")
+    phases.telling(inner, "outer")()
+    phases.settle()
+    assert dict(phases.seconds) == {"other": 2.0, "outer": 2.0, "inner": 1.0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said() -> None:
+    ran = subprocess.run([sys.executable, FOLDER / "gpu.py"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("no GPU:")
+    assert not (FOLDER / "measured" / "gpu.json").exists()

@@ -1,0 +1,62 @@
+"""`inspect --expect`: every layer that should be pruned is there and has its share, and the total has a line of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
+
+from tests.cli.test_bad_input import refused
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def shared(tiny: dict[str, Path], tmp_path: Path, command: Command) -> Path:
+    """A model of which one layer of each block loses more than the others, 70 % in all."""
+    (tmp_path / "shares.yaml").write_text('"q_proj": 90%\n')
+    out = tmp_path / "out"
+    more = ("--sparsity", "70%", "--allocation", tmp_path / "shares.yaml")
+    ran = command("prune", tiny["llama"], out, "--method", "magnitude", *more)
+    assert ran.exit_code == 0, ran.stderr
+    return out
+
+
+def test_the_total_has_a_line_of_its_own(shared: Path, command: Command) -> None:
+    """Beside a layer stands what is expected of that layer, and the share asked for beside that of all."""
+    ran = command("inspect", shared, "--expect", "70%")
+    assert ran.exit_code == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    layers = [line for line in lines if "_proj" in line]
+    assert all("yes" in line and "70%" not in line for line in layers)
+    assert sum("90%" in line for line in layers) == 3
+    (total,) = [line for line in lines if "together" in line]
+    assert total == "The 21 layers that should be pruned hold 70.00 % zeros together; 70% holds: yes."
+
+
+def test_a_total_that_is_not_reached(shared: Path, command: Command) -> None:
+    """Every layer has its share, and the sum is not what was asked for."""
+    ran = command("inspect", shared, "--expect", "80%")
+    refused(ran, "all layers together have fewer zeros than 80%")
+    assert "80% holds: NO" in ran.stdout
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """Whether a report says which layers there are, or only the model's form does."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["llama"], out, "--method", "magnitude", "--sparsity", "2:4").exit_code == 0
+    if not reported:
+        (out / "sparsellm.json").unlink()
+    name = "model.layers.1.mlp.up_proj"
+    tensors = load_file(out / "model.safetensors")
+    del tensors[f"{name}.weight"]
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    refused(command("inspect", out, "--expect", "2:4"), f"1 layers are not there, {name} first")
+    found = json.loads(command("inspect", out, "--expect", "2:4", "--json").stdout)
+    assert found["missing"] == [name]
+    assert found["as_expected"] is False

@@ -1,0 +1,72 @@
+"""The paper's tables as recipes: every one reads, its figures have their cells, and its small form runs."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from sparsellm.page import report_page
+from sparsellm.sweep_file import read_sweep
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "neurips2024"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+HERE = [pytest.param(path, id=path.stem) for path in RECIPES]
+QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "zeroshot"
+
+
+@pytest.mark.parametrize("path", HERE)
+def test_every_recipe_reads_and_every_figure_has_its_cell(path: Path) -> None:
+    sweep = read_sweep(path)
+    for published in sweep.published:
+        assert "NeurIPS 2024" in published.source
+        for where, value in published.figures.items():
+            cells = [cell for cell in sweep.cells if where <= set(cell.labels.items())]
+            assert len(cells) == 1, dict(where)
+            assert value > 0
+    assert {cell.recipe.blocks for cell in sweep.cells} in ({"first-half", "all"}, {"all"})
+    small = read_sweep(path, smoke=True)
+    assert all(cell.recipe.model.startswith("demo:") for cell in small.cells)
+    assert not any(published.beside(cell.labels) for published in small.published for cell in small.cells)
+
+
+def test_some_figures_are_where_they_belong() -> None:
+    figures = read_sweep(FOLDER / "table1-opt.yaml").published[0]
+    at = {"protocol": "half", "method": "published"}
+    assert figures.beside({"model": "opt-6.7b", "sparsity": "3:4", **at}) == 83.4
+    assert figures.beside({"model": "opt-13b", "sparsity": "85%", **at}) == 2052
+    assert figures.beside({"model": "opt-125m", "sparsity": "70%", **at}) is None
+    assert figures.beside({"model": "opt-125m", "sparsity": "70%", "protocol": "all", "method": "published"}) == 208.46
+
+
+def test_the_table_names_every_recipe() -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"({path.name})" in text for path in RECIPES)
+    assert text.count(".yaml](") == len(RECIPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", HERE)
+def test_the_small_form_runs(path: Path, tmp_path: Path, command: Callable[..., Result]) -> None:
+    changes = []
+    if path.stem == "zero-shot":
+        if find_spec("lm_eval") is None or not QUESTIONS.is_dir():
+            pytest.skip("lm-eval (the extra `eval`) or the shared task files are not here")
+        changes = ["--set", f"task_data={QUESTIONS}"]
+    done = command("sweep", path, tmp_path / "out", "--smoke", *changes)
+    assert done.exit_code == 0, done.stderr
+    sweep = read_sweep(path, smoke=True)
+    with (tmp_path / "out" / "results.csv").open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    seeds = len(sweep.axes.get("seed", ("",)))
+    assert len([row for row in rows if row["measure"] == "seconds"]) == len(sweep.cells) / seeds
+    page, plots = report_page(tmp_path / "out")
+    assert "small form" in page
+    names = {plot.name for plot in plots}
+    assert ("epochs" in names) == any(cell.recipe.as_published for cell in sweep.cells)
+    assert ("samples-0" in names) == (path.stem == "calibration")
+    assert ("grid-0-0" in names) == (path.stem == "hyper-parameters")

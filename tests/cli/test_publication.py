@@ -1,0 +1,222 @@
+"""What an output says of the machine that it was made on, and what names and texts can put into its documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.markdown import fenced, plain
+from sparsellm.publication import Paths
+from sparsellm.recipe import Recipe
+from sparsellm.report import Report
+from tests.cli.test_bad_input import refused
+from tests.conftest import report_of
+
+Command = Callable[..., Result]
+HOSTILE = [
+    "<img src=x onerror=1>",
+    "a | b ` c",
+    "```",
+    "**bold** _very_ [link](javascript:1)",
+    "x\n# heading\n---\nlicense: mit",
+    "$x$ ~~y~~ &lt;b&gt; \\",
+    "![](x)",
+]
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_no_path_of_the_machine(
+    streamed: bool, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file that a recipe can name is in a folder with a telling name, which nothing of the output holds."""
+    place = tmp_path / "Zq7 secret place"
+    place.mkdir()
+    monkeypatch.setenv("HOME", str(place / "homeZq7"))
+    model = Path(shutil.copytree(tiny["llama"], place / "own model"))
+    told = json.loads((model / "config.json").read_text()) | {"_name_or_path": str(model), "note": {"at": str(place / "x")}}
+    (model / "config.json").write_text(json.dumps(told))
+    for folder in ("one", "two"):
+        (place / folder).mkdir()
+        shutil.copy(text_file, place / folder / "words.txt")
+    (place / "shares.yaml").write_text('"q_proj": 60%\n')
+    out = tmp_path / "out"
+    monkeypatch.chdir(place)
+    ran = command(
+        *("prune", "own model", out, "--method", "wanda", "--allocation", place / "shares.yaml", "--samples", 4),
+        *("--calibration", "one/words.txt", "--evaluate", "one/words.txt", "--evaluate", place / "two" / "words.txt"),
+        *("--length", 32, "--evaluate-limit", 2, *(["--stream"] if streamed else [])),
+        *("--prompt", f"the file {place}/two/words.txt, or {place / 'homeZq7'}/x.txt"),
+    )
+    assert ran.exit_code == 0, ran.stderr
+    found = everything_in(out)
+    assert b"Zq7" not in found
+    assert str(tmp_path).encode() not in found
+    report = report_of(out)
+    assert report["recipe"]["model"] == "own model"
+    assert report["recipe"]["calibration"] == "words.txt"
+    assert report["recipe"]["evaluate"] == ["words.txt", "words.txt (2)"]
+    assert report["recipe"]["allocation"] == "shares.yaml"
+    assert report["recipe"]["prompt"] == ["the file words.txt (2), or x.txt"]
+    assert list(report["perplexity"]) == ["words.txt", "words.txt (2)"]
+    assert json.loads((out / "config.json").read_text())["note"] == {"at": "x"}
+    sparsellm.verify(out, against=str(model))
+
+
+def test_no_path_of_a_model_in_memory(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """By the folder that it was loaded from."""
+    place = shutil.copytree(tiny["opt"], tmp_path / "Zq7" / "small")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    out = sparsellm.prune(model, method="magnitude", tokenizer=tokenizer).save_pretrained(tmp_path / "out")
+    assert b"Zq7" not in everything_in(out)
+    assert report_of(out)["recipe"]["model"] == "small"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("{home}/models/x cannot be read", "x cannot be read"),
+        ("at {home}.", "at {name}."),
+        ("'{home}/a/b.txt', \"{home}/c\"", "'b.txt', \"c\""),
+        ("PATH={home}/bin:/usr/bin/env", "PATH=bin:env"),
+        ("~/models/x, ~/y", "x, y"),
+        ("/usr//lib/x", "x"),
+        ("file://{home}/models/x", "file://x"),
+        ("https://huggingface.co/a/b/c", "https://huggingface.co/a/b/c"),
+        ("either/or, 3/4, and/or/not, a / b", "either/or, 3/4, and/or/not, a / b"),
+        ("the route /nowhere-at-all/items", "the route /nowhere-at-all/items"),
+        ("facebook/opt-125m", "facebook/opt-125m"),
+    ],
+)
+def test_paths_in_a_text(text: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that can be on this machine, and nothing else that has slashes."""
+    home = tmp_path / "ho me"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    paths = Paths(Recipe(model="facebook/opt-125m", method="magnitude"))
+    assert paths.without(text.format(home=home)) == left.format(name=home.name)
+
+
+def test_every_kind_of_data() -> None:
+    """Keys, lists, tuples and dataclasses; numbers and None stay."""
+
+    @dataclass(frozen=True)
+    class Place:
+        where: str
+        size: float
+
+    paths = Paths(Recipe(model="demo:opt", method="magnitude"))
+    data: dict[str, Any] = {"/usr/lib/x": [("/usr/lib/y", 1), None, Place("/usr/lib/z", 0.5)], "p": PurePosixPath("/usr/lib/v")}
+    assert paths.without(data) == {"x": [("y", 1), None, Place("z", 0.5)], "p": "v"}
+    assert paths.without_in_lines('{"a": "/usr/lib/\\u00e9"}\n/usr/lib/cut off\n') == '{"a": "\\u00e9"}\ncut off\n'
+
+
+def card_of(text: str) -> str:
+    """The card of a run in which everything that can be named is named by a text."""
+    recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), skip=(text,))
+    report = Report(recipe, {"sparsellm": "0"}, calibration=f"4 windows of {text}", notes=[text])
+    report.perplexity = {text: {"dense": {"value": 1.0, "standard_error": None}}}
+    report.tasks = {text: {"pruned": {"value": 0.5, "standard_error": None}}}
+    report.origin = type(report.origin)(text, hub=True, terms={"license": text, "language": [text]})
+    return report.to_markdown()
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_card_shows_names_as_they_are(text: str) -> None:
+    """Rendered, a name is text and nothing else: same headings, tables, code blocks; no HTML, no links, no emphasis."""
+    markdown = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    body, usual = (re.sub(r"\A---\n.*?\n---\n", "", card_of(x), flags=re.DOTALL) for x in (text, "plain"))
+
+    def kinds(source: str) -> list[str]:
+        return [token.type for token in markdown.parse(source)]
+
+    assert kinds(body) == kinds(usual)
+    children = [child for token in markdown.parse(body) for child in token.children or ()]
+    assert {child.type for child in children} <= {"text", "softbreak", "text_special", "code_inline"}
+    blocks = [token.content for token in markdown.parse(body) if token.type == "fence" and token.info == "yaml"]
+    assert yaml.safe_load(blocks[0])["prompt"][0] == text
+    shown = " ".join("".join(child.content for child in token.children or ()) for token in markdown.parse(body))
+    assert " ".join(text.split()) in shown
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_card_s_front_matter_is_its_own(text: str) -> None:
+    """A licence's words are one value, whatever they hold; a name that the hub would refuse is no base."""
+    data = ModelCard(card_of(text)).data.to_dict()
+    assert data["license"] == text
+    assert data["language"] == [text]
+    assert "base_model" not in data
+    assert set(data) == {"library_name", "pipeline_tag", "license", "language", "tags"}
+
+
+def test_markdown_of_ordinary_names() -> None:
+    """They stay as they are, and a fence is as long as it must be."""
+    for name in ("model.layers.0.self_attn.q_proj", "some/tiny-opt", "70 %, 2:4 (true-sequential)", "words.txt"):
+        assert plain(name) == name
+    assert fenced("a\n", "yaml") == ["```yaml", "a", "```"]
+    assert fenced("````") == ["`````", "````", "`````"]
+
+
+def test_names_on_disk(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """A model's folder and a text whose names are HTML and Markdown: pruned, verified, and reported on one page."""
+    model = Path(shutil.copytree(tiny["opt"], tmp_path / "<img src=x onerror=alert(1)>"))
+    text = Path(shutil.copy(text_file, tmp_path / "a`b|c\n<script>d.txt"))
+    out = tmp_path / "<b>out"
+    words = ("--method", "wanda", "--samples", 4, "--length", 32, "--calibration", text, "--evaluate", text)
+    ran = command("prune", model, out, *words, "--evaluate-limit", 2, "--prompt", "```\n<script>alert(1)</script>")
+    assert ran.exit_code == 0, ran.stderr
+    card = (out / "README.md").read_text(encoding="utf-8")
+    outside = re.sub(r"^(`{3,}).*?^\1$", "", card, flags=re.DOTALL | re.MULTILINE)
+    assert "<" not in outside
+    sparsellm.verify(out)
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    ran = command("report", out, "--output", page)
+    assert ran.exit_code == 0, ran.stderr
+    html = page.read_text(encoding="utf-8")
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "<b>out" not in html
+    assert "&lt;img src=x onerror=alert(1)&gt;" in html
+
+
+@pytest.mark.parametrize("file", ["README.md", "model.safetensors", "config.json", "sparsellm.json"])
+def test_overwrite_deletes_only_what_was_written(file: str, tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """A file of the run whose bytes are another's by now stays, and the message names it; one that was removed is no matter."""
+    out = tmp_path / "out"
+    words = ("prune", tiny["opt"], out, "--method", "magnitude", "--overwrite")
+    assert command(*words).exit_code == 0
+    if file == "model.safetensors":
+        tensors = load_file(out / file)
+        save_file(tensors | {"lm_head.weight": tensors["model.decoder.embed_tokens.weight"] + 1}, out / file)
+    elif file == "sparsellm.json":
+        (out / file).write_text(json.dumps(report_of(out) | {"notes": ["mine"]}))
+    else:
+        (out / file).write_text((out / file).read_text() + "\n")
+    before = everything_in(out)
+    refused(command(*words), f"holds {file}, which was changed since", "Move it away")
+    assert everything_in(out) == before
+    (out / file).unlink()
+    if file == "sparsellm.json":
+        refused(command(*words), "which sparsellm did not write")
+    else:
+        moved = out.rename(tmp_path / "moved")
+        assert command("prune", tiny["opt"], moved, *words[3:]).exit_code == 0
+        sparsellm.verify(moved)

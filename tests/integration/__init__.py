@@ -1,0 +1,1 @@
+"""Tests of whole runs from Python, on tiny random models."""

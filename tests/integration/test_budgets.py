@@ -1,0 +1,178 @@
+"""Sharing a sparsity out by outliers, by medians and by error curves, each against a direct computation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from sparsellm import balance, budgets
+from sparsellm.allocation import uniform
+from sparsellm.balance import CAUTION
+from sparsellm.blocks import blocks_of
+from sparsellm.budgets import by_error, dlp, owl, share_out
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import Plan
+from sparsellm.moments import Gram
+from sparsellm.patterns import NM, Unstructured, parse_pattern
+from sparsellm.problem import LayerProblem
+from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
+from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
+
+
+def heavy(family: str) -> PreTrainedModel:
+    """A model whose blocks have tails of different weight."""
+    model = tiny(family)
+    with torch.no_grad():
+        for block, power in zip(blocks_of(model), (1.5, 3.0, 2.0), strict=True):
+            for layer in block.layers.values():
+                layer.weight.copy_(2 * layer.weight.sign() * layer.weight.abs() ** power)
+    return model
+
+
+@pytest.mark.parametrize("sparsity", ["60%", "96%", "3%"])
+@pytest.mark.parametrize("skip", [[], ["self_attn.[qo]*"]])
+@pytest.mark.parametrize(("rule", "spread"), [(owl, 0.08), (dlp, 0.15)])
+@two_families
+def test_by_scores(family: str, rule: Callable[..., dict[str, float]], spread: float, skip: list[str], sparsity: str) -> None:
+    """Densities rise linearly with a block's outliers, or its median, of the planned layers' |W| times input norm."""
+    model = heavy(family)
+    read, figures = signals(model), []
+    plan = uniform(blocks_of(model), parse_pattern(sparsity), skip=skip)
+    for block in blocks_of(model):
+        names = [name for name in block.layers if block.full_name(name) in plan]
+        every = [
+            block.layer(name).weight.double().abs() * read[block.full_name(name)][0].square().mean(0).sqrt() for name in names
+        ]
+        scores = torch.cat([score.flatten() for score in every]).detach()
+        outliers = float((scores > 5 * scores.mean()).sum()) / len(scores)
+        figures.append(outliers if rule is owl else float(scores.median() / scores.mean()))
+    asked = 1 - float(sparsity.removesuffix("%")) / 100
+    half = min(spread, asked / 2, (1 - asked) / 2)
+    shares = (np.array(figures) - min(figures)) / (max(figures) - min(figures))
+    wanted = asked + 2 * half * (shares - shares.mean())
+    found = rule(model, batches(), plan, None)
+    assert found.keys() == plan.keys()
+    for block, density in zip(blocks_of(model), wanted, strict=True):
+        mine = [found[name] for name in plan if name.startswith(f"{block.name}.")]
+        assert mine == pytest.approx([density] * len(mine), abs=1e-6)
+    alone = uniform(blocks_of(model), parse_pattern(sparsity), frozenset({1}))
+    assert rule(model, batches(), alone, None) == pytest.approx(dict.fromkeys(alone, asked))
+
+
+def curve(scale: float, power: float, levels: list[float]) -> list[float]:
+    """Errors that fall as a power of the density."""
+    return [scale * level**-power for level in levels]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(100, 1.0, 1.0), (100, 9.0, 1.0), (100, 81.0, 1.0)],
+        [(400, 5.0, 2.0), (50, 1.0, 0.5), (100, 0.1, 3.0)],
+        [(300, 1e-9, 1.0), (100, 1e-9, 1.0), (200, 1e6, 1.0)],
+    ],
+)
+@pytest.mark.parametrize("asked", [0.1, 0.3, 0.6])
+def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
+    """The sum of the errors is that of the best of all splits on a fine grid, and the mean density is the one asked for."""
+    levels = sorted({min(asked * level, 0.95) for level in (0.33, 0.5, 1.0, 1.5, 2.0)})
+    curves = {str(i): (size, curve(scale, power, levels)) for i, (size, scale, power) in enumerate(layers)}
+    found = np.array(list(balance.balanced(curves, levels, asked).values()))
+    sizes, grid = np.array([size for size, _, _ in layers]), np.geomspace(levels[0], levels[-1], 300)
+    assert found @ sizes / sizes.sum() == pytest.approx(asked, rel=0.01)
+    one, two = np.meshgrid(grid, grid)
+    three = np.round((asked * sizes.sum() - one * sizes[0] - two * sizes[1]) / sizes[2], 12)
+    costs = np.zeros_like(one)
+    for (_, scale, power), density in zip(layers, (one, two, three), strict=True):
+        errors = np.log(curve(scale, power, levels))
+        costs += np.exp(np.interp(np.log(np.maximum(density, 1e-9)), np.log(levels), errors))
+    best = costs[(three >= levels[0]) & (three <= levels[-1])].min()
+    assert sum(scale * density**-power for (_, scale, power), density in zip(layers, found, strict=True)) <= 1.02 * best
+    if len({(size, power) for size, _, power in layers}) == 1:
+        assert found[0] < found[1] < found[2]
+    twins = balance.balanced({name: (100, [4.0, 2.0, 1.0]) for name in "ab"}, [0.2, 0.4, 0.8], 0.4)
+    assert list(twins.values()) == pytest.approx([0.4, 0.4], rel=0.01)
+
+
+def test_curves_between_their_points() -> None:
+    """Log-log linear between the levels; where one measurement is out of line, more weights never cost more."""
+    grid = torch.tensor([0.1, math.sqrt(0.02), 0.2, 0.4, 0.8]).double()
+    got = balance._interpolated([0.1, 0.2, 0.4, 0.8], [16.0, 4.0, 5.0, 1.0], grid)
+    assert got.tolist() == pytest.approx([16.0, math.sqrt(80), 5.0, 5.0, 1.0])
+
+
+Curves = dict[str, tuple[int, list[float]]]
+
+
+def caught(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[tuple[Curves, list[float]]]:
+    """The curves and levels that are to be balanced at a density of 0.3; told are 0.1, 0.11 and so on, in the plan's order."""
+    seen: list[tuple[Curves, list[float]]] = []
+
+    def balanced(curves: Curves, levels: list[float], asked: float) -> dict[str, float]:
+        assert asked == pytest.approx(0.3)
+        seen.append((curves, levels))
+        return {name: 0.1 + 0.01 * number for number, name in enumerate(plan)}
+
+    monkeypatch.setattr(budgets, "balanced", balanced)
+    return seen
+
+
+def half_way(plan: Plan) -> dict[str, object]:
+    """From 0.3 to those densities, on a scale of logarithms."""
+    assert CAUTION == 0.5
+    return {name: pytest.approx(math.sqrt(0.3 * (0.1 + 0.01 * number))) for number, name in enumerate(plan)}
+
+
+@two_families
+def test_by_error(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each curve is tr S D G D^T of SparseGPT's change D on the dense stream; half way to the split that balances them."""
+    model = tiny(family)
+    plan = uniform(blocks_of(model), parse_pattern("70%"), skip=["k_proj"])
+    seen = caught(monkeypatch, plan)
+    found = by_error(model, batches(), plan)
+    assert found == half_way(plan)
+    ((curves, levels),) = seen
+    assert list(curves) == list(plan)
+    assert levels == pytest.approx([0.3 * level for level in (0.33, 0.5, 0.75, 1.0, 1.5, 2.0)])
+    metrics, reads = output_sensitivities(model, batches()), signals(model)
+    for block, inputs in walk(model, batches()):
+        names = [name for name in block.layers if block.full_name(name) in plan]
+        weighs = layer_sensitivities(block, inputs.pruned, inputs.calls(block), names, metrics[block.index], inputs.firsts)
+        for name in names:
+            size, errors = curves[block.full_name(name)]
+            weight, gram = block.layer(name).weight.detach(), Gram(block.layer(name).in_features)
+            gram.update(reads[block.full_name(name)][0].float())
+            assert size == weight.numel()
+            for level, error in zip(levels, errors, strict=True):
+                change = (weight - SparseGPT().solve(LayerProblem(weight, gram), Unstructured(1 - level))).double()
+                wanted = torch.einsum("ab,bj,jk,ak->", weighs[name].double(), change, gram.matrix.double(), change)
+                assert error == pytest.approx(float(wanted), rel=0.02)
+
+
+@pytest.mark.parametrize("sparsity", ["53.7%", "90%"])
+@pytest.mark.parametrize("rule", ["owl", "dlp", "fisher", "error"])
+@two_families
+def test_totals(family: str, rule: str, sparsity: str) -> None:
+    """All layers together lose what was asked, to one weight; not each the same; N:M cannot be shared out."""
+    model = heavy(family)
+    sizes = {name: model.get_submodule(name).weight.numel() for name in uniform(blocks_of(model), Unstructured(0))}
+    plan = uniform(blocks_of(model), parse_pattern(sparsity), skip=["v_proj"])
+    shared = share_out(rule, model, batches(), plan)
+    assert list(shared) == list(plan)
+    total = sum(sizes[name] for name in plan)
+    assert sum(shared[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
+    assert max(pattern.sparsity for pattern in shared.values()) - min(pattern.sparsity for pattern in shared.values()) > 0.02
+    share = parse_pattern(sparsity).sparsity
+    narrow = share_out(rule, model, batches(), plan, bounds=(share - 0.005, share + 0.004))
+    assert sum(narrow[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
+    assert all(abs(narrow[name].removed(sizes[name]) / sizes[name] - share) < 0.0051 for name in plan)
+    last = list(plan)[-1]
+    with pytest.raises(InvalidSetting, match=rf"got 2:4 for {last}\."):
+        share_out(rule, model, batches(), {**plan, last: NM(2, 4)})

@@ -1,0 +1,368 @@
+"""Texts from files and names, and the windows cut from them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import sparsellm
+from sparsellm.calibration import Text, calibration_windows, read_text, test_windows, tokenize
+from sparsellm.errors import BadText, InvalidSetting, Unreachable
+
+SHARED = Path(__file__).parents[3] / "shared"
+BOS, PAD = 1, 2
+
+
+def tokenizer(padded: bool = False) -> PreTrainedTokenizerFast:
+    """A word is a token, its number the word's plus ten; the stream begins with <s>. At most eight tokens, it says."""
+    vocabulary = {"<unk>": 0, "<s>": BOS, "<pad>": PAD} | {str(number): number + 10 for number in range(5000)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    if padded:
+        backend.enable_padding(pad_id=PAD, pad_token="<pad>", length=4096)
+        backend.enable_truncation(6)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", pad_token="<pad>", unk_token="<unk>", model_max_length=8
+    )
+
+
+def counting(first: int, count: int) -> str:
+    return " ".join(str(number) for number in range(first, first + count))
+
+
+def runs(windows: Tensor) -> bool:
+    """Whether every window counts up by one: cut out of `counting` as it stands there."""
+    return bool((windows.diff(dim=1) == 1).all())
+
+
+# ---- files
+
+
+def written(folder: Path, name: str, content: str | bytes) -> str:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "documents"),
+    [
+        ("a.txt", "one\n\ntwo\n", ["one\n\ntwo\n"]),
+        ("a.TXT", "\ufeffone\r\ntwo", ["one\ntwo"]),
+        ("a.json", '["one", "two"]', ["one", "two"]),
+        ("a.json", '[{"text": "one", "url": 1}, "two"]', ["one", "two"]),
+        ("a.jsonl", '{"text": "o\\nne"}\n\n"tw\u2028o"\n', ["o\nne", "tw\u2028o"]),
+        ("a.raw", " \n = A = \n \n b \n", ["", " = A = \n", "", " b \n"]),
+    ],
+)
+def test_files_by_suffix(tmp_path: Path, name: str, content: str, documents: list[str]) -> None:
+    """Every kind of file gives its documents, joined by an empty line, and is named after itself."""
+    text = read_text(written(tmp_path, name, content), "test")
+    assert list(text.documents) == documents
+    assert text.stream == "\n\n".join(documents)
+    assert text.source == name
+    assert text.rows == (name == "a.raw")
+
+
+def test_parquet_and_fields(tmp_path: Path) -> None:
+    """A column of Parquet, and a field of JSON, by their names."""
+    parquet.write_table(pyarrow.table({"body": ["one", "two"], "n": [1, 2]}), tmp_path / "a.parquet")
+    assert list(read_text(str(tmp_path / "a.parquet"), "test", "body").documents) == ["one", "two"]
+    name = written(tmp_path, "a.jsonl", '{"body": "one"}')
+    assert list(read_text(name, "calibration", "body").documents) == ["one"]
+    for path in (name, str(tmp_path / "a.parquet")):
+        with pytest.raises(BadText, match=r"has no field 'text'\. It has: 'body'"):
+            read_text(path, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "is empty"),
+        ("a.txt", b" \n\n", "holds no text: all of its 1 documents are blank"),
+        ("a.json", b"[]", "holds no text: all of its 0 documents"),
+        ("a.csv", b"text", "has the suffix '.csv'; a text must be .txt, .json, .jsonl, .parquet or .raw"),
+        ("a.txt", b"one\ntwo \xff", r"is not UTF-8: byte 0xff at position 8 \(line 2\)"),
+        ("a.json", b'[\n"one",\n"two"', "line 3, is not JSON"),
+        ("a.json", b'{"text": "one"}\n{"text": "two"}', r"line 2, is not JSON: .*rename"),
+        ("a.json", b'{"text": "one"}', "must hold a list of strings or of objects, got a dict"),
+        ("a.json", b'["one", 2]', "entry 2, holds a int; a string, or"),
+        ("a.jsonl", b'"one"\n\n{"text": oops}', "line 3, is not JSON"),
+        ("a.jsonl", b'{"text": null}', "line 1, holds a NoneType in field 'text'"),
+        ("a.jsonl", b'"one"\n{"a": 1, "b": 2}', "line 2, has no field 'text'. It has: 'a', 'b'"),
+        ("a.parquet", b"PAR1 not at all", "is not a Parquet file that can be read"),
+    ],
+)
+def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """The message names the file, and where in it."""
+    with pytest.raises(BadText, match=message) as caught:
+        read_text(written(tmp_path, name, content), "test")
+    assert name in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    """A word that looks like a path is a missing file; another is a name, and the nearest is suggested."""
+    for name in ("missing.txt", "missing/text", str(tmp_path / "missing")):
+        with pytest.raises(BadText, match="No such file"):
+            read_text(name, "test")
+    with pytest.raises(BadText, match=r"No text is called 'wikitext'. Did you mean 'wikitext2'\? Or give a path to \.txt"):
+        read_text("wikitext", "test")
+    with pytest.raises(BadText, match="Known: c4, demo, ptb, wikitext2"):
+        read_text("something", "test")
+    with pytest.raises(BadText, match="is a folder"):
+        read_text(str(tmp_path), "test")
+
+
+# ---- names
+
+
+class Asked:
+    """Stands in for `datasets.load_dataset`: notes what it is asked for, and gives `rows`."""
+
+    def __init__(self, column: str, rows: list[str]) -> None:
+        self.data = datasets.Dataset.from_dict({column: rows, "url": rows})
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **options: Any) -> datasets.Dataset:
+        self.calls.append((args, options))
+        assert datasets.are_progress_bars_disabled()
+        return self.data
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], Asked]:
+    def answering(column: str, rows: list[str]) -> Asked:
+        asked = Asked(column, rows)
+        monkeypatch.setattr(datasets, "load_dataset", asked)
+        return asked
+
+    return answering
+
+
+def test_wikitext2(hub: Callable[[str, list[str]], Asked]) -> None:
+    """The raw configuration; rows joined by two line ends, blank ones too; never one row as a document."""
+    asked = hub("text", ["", " = A = \n", "", "b \n"])
+    text = read_text("wikitext2", "test")
+    assert text.stream == "\n\n = A = \n\n\n\n\nb \n"
+    assert (text.source, text.rows, text.test_windows) == ("wikitext2 test", True, None)
+    read_text("wikitext2", "calibration", field="ignored")
+    for (args, options), part in zip(asked.calls, ("test", "train"), strict=True):
+        assert args == ("Salesforce/wikitext", "wikitext-2-raw-v1")
+        assert options["split"] == part
+
+
+def test_ptb(hub: Callable[[str, list[str]], Asked]) -> None:
+    """Its own field, joined by spaces, from the revision without a script."""
+    asked = hub("sentence", ["a b", "c"])
+    assert read_text("ptb", "test").stream == "a b c"
+    assert read_text("ptb", "calibration").source == "ptb train"
+    assert asked.calls[0] == (("ptb-text-only/ptb_text_only", None), {"split": "test", "revision": "refs/convert/parquet"})
+    assert asked.calls[1][1]["split"] == "train"
+
+
+def test_c4(hub: Callable[[str, list[str]], Asked]) -> None:
+    """One file of each split; to test, 1,100 documents joined by spaces and 256 windows; to calibrate, every document."""
+    asked = hub("text", [counting(row % 7, 30) for row in range(1200)])
+    test, calibration = read_text("c4", "test"), read_text("c4", "calibration")
+    assert len(test.documents) == 1100
+    assert len(calibration.documents) == 1200
+    assert test.stream.count(" ") == 1100 * 30 - 1
+    assert test_windows(test, tokenizer(), 16).shape == (256, 16)
+    assert test_windows(test, tokenizer(), 16, limit=300).shape == (300, 16)
+    assert calibration_windows(calibration, tokenizer(), 8, 16, seed=0).windows.shape == (8, 16)
+    names = ["en/c4-validation.00000-of-00008.json.gz", "en/c4-train.00000-of-01024.json.gz"]
+    for (_, options), name, part in zip(asked.calls, names, ("validation", "train"), strict=True):
+        assert options["data_files"] == {part: name}
+        assert options["split"] == part
+        assert options["verification_mode"] == "no_checks"  # the data set says it has more splits than one file
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach it"), ValueError("Couldn't find cache"), RuntimeError()])
+def test_without_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """The message says what to pass instead, and the libraries' own settings are as they were."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    level = logging.getLogger("huggingface_hub").level
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    with pytest.raises(Unreachable, match=r"'c4' \(allenai/c4 on the hub\).*Pass a local file \(\.txt") as caught:
+        read_text("c4", "calibration")
+    assert str(error) in str(caught.value)
+    assert logging.getLogger("huggingface_hub").level == level
+    assert not datasets.are_progress_bars_disabled()
+
+
+def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
+    """With HF_HUB_OFFLINE and an empty cache there is one error at once, and not a line of the libraries' own."""
+    code = (
+        "from sparsellm.calibration import read_text; from sparsellm.errors import Unreachable\n"
+        "try: read_text('wikitext2', 'test')\n"
+        "except Unreachable as error: assert 'HF_HUB_OFFLINE is set' in str(error)"
+    )
+    source = str(Path(sparsellm.__file__).parents[1])
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's text comes from its own module, the held-out part to test; a Python without sources says so."""
+    from sparsellm import texts
+    from sparsellm.demo import text as demo
+
+    monkeypatch.setattr(texts, "_demo", texts._demo.__wrapped__)  # what a process read stays read
+    monkeypatch.setattr(demo, "documents", lambda part: [part, "b"])
+    assert read_text("demo", "calibration") == Text(("train", "b"), "\n\n", "demo train")
+    assert read_text("demo", "test") == Text(("held-out", "b"), "\n\n", "demo held-out")
+
+    def fails(_: str) -> None:
+        raise FileNotFoundError("no sources")
+
+    monkeypatch.setattr(demo, "documents", fails)
+    with pytest.raises(BadText, match="no sources"):
+        read_text("demo", "test")
+
+
+# ---- windows
+
+
+def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """One special token at the stream's start; no padding, no truncation, and no warning of its length."""
+    text = Text((counting(0, 20), counting(20, 20)), "\n\n", "two")
+    for padded in (False, True):
+        tokens = tokenize(tokenizer(padded), text)
+        assert tokens.dtype == torch.long
+        assert tokens.tolist() == [BOS, *range(10, 50)]
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+def test_windows_of_a_stream() -> None:
+    """Full windows at places that the seed alone decides, and a sentence that says so."""
+    text = Text((counting(0, 2000), counting(2000, 999)), " ", "numbers.txt")
+    drawn = calibration_windows(text, tokenizer(padded=True), 64, 100, seed=0)
+    assert drawn.windows.shape == (64, 100)
+    assert drawn.windows.dtype == torch.long
+    assert drawn.windows.is_contiguous()
+    assert runs(drawn.windows[drawn.windows[:, 0] != BOS])
+    assert drawn.description == (
+        "64 windows of 100 tokens at random places of one stream of 3,000 tokens (numbers.txt), seed 0"
+    )
+    again = calibration_windows(text, tokenizer(), 64, 100, seed=0)
+    assert torch.equal(again.windows, drawn.windows)
+    other = calibration_windows(text, tokenizer(), 64, 100, seed=1)
+    assert not torch.equal(other.windows, drawn.windows)
+    assert len({int(start) for start in drawn.windows[:, 0]}) > 32
+
+
+def test_every_place_of_a_stream_can_be_drawn() -> None:
+    """The first and the last window too; a text of one window gives that one."""
+    text = Text((counting(0, 9),), " ", "ten tokens")
+    windows = calibration_windows(text, tokenizer(), 200, 8, seed=0).windows
+    assert {tuple(window) for window in windows.tolist()} == {
+        (BOS, *range(10, 17)), tuple(range(10, 18)), tuple(range(11, 19))
+    }  # fmt: skip
+    assert calibration_windows(text, tokenizer(), 2, 10, seed=0).windows.tolist() == [[BOS, *range(10, 19)]] * 2
+
+
+def test_windows_of_documents() -> None:
+    """With enough long documents each window is within one, no document twice; short documents never enter."""
+    long = [counting(100 * index, 40) for index in range(6)]
+    short = [counting(3000 + 10 * index, 9) for index in range(50)]  # 10 tokens with <s>: not longer than a window
+    text = Text(tuple(short + long), " ", "c4 train")
+    drawn = calibration_windows(text, tokenizer(), 6, 10, seed=3)
+    first = drawn.windows[:, 1] - 10
+    assert sorted((first // 100).tolist()) == [0, 1, 2, 3, 4, 5]
+    assert runs(drawn.windows[:, 1:])
+    assert drawn.description == ("6 windows of 10 tokens, each at a random place of one of 56 documents (c4 train), seed 3")
+    assert torch.equal(calibration_windows(text, tokenizer(padded=True), 6, 10, seed=3).windows, drawn.windows)
+    assert "one stream" in calibration_windows(text, tokenizer(), 7, 10, seed=3).description
+
+
+def test_few_documents_are_tokenised_where_many_are_long() -> None:
+    """The text as a whole is not tokenised for a few windows."""
+    calls: list[str] = []
+
+    def counted(string: str, **_: Any) -> dict[str, list[int]]:
+        calls.append(string)
+        return {"input_ids": list(range(len(string)))}
+
+    text = Text(("x" * 50,) * 1000, " ", "many")
+    windows = calibration_windows(text, counted, 5, 20, seed=0).windows  # type: ignore[arg-type]
+    assert windows.shape == (5, 20)
+    assert len(calls) == 5
+
+
+def test_rows_are_never_documents() -> None:
+    """Rows of one text give windows that go on from row to row."""
+    text = Text(tuple(counting(20 * row, 20) for row in range(100)), " ", "rows", rows=True)
+    assert "one stream of 2,001 tokens" in calibration_windows(text, tokenizer(), 4, 8, seed=0).description
+
+
+def test_test_windows_are_consecutive() -> None:
+    """The stream from its start, what is left over dropped, and no more than the limit."""
+    text = Text((counting(0, 52),), " ", "numbers.txt")
+    windows = test_windows(text, tokenizer(padded=True), 10)
+    assert windows.flatten().tolist() == [BOS, *range(10, 59)]
+    assert windows.shape == (5, 10)
+    assert torch.equal(test_windows(text, tokenizer(), 10, limit=2), windows[:2])
+    limited = Text(text.documents, " ", "c4 validation", test_windows=3)
+    assert torch.equal(test_windows(limited, tokenizer(), 10), windows[:3])
+
+
+def test_too_short_and_impossible() -> None:
+    """A text below one window names both sizes and the way out; settings that cannot be are refused."""
+    text = Text((counting(0, 11),), " ", "short.txt")
+    message = r"short.txt has 12 tokens, but one window needs 2,048\. .*--length 12"
+    with pytest.raises(BadText, match=message):
+        calibration_windows(text, tokenizer(), 4, 2048, seed=0)
+    with pytest.raises(BadText, match=message):
+        test_windows(text, tokenizer(), 2048)
+    with pytest.raises(BadText, match=r"has 1 tokens, .* Take a longer text\.$"):
+        test_windows(Text((), " ", "nothing"), tokenizer(), 8)
+    with pytest.raises(InvalidSetting, match="`samples` must be at least 1, got 0"):
+        calibration_windows(text, tokenizer(), 0, 8, seed=0)
+    with pytest.raises(InvalidSetting, match="`length` must be at least 2"):
+        test_windows(text, tokenizer(), 1)
+    with pytest.raises(InvalidSetting, match="`limit` must be at least 1"):
+        test_windows(text, tokenizer(), 8, limit=0)
+
+
+def test_the_papers_protocol_on_wikitext2() -> None:
+    """287,644 GPT-2 tokens, which the papers' codes get from the hub's rows: from a .raw file the same."""
+    raw = SHARED / "data/wikitext-2/wiki.test.raw"
+    if not raw.exists():
+        pytest.skip(f"{raw} is not here: it is never committed")
+    gpt2 = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/gpt2")
+    rows = tuple(line if line.strip() else "" for line in raw.read_text(encoding="utf-8").splitlines(keepends=True))
+    assert len(tokenize(gpt2, Text(rows, "\n\n", "rows"))) == 287_644
+    assert tuple(read_text(str(raw), "test").documents) == rows
+    assert test_windows(read_text(str(raw), "test"), gpt2, 2048).shape == (140, 2048)
+
+
+def test_c4_sample_is_enough_for_the_papers_windows() -> None:
+    """128 windows of 2,048 tokens; the sample has fewer documents of that length, so they come from the stream."""
+    path = SHARED / "data/c4/c4_1480.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here: it is never committed")
+    gpt2 = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/gpt2")
+    text = read_text(str(path), "calibration")
+    assert len(text.documents) == 1480
+    assert "one stream" in calibration_windows(text, gpt2, 128, 2048, seed=0).description
+    assert "1,480 documents" in calibration_windows(text, gpt2, 64, 256, seed=0).description

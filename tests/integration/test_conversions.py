@@ -1,0 +1,97 @@
+"""Models whose tensors are stored fused with others and split as they are loaded: by the model's names everywhere."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from sparsellm.blocks import blocks_of
+from sparsellm.checkpoint import Checkpoint, open_checkpoint
+from sparsellm.errors import BadCheckpoint
+from sparsellm.inspection import Tensors, inspect
+from sparsellm.places import NotStreamable
+from sparsellm.preparation import check_names
+from sparsellm.verification import verify
+from tests.integration.test_families import tensors_of, written
+
+ROOT = Path(__file__).parents[2]
+SPLIT = ("kimi_k25", "molmo2", "qianfan_ocr", "unlimited_ocr")
+"""Types with queries, keys and values in one stored tensor, and in three of the model."""
+
+
+@pytest.fixture
+def tiny_models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What makes a tiny model of a type."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return import_module("tiny_models")
+
+
+def saved(kind: str, tiny_models: ModuleType, folder: Path) -> Path:
+    """A tiny model of a type, written as transformers writes it."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    tiny_models.save(tiny_models.tiny_model(kind), folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_split_tensors_have_the_names_and_numbers_of_the_model(kind: str, tiny_models: ModuleType, tmp_path: Path) -> None:
+    folder = saved(kind, tiny_models, tmp_path / "dense")
+    checkpoint = open_checkpoint(str(folder))
+    wanted, read = checkpoint.load().state_dict(), Tensors(folder, checkpoint.skeleton())
+    assert set(read.files) <= set(wanted)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in read)
+    assert {read.one_name(name) for name in wanted} == {read.one_name(name) for name in read.files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SPLIT[1:])
+def test_a_model_with_split_tensors_is_streamed_as_in_memory(kind: str, tiny_models: ModuleType, tmp_path: Path) -> None:
+    source = saved(kind, tiny_models, tmp_path / "dense")
+    folders = [written(source, tmp_path / str(stream), "sparsegpt", stream=stream, sparsity="2:4") for stream in (False, True)]
+    whole, streamed = (tensors_of(folder) for folder in folders)
+    assert whole.keys() == streamed.keys()
+    assert all(torch.equal(whole[key], streamed[key]) for key in whole)
+    inspected = inspect(str(folders[1]), str(source), "2:4")
+    assert inspected.as_expected
+    assert not inspected.only_here + inspected.only_there
+    assert verify(folders[1], str(source)).layers
+
+
+@pytest.mark.slow
+def test_a_model_whose_names_depend_on_each_other_is_loaded_whole(tiny_models: ModuleType, tmp_path: Path) -> None:
+    """Kimi K2.5's tower has fc0 and fc1 in its files where the model has fc1 and fc2."""
+    source = saved("kimi_k25", tiny_models, tmp_path / "dense")
+    with pytest.raises(NotStreamable, match="names of some of its tensors depend"):
+        open_checkpoint(str(source)).stream()
+    folder = written(source, tmp_path / "out", "sparsegpt", sparsity="2:4")
+    assert inspect(str(folder), str(source), "2:4").as_expected
+    assert verify(folder, str(source)).layers
+
+
+def test_an_output_that_could_not_be_verified_is_refused_before_work(
+    tiny_models: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer whose parameter no stored tensor becomes."""
+    source = saved("llama", tiny_models, tmp_path / "dense")
+    monkeypatch.setattr("sparsellm.preparation.named", lambda files, model: ({}, {}, []))
+    monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(BadCheckpoint, match=r"lacks 14 weights .*model\.layers\.0\.mlp\.down_proj\.weight among them"):
+        written(source, tmp_path / "out", "magnitude")
+
+
+def test_names_of_files_that_are_read_whole(tiny_models: ModuleType, tmp_path: Path) -> None:
+    """A `.bin` file of the format before torch 1.6 has its own names; those of the model do."""
+    source = saved("llama", tiny_models, tmp_path / "dense")
+    tensors = tensors_of(source)
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    checkpoint = open_checkpoint(str(source))
+    blocks = blocks_of(skeleton := checkpoint.skeleton())
+    plan = dict.fromkeys((block.full_name(name) for block in blocks for name in block.layers), None)
+    check_names(checkpoint, skeleton, blocks, plan)  # type: ignore[arg-type]

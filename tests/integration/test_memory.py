@@ -1,0 +1,380 @@
+"""What the gradient stages need in memory is told and refused before weights are read; and the whole model's stage itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from typer.testing import Result
+
+from sparsellm import distillation, prune
+from sparsellm.blocks import blocks_of
+from sparsellm.checkpoint import Checkpoint
+from sparsellm.errors import SparseLLMError, TooLarge
+from sparsellm.memory import (
+    COPIES,
+    available,
+    check_fits,
+    human_bytes,
+    peak_memory,
+    predictions_bytes,
+    trained_bytes,
+)
+from sparsellm.meter import Meter
+from sparsellm.patterns import parse_pattern
+from sparsellm.refinement import Descent
+from tests.cli.test_bad_input import refused
+from tests.conftest import report_of
+
+Command = Callable[..., Result]
+CPU = torch.device("cpu")
+BLOCK = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32
+"""Parameters of one block of the tiny Llama: attention, feed-forward, norms."""
+
+STREAMS = 4 * 4 * (8 * 32) * 32
+"""Bytes of two streams and of what the feed-forward part reads and should write, for 8 windows of 32 tokens."""
+
+MODEL = 7 * 4 * 3 * BLOCK + 4 * (8 * 32 * 32 + 3 * 32 * 260 + 32 * 32 * 3)
+"""Bytes of the whole model's stage, one window at a time."""
+
+QUICK = ("--sparsity", "60%", "--samples", 8, "--length", 32, "--batch", 2)
+COUPLED = ("--couple", "model", "--couple-steps", 20, "--couple-written", 0)
+WEAK = ("--solver", "magnitude", "--newton", 0, "--targets", "own")
+"""Leaves something to gain."""
+
+
+PAGES = """
+import sys
+from pathlib import Path
+import sparsellm.run, torch
+from sparsellm.pages import keep_pages
+if "keep" in sys.argv:
+    keep_pages()
+faults = lambda: int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
+before = faults()
+for _ in range(20):
+    torch.ones(4_000_000)
+print(faults() - before)
+"""
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="the system has no large pages")
+def test_pages_are_kept_for_what_is_freed_and_taken_again() -> None:
+    """Twenty tensors of 16 MB, one after the other, take new pages once and not twenty times; what a user set stays."""
+    # A run in this process has set what its children would find set.
+    plain = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE" and "MALLOC" not in name}
+
+    def faults(*words: str, **variables: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", PAGES, *words], capture_output=True, text=True, check=True, env=plain | variables
+        )
+        return int(done.stdout)
+
+    once = 16 * 2**20 // os.sysconf("SC_PAGE_SIZE")  # where the system has no large page left to give
+    assert faults("keep") < 4 * once < faults(MALLOC_TRIM_THRESHOLD_="0")
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="0", THP_MEM_ALLOC_ENABLE="0") > 4 * once
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual steps are for trained models: a random one of this size only gets worse by them."""
+    monkeypatch.setattr(distillation, "COUPLING", Descent(20, 1e-3))
+
+
+two_families = pytest.mark.parametrize("family", ["opt", "llama"])
+
+
+@pytest.fixture(scope="session")
+def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny checkpoints with matrices large enough that their predictions are far from even; not to be written to."""
+    folders = {}
+    for family, folder in tiny.items():
+        folders[family] = Path(shutil.copytree(folder, tmp_path_factory.mktemp("loud") / family))
+        tensors = load_file(folder / "model.safetensors")
+        louder = {name: tensor * 8 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+        save_file(louder, folders[family] / "model.safetensors", {"format": "pt"})
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (51712, "50.5 KiB"), (100 * 1024, "100 KiB"),
+        (1024**2, "1.0 MiB"),
+        (5.25 * 1024**3, "5.2 GiB"), (640 * 1024**3, "640 GiB"), (2 * 1024**4, "2.0 TiB"), (2048 * 1024**4, "2048 TiB"),
+    ],
+)  # fmt: skip
+def test_human_bytes(count: float, text: str) -> None:
+    """Three digits or so, with the unit that makes them few."""
+    assert human_bytes(count) == text
+
+
+def test_available_here() -> None:
+    """This machine tells, and tells no more than it has."""
+    found = available(CPU)
+    assert found is not None
+    assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("told", "pages", "wanted"),
+    [
+        ("MemTotal:   9 kB\nMemFree:   1 kB\nMemAvailable:   7 kB\n", OSError(), 7168),
+        ("MemTotal:   9 kB\n", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 5}, 15),
+        (FileNotFoundError(), {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 5}, 15),
+        ("MemAvailable:   many\n", ValueError(), None),
+        (PermissionError(), AttributeError(), None),
+    ],
+)
+def test_available_elsewhere(
+    told: str | OSError, pages: dict[str, int] | Exception, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Linux tells, else what POSIX does, else nothing; where nothing is told nothing is refused."""
+
+    def read(*_: object, **__: object) -> str:
+        if isinstance(told, OSError):
+            raise told
+        return told
+
+    def ask(name: str) -> int:
+        if isinstance(pages, Exception):
+            raise pages
+        return pages[name]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "sysconf", ask)
+    assert available(CPU) == wanted
+    if wanted is None:
+        check_fits(10**18, CPU, "All", "Nothing.")
+    else:
+        check_fits(wanted, CPU, "All", "Nothing.")
+        with pytest.raises(
+            TooLarge, match=rf"^All needs {wanted + 1:,} bytes .* on cpu, and {wanted:,} are free\. Ask less\.$"
+        ):
+            check_fits(wanted + 1, CPU, "All", "Ask less.")
+
+
+def test_available_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free there, not what there is."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (11, 22))
+    assert available(torch.device("cuda")) == 11
+
+
+def test_too_large_is_a_memory_error() -> None:
+    """Whoever catches the one or the other catches it."""
+    assert issubclass(TooLarge, MemoryError)
+    assert issubclass(TooLarge, SparseLLMError)
+
+
+def test_copies_of_what_is_trained() -> None:
+    """A descent holds no more than it is said to, but for what the loss itself makes: as many times the parameters."""
+    parameters = {str(number): nn.Parameter(torch.randn(1000, 200)) for number in range(5)}
+
+    def loss(number: int) -> Iterator[Tensor]:
+        for _ in range(3):
+            yield sum((some.sum() for some in parameters.values()), torch.zeros(()))  # its gradient is a number, spread
+
+    with Meter() as meter:
+        meter.hold(parameters.values())
+        Descent(3, 1e-3).run(parameters, {}, loss, 4, 0)
+    assert meter.peak["cpu"] == pytest.approx(COPIES * 4 * 1_000_000, rel=0.01)
+
+
+def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
+    """Seven float32 copies of the largest block, or of all; and the predictions' states, logits three times, and inputs."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    blocks = blocks_of(model)
+    assert trained_bytes(blocks, together=False) == 7 * 4 * BLOCK
+    assert trained_bytes(blocks, together=True) == 3 * 7 * 4 * BLOCK
+    model.model.layers[1].mlp.up_proj = nn.Linear(32, 100)
+    larger = BLOCK + 32 * (100 - 48) + 100
+    assert trained_bytes(blocks, together=False) == 7 * 4 * larger
+    assert trained_bytes(blocks, together=True) == 7 * 4 * (2 * BLOCK + larger)
+    assert trained_bytes([], together=False) == trained_bytes([], together=True) == 0
+    assert predictions_bytes(10, 3, 4, 7, 2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "free", "parts"),
+    [
+        (("--couple", "block", "--refine", 5), 1000, ("Refining a block", f"{28 * BLOCK + STREAMS:,}", "1,000", "--refine 0")),
+        (("--couple", "block", "--refine", 5), 28 * BLOCK + STREAMS - 1, (f"{28 * BLOCK + STREAMS:,}",)),
+        (COUPLED, 1000, ("1,000",)),
+        ((*COUPLED[:4], "--couple-written", 5), MODEL + 4 * 5 * 32 * 32 - 1, (f"{MODEL + 4 * 5 * 32 * 32:,}",)),
+        (COUPLED[:4], MODEL + 4 * 2 * 32 * 32 - 1, (f"{MODEL + 4 * 2 * 32 * 32:,}",)),
+        (COUPLED, MODEL - 1, ("Coupling the model", f"{MODEL:,}", f"{MODEL - 1:,}", "--couple block", "--batch")),
+    ],
+)
+def test_refused_before_weights_are_read(
+    words: tuple[object, ...],
+    free: int,
+    parts: tuple[str, ...],
+    tiny: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stage that does not fit: one message with both numbers and what to do; no weights read, nothing written."""
+    loaded: list[object] = []
+    monkeypatch.setattr(Checkpoint, "load", lambda *arguments: loaded.append(arguments))
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: free)
+    refused(command("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK, *words), *parts)
+    assert not loaded
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_coupling_is_not_called_refining(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the model's stage is asked for, nobody is told to leave out steps over a block."""
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: 1000)
+    words = ("--calibration", text_file, *QUICK, *COUPLED)
+    assert "--refine" not in refused(command("prune", tiny["llama"], tmp_path / "out", *words))
+
+
+@pytest.mark.parametrize("words", [COUPLED, ("--couple", "block", "--refine", 2), ("--method", "sparsegpt"), ()])
+def test_what_fits_is_run(
+    words: tuple[object, ...],
+    tiny: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Just enough memory is enough, and is told; without gradient steps nobody asks."""
+    steps = "--couple" in words
+    needed = max(28 * BLOCK + STREAMS, MODEL if words is COUPLED else 0)
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: needed if steps else 0)
+    ran = command("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK, *words)
+    assert ran.exit_code == 0, ran.stderr
+    assert ("refining a block takes" in ran.stderr) == ("--refine" in words)
+    assert (f"coupling the model takes {human_bytes(MODEL)}" in ran.stderr) == (words is COUPLED)
+
+
+@two_families
+def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """The divergence on held-back windows falls; zeros exact, what is not planned untouched, the same bytes twice."""
+    words = ("--calibration", text_file, *QUICK, *WEAK, *COUPLED, "--skip", "q_proj")
+    for name in ("one", "two"):
+        ran = command("prune", loud[family], tmp_path / name, *words)
+        assert ran.exit_code == 0, ran.stderr
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+    report = report_of(tmp_path / "one")
+    found = report["coupled"]
+    assert 0 < found["after"] < found["before"]
+    assert 0 < found["steps"] <= 20
+    assert not found["note"]
+    assert "coupling the model" in report["seconds"]
+    before, after = load_file(loud[family] / "model.safetensors"), load_file(tmp_path / "one" / "model.safetensors")
+    layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
+    moved = {name for block in report["blocks"] for name in block["moved"]}
+    assert {key for key, tensor in after.items() if not torch.equal(tensor, before[key])} == layers.keys() | moved
+    assert not any("q_proj" in name or "embed" in name or "lm_head" in name for name in layers.keys() | moved)
+    assert sum("norm" in name for name in moved) == (6 if family == "llama" else 12)
+    for key, layer in layers.items():
+        zeros = int((after[key] == 0).sum())
+        assert zeros == layer["zeros"] == parse_pattern(layer["pattern"]).removed(after[key].numel())
+
+
+@two_families
+@torch.no_grad()
+def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path]) -> None:
+    """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
+    tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
+    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "targets": "own", "batch": 2, "sparsity": "80%"}
+    settings["calibration"] = tokens
+    start = prune(loud[family], **settings)
+    found = prune(loud[family], **settings, couple="model", couple_steps=20, couple_written=0)
+    assert found.report.coupled is not None
+    assert found.report.coupled.steps > 0
+    dense, before, after = (
+        model.float()(tokens[7:]).logits.double().log_softmax(-1)
+        for model in (AutoModelForCausalLM.from_pretrained(loud[family]), start.model, found.model)
+    )
+    for pruned, told in ((before, found.report.coupled.before), (after, found.report.coupled.after)):
+        assert told == pytest.approx(float((dense.exp() * (dense - pruned)).sum(-1).mean()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sound", "note"),
+    [
+        (0, "not refined: the loss is not finite"),
+        (1, "infinite or undefined at step 1: the best weights before it were kept"),
+        (2, "infinite or undefined at step 2: the best weights before it were kept"),
+    ],
+)
+@two_families
+def test_a_loss_that_is_not_finite(
+    family: str,
+    sound: int,
+    note: str,
+    tiny: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights are those from before the stage, bit for bit; note and report say so, and the run ends well."""
+    words = ("--calibration", text_file, *QUICK)
+    assert command("prune", tiny[family], tmp_path / "before", *words, "--couple", "block", "--refine", 0).exit_code == 0
+    plain, calls = distillation._divergence, list[int]()
+
+    def divergence(teacher: Tensor, student: Tensor) -> Tensor:
+        calls.append(1)
+        return plain(teacher, student) * (1.0 if len(calls) <= sound else float("nan"))
+
+    monkeypatch.setattr(distillation, "_divergence", divergence)
+    ran = command("prune", tiny[family], tmp_path / "out", *words, *COUPLED)
+    assert ran.exit_code == 0, ran.stderr
+    assert note in " ".join(ran.stderr.split())
+    found = report_of(tmp_path / "out")
+    assert note in found["coupled"]["note"]
+    assert any(note in each for each in found["notes"])
+    assert found["coupled"]["steps"] == 0
+    assert found["coupled"]["after"] == found["coupled"]["before"]
+    assert (found["coupled"]["before"] == "nan") == (sound == 0)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "out")]
+    assert files[0] == files[1]
+
+
+def test_few_windows_are_coupled_too(loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """Without a batch size named, some windows are held back also where all of them are few tokens."""
+    words = ("--calibration", text_file, "--samples", 32, "--length", 32, *WEAK, *COUPLED)
+    assert command("prune", loud["llama"], tmp_path / "out", *words).exit_code == 0
+    assert report_of(tmp_path / "out")["coupled"]["steps"] > 0
+
+
+def told(words: str) -> list[int]:
+    """Numbers that a process of its own prints."""
+    words = f"import torch; from sparsellm.memory import forget_peak, peak_memory; {words}"
+    found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout
+    return [int(word) for word in found.split()]
+
+
+def test_the_peak_is_this_process_s_own() -> None:
+    """A small program that a large one starts tells of itself."""
+    large = torch.ones(2**28)
+    assert peak_memory() > large.nbytes
+    assert 2**24 < told("print(peak_memory())")[0] < large.nbytes
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not forget a peak")
+def test_a_peak_is_forgotten() -> None:
+    """What came before a run is not counted as its own."""
+    before, after = told("torch.ones(2**28); print(peak_memory()); forget_peak(); print(peak_memory())")
+    assert before > 2**30 > after > 2**24

@@ -1,0 +1,120 @@
+"""Which layers and blocks the default method takes, what it leaves alone, what it tells, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparsellm.allocation import uniform
+from sparsellm.blocks import blocks_of
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.patterns import parse_pattern
+from sparsellm.refinement import Descent
+from sparsellm.sequential import prune_blocks
+from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
+from tests.integration.test_sparsellm_method import batches, changed, prune, signals, state, tiny, two_families
+
+
+@pytest.mark.parametrize("refine", [0, 3])
+@two_families
+def test_the_dense_stream_is_the_dense_models_own(family: str, refine: int) -> None:
+    """Bit for bit, whatever is done to the blocks that it passes."""
+    method = SparseLLM(SparseGPT(), horizon="feedforward", couple="block", refine=Descent(refine, 1e-3))
+    model = tiny(family)
+    wanted = signals(tiny(family))
+    plan = uniform(blocks_of(model), parse_pattern("60%"))
+    for block, inputs in walk(model, batches(), teacher=True):
+        assert inputs.dense is not None
+        entered = torch.cat([hidden.flatten(0, -2) for hidden in inputs.dense])
+        assert torch.equal(entered.double(), wanted[block.name][0])
+        assert block.index == 0 or not torch.equal(inputs.pruned[0], inputs.dense[0])
+        list(method.prune(block, inputs, plan))
+
+
+@pytest.mark.parametrize(("couple", "refine"), [("feedforward", 0), ("block", 0), ("block", 10), ("feedforward", 10)])
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
+def test_what_moves_is_told_and_all_else_stays(family: str, refine: int, couple: Any) -> None:
+    """Biases of planned layers move, with steps over the block its norms too; `moved` names these; the rest keeps its bits."""
+    method = SparseLLM(Magnitude(), "own", residual=False, newton=0, couple=couple, refine=Descent(refine, 2e-4))
+    model, steps = prune(family, method, chosen=frozenset({1}), skip=["q_proj"])
+    results = {step.name for step in steps if isinstance(step, LayerResult)}
+    (finished,) = [step for step in steps if isinstance(step, BlockResult)]
+    assert (finished.refined is not None and finished.refined.steps > 0) == (refine > 0)
+    block = blocks_of(model)[1]
+    assert results == {block.full_name(name) for name in block.layers if not name.endswith("q_proj")}
+    wanted = {f"{name}.bias" for name in results if model.get_submodule(name).bias is not None}
+    if refine and couple == "block":
+        wanted |= {name for name in state(model) if name.startswith(f"{block.name}.") and "norm" in name}
+    assert set(finished.moved) == wanted
+    assert len(finished.moved) == len(wanted)
+    assert changed(model, tiny(family)) == wanted | {f"{name}.weight" for name in results}
+
+
+@pytest.mark.parametrize(
+    ("family", "choice", "couple", "note"),
+    [
+        ("opt-tanh", {}, "feedforward", "its layers were pruned one by one, since its activation is none that is coupled"),
+        ("opt-tanh", {}, "none", ""),
+        ("opt", {"skip": ["fc1"]}, "feedforward", "its feed-forward layers were pruned one by one, since fc1 stays dense"),
+        ("llama", {"only": ["up_proj"]}, "block", "one by one, since mlp.down_proj, mlp.gate_proj stays dense"),
+        ("llama", {"only": ["up_proj"]}, "none", ""),
+        ("llama", {"only": ["self_attn.*"]}, "block", ""),
+        ("llama", {}, "feedforward", ""),
+    ],
+)
+def test_parts_that_cannot_be_coupled(family: str, choice: dict[str, Any], couple: Any, note: str) -> None:
+    """Their layers are pruned one by one, and the block's note says why; no loop runs over half a part."""
+    method = SparseLLM(SparseGPT(), couple=couple)
+    model, steps = prune(family, method, **choice)
+    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
+    assert [step.name for step in steps if isinstance(step, LayerResult)] == list(plan)
+    for name in plan:
+        assert int((model.get_submodule(name).weight == 0).sum()) == parse_pattern("60%").removed(
+            model.get_submodule(name).weight.numel()
+        )
+    for step in steps:
+        if isinstance(step, BlockResult):
+            assert step.note.endswith(note)
+            assert bool(step.note) == bool(note)
+            assert bool(step.epochs) == (family == "llama" and not choice)
+
+
+def test_blocks_behind_the_last_are_not_visited() -> None:
+    """Where only the first block is planned, nothing runs through the second, which would raise."""
+    model = tiny("llama")
+    with torch.no_grad():
+        blocks_of(model)[1].layer("mlp.down_proj").weight.fill_(float("inf"))
+    plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
+    steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT(), horizon="feedforward"), plan))
+    assert [step.index for step in steps if isinstance(step, BlockResult)] == [0]
+
+
+@two_families
+def test_same_call_same_bits(family: str) -> None:
+    """Two runs of everything, random labels, random errors and gradient steps included, give the same bits."""
+    method = SparseLLM(epochs=2, couple="block", refine=Descent(3, 1e-3))
+    one, other = (prune(family, method, chosen=frozenset({0}))[0] for _ in range(2))
+    assert not changed(one, other)
+    assert changed(one, tiny(family))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"epochs": 0}, {"newton": -1}, {"alpha": 0.0}, {"alpha": float("nan")}, {"beta": -1.0}, {"beta": float("nan")},
+        {"ridge": -1e-3}, {"ridge": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
+    """Settings that cannot be raise at once, name the limits, and say what they got."""
+    with pytest.raises(InvalidSetting, match="epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, got") as caught:
+        SparseLLM(**bad)
+    assert str(next(iter(bad.values()))) in str(caught.value).split("got")[1]
+    assert SparseLLM(epochs=1, newton=0, ridge=0.0).ridge == 0

@@ -1,0 +1,149 @@
+"""A tied tensor is one tensor, under whichever of its names the files hold it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import Result
+
+from sparsellm.checkpoint import open_checkpoint
+from sparsellm.inspection import inspect
+from sparsellm.recipe_file import read_recipe
+from sparsellm.run import run
+from sparsellm.work import working
+from tests.cli.test_headers import refused_by_all
+from tests.conftest import byte_tokenizer, report_of
+from tests.integration.test_families import CONFIGS
+
+NAMES = ("first", "second", "both")
+FORMS = ("single", "shards", "bin")
+
+
+def tied_model(family: str, folder: Path) -> dict[str, Tensor]:
+    """Write a tiny model with tied embeddings; its tensors, tied ones by both names."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]()
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.all_tied_weights_keys
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def store(tensors: dict[str, Tensor], folder: Path, form: str) -> None:
+    """Write tensors as the weights of a model, in place of those that it has."""
+    for file in (*folder.glob("*.safetensors*"), *folder.glob("*.bin")):
+        file.unlink()
+    if form == "single":
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    parts = {"model": tensors} if form == "bin" else {}
+    if form == "shards":
+        names = sorted(tensors)
+        parts = {f"model-{at:05}-of-00002": {name: tensors[name] for name in names[at - 1 :: 2]} for at in (1, 2)}
+        index = {name: f"{part}.safetensors" for part, held in parts.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for part, held in parts.items():
+        if form == "bin":
+            torch.save(held, folder / "pytorch_model.bin")
+        else:
+            save_file(held, folder / f"{part}.safetensors", metadata={"format": "pt"})
+
+
+BODIES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def under(tensors: dict[str, Tensor], names: str) -> dict[str, Tensor]:
+    """The tensors with the embedding under its own name, the head's, or both."""
+    left = {"first": HEADS, "second": BODIES, "both": ()}[names]
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(left)}
+    assert len(kept) == len(tensors) - (names != "both")
+    return kept
+
+
+QUICK = ("llama", "opt", "gpt2")
+FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -> None:
+    """Pruned in memory and block by block, verified, with the dense embedding, and always the same tensors."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    tensors = tied_model(family, folder)
+    count = sum(tensor.numel() for tensor in under(tensors, "first").values())
+    first: dict[str, Tensor] = {}
+    for number, (form, names) in enumerate(itertools.product(FORMS, NAMES)):
+        stream = number % 2 == 1  # every form and every name once in memory and once not: their product takes twice as long
+        store(under(tensors, names), folder, form)
+        with working(out) as work:
+            recipe = read_recipe({"model": str(folder), "method": "magnitude", "sparsity": "2:4", "stream": stream})
+            run(recipe, work=work).save_pretrained(out, overwrite=True)
+        found = inspect(str(out), against=str(folder), expect="2:4")
+        case = form, names, stream
+        assert found.as_expected, case
+        assert found.parameters == report_of(out)["totals"]["parameters"] == count, case
+        assert found.only_here == found.only_there == (), case
+        assert not [name for name in found.changed if name.endswith((*HEADS, *BODIES))], case
+        loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+        first = first or loaded
+        assert loaded.keys() == first.keys(), case
+        assert all(torch.equal(tensor, first[name]) for name, tensor in loaded.items()), case
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])
+@pytest.mark.parametrize("names", NAMES)
+def test_the_command_prunes_resumes_and_inspects(
+    names: str, memory: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    """What transformers 4.41 wrote for a tied model, `lm_head.weight` alone, is as good as `embed_tokens.weight` alone."""
+    folder, out = Path(shutil.copytree(tiny["llama"], tmp_path / "model")), tmp_path / "out"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    store(under(tensors, names), folder, "single")
+    result = command("prune", folder, out, "--method", "magnitude", *memory)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(command("inspect", out, "--against", folder, "--json").stdout)
+    assert len(found["changed"]) == 21
+    assert found["only_here"] == found["only_there"] == []
+    assert found["parameters"] == sum(tensor.numel() for tensor in load_file(tiny["llama"] / "model.safetensors").values())
+    assert report_of(out)["totals"]["parameters"] == found["parameters"]
+
+
+def test_a_changed_embedding_is_found_under_the_other_name(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """One tensor by alias is still compared bit by bit."""
+    folder = Path(shutil.copytree(tiny["llama"], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"][3, 4] += 1
+    store(tensors, folder, "single")
+    found = inspect(str(folder), against=str(tiny["llama"]))
+    assert found.changed == ("lm_head.weight",)
+    assert found.only_here == found.only_there == ()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_names_with_different_values_are_refused(
+    form: str, tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    """transformers would not tie them; a run block by block would take one of them: neither is done without a word."""
+    folder = Path(shutil.copytree(tiny["llama"], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    store(tensors, folder, form)
+    refused_by_all(command, folder, tmp_path, "lm_head.weight", "embed_tokens.weight", "tie_word_embeddings")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert open_checkpoint(str(folder)).skeleton().lm_head.weight is not None

@@ -1,0 +1,1 @@
+"""Tests of single functions; they load no model of transformers."""
