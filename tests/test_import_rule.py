@@ -152,7 +152,7 @@ STOREY = {file: storey for storey, files in STOREYS.items() for file in files}
 QUIET = [file for file in ORDER if STOREY[file] != "Words"]
 
 SPEAKING = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
-SPEAKING |= {"wandb", "tensorboard", "trackio"}
+SPEAKING |= {"wandb", "trackio"}
 """Libraries that print, log, or reach for the network."""
 
 
