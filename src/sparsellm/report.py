@@ -54,8 +54,8 @@ class Report:
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process since the run began, in bytes. origin: for the card. coverage: how much of the blocks' matrix
-    weights is pruned.
+    peak_memory: of this process so far, in bytes; the command line resets it for each run. origin: for the card. coverage: how
+    much of the blocks' matrix weights is pruned.
     """
 
     recipe: Recipe
