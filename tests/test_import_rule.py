@@ -90,9 +90,9 @@ STOREYS = {
         "recipe_file",
         "records",
         "markdown",
+        "files",
         "report",
         "architecture_file",
-        "files",
         "digests",
         "publication",
         "model_classes",
@@ -272,3 +272,10 @@ def test_import_is_light(name: str) -> None:
     code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not loaded, f"import {name} loads {loaded}"
+
+
+def test_opening_a_checkpoint_imports_no_method() -> None:
+    code = "import sys, sparsellm.checkpoint; print(*(name for name in sys.modules if name.startswith('sparsellm.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "sparsellm.checkpoint" in loaded
+    assert not [name for name in loaded if "method" in name or "solver" in name]

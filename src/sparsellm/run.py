@@ -19,6 +19,7 @@ from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
 from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
+from sparsellm.fingerprint import environment
 from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
 from sparsellm.log import LOG, Log
@@ -30,7 +31,7 @@ from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
-from sparsellm.report import Report, environment
+from sparsellm.report import Report
 from sparsellm.residence import Place, Residence, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
