@@ -181,7 +181,7 @@ def test_missing_and_half_written_models(damaged: Path, tmp_path: Path, command:
     refused(prune(damaged / "config.json"), "is a file")
     weights = (damaged / "model.safetensors").read_bytes()
     (damaged / "model.safetensors").write_bytes(weights[:-100])
-    refused(prune(damaged), "model.safetensors", f"{len(weights) - 100:,}", f"{len(weights):,}")
+    refused(prune(damaged), "model.safetensors", "cut off", "Download it again")
     (damaged / "model.safetensors").write_bytes(weights[:5])
     refused(prune(damaged), "model.safetensors", "cut off")
     (damaged / "model.safetensors").unlink()
