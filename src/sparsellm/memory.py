@@ -20,11 +20,9 @@ COPIES = 7
 the sum of all batches' in float64."""
 
 
-def available(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None for an accelerator that does not tell."""
-    if devices.has_own_memory(device):
-        return devices.free_bytes(device)
-    return int(psutil.virtual_memory().available)
+def available(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
 
 
 def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
@@ -40,9 +38,9 @@ def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: in
 
 def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:
     """Raise TooLarge, with both numbers, when more is needed than can be had. instead: what to do about it."""
-    had = available(device)
-    if had is not None and needed > had:
-        raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {had:,} are free. {instead}")
+    free = available(device)
+    if needed > free:
+        raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {instead}")
 
 
 def out_of_memory(error: BaseException) -> bool:
