@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from sparsellm.run import Result as Result
     from sparsellm.run import prune as prune
     from sparsellm.sequential import prune_blocks as prune_blocks
-    from sparsellm.sequential import walk as walk
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.swift import Swift as Swift
     from sparsellm.tracking import Tracked as Tracked
     from sparsellm.verification import verify as verify
+    from sparsellm.walk import walk as walk
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -57,7 +57,7 @@ _CONTENTS = {
     "prune": "run",
     "prune_blocks": "sequential",
     "verify": "verification",
-    "walk": "sequential",
+    "walk": "walk",
 }
 
 __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)
