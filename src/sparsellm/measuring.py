@@ -11,7 +11,6 @@ from typing import Any
 from sparsellm.checkpoint import device_of, open_checkpoint
 from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.first_pass import check_runs
-from sparsellm.pages import keep_pages
 from sparsellm.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.recipe_file import read_recipe
 from sparsellm.residence import settle
@@ -45,7 +44,6 @@ def measure(
         | {"memory": memory, "revision": revision, "trust_remote_code": trusted}
         | {"task": tuple(tasks), "task_data": task_data, "task_limit": task_limit, "evaluate_limit": evaluate_limit}
     )
-    keep_pages()
     place = device_of(device)
     source = open_checkpoint(model, revision, trusted)
     skeleton = source.skeleton()

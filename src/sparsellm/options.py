@@ -154,7 +154,11 @@ Resume = Annotated[bool, _output("--resume", help="Go on with an unfinished outp
 Restart = Annotated[bool, _output("--restart", help="Throw an unfinished output away and start.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote all that is in it.")]
 Track = Annotated[
-    list[str] | None, _output("--track", help="Also show the run in wandb, tensorboard or trackio; may be repeated.")
+    list[str] | None,
+    _output(
+        "--track",
+        help="Also log the run to tensorboard, wandb, trackio or mlflow; repeatable.",
+    ),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 

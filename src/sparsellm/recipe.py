@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sparsellm.allocation import select_blocks
 from sparsellm.choices import ALLOCATIONS, COUPLES, METHODS, SOLVERS, TASKS
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
@@ -24,6 +35,8 @@ _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple"
 
 NEWTON = SparseLLM.newton
 """The usual number of Gauss-Newton rounds."""
+
+_SIZE = TypeAdapter(ByteSize)
 
 BLOCK_STEPS = 100
 """The usual gradient steps over a block, where it is to be coupled."""
@@ -197,14 +210,18 @@ class Recipe(BaseModel):
     @field_validator("memory")
     @classmethod
     def _is_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value
+        if value is None:
+            return value
+        with suppress(ValidationError):
+            # ByteSize ignores what follows a unit, so that it reads "1,5GiB" as one byte.
+            if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
+                return value
+        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {value!r}.")
 
     @property
     def memory_bytes(self) -> int | None:
         """What `memory` means, in bytes."""
-        return None if self.memory is None else parse_bytes(self.memory)
+        return None if self.memory is None else _SIZE.validate_python(self.memory)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -4,47 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import PurePath
 from typing import Any
 
-import torch
-import yaml
+from huggingface_hub import ModelCardData
 
-from sparsellm import __version__, devices
 from sparsellm.coverage import Coverage
+from sparsellm.files import Origin
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
 from sparsellm.refinement import Refined
-from sparsellm.solvers import column_loop
-
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
-"""Whose versions may change a result."""
 
 HUB = "https://huggingface.co"
 """Where a card's links to a hub name lead."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 """What may be a model's name on the hub; a card that names another as its base is refused there."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The dense model as the card tells of it. name: on the hub, or its folder's; empty for a model without one.
-
-    hub: whether it is a hub name. terms: what the dense model's own card says of licence and language. loader: the class of
-    transformers that loads it.
-    """
-
-    name: str = ""
-    hub: bool = False
-    terms: Mapping[str, Any] = field(default_factory=dict)
-    loader: str = "AutoModelForCausalLM"
 
 
 @dataclass
@@ -54,8 +32,8 @@ class Report:
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process since the run began, in bytes. origin: for the card. coverage: how much of the blocks' matrix
-    weights is pruned.
+    peak_memory: of this process so far, in bytes; the command line resets it for each run. origin: for the card. coverage: how
+    much of the blocks' matrix weights is pruned.
     """
 
     recipe: Recipe
@@ -129,14 +107,16 @@ class Report:
         """The report as strict JSON."""
         return strict_json(self.to_dict())
 
-    def _front_matter(self) -> dict[str, Any]:
+    def _metadata(self) -> ModelCardData:
         """What the hub reads of the card."""
         sees = self.origin.loader == "AutoModelForImageTextToText"
-        found: dict[str, Any] = {"library_name": "transformers"}
-        found["pipeline_tag"] = "image-text-to-text" if sees else "text-generation"
-        if HUB_NAME.fullmatch(self.origin.name):
-            found["base_model"] = self.origin.name
-        return found | dict(self.origin.terms) | {"tags": ["sparsellm", "pruning", "sparse"]}
+        return ModelCardData(
+            base_model=self.origin.name if HUB_NAME.fullmatch(self.origin.name) else None,
+            library_name="transformers",
+            pipeline_tag="image-text-to-text" if sees else "text-generation",
+            tags=["sparsellm", "pruning", "sparse"],
+            **self.origin.terms,
+        )
 
     def _loading(self) -> list[str]:
         """How to load the model, as lines of the card."""
@@ -168,7 +148,7 @@ class Report:
         recipe = self.recipe
         lines = [
             "---",
-            *yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True).splitlines(),
+            self._metadata().to_yaml(),
             "---",
             "",
             f"# {plain(PurePath(recipe.model).name)}, pruned",
@@ -231,16 +211,3 @@ def _plus_minus(value: dict[str, Any] | None) -> str:
         return "not measured"
     error = value["standard_error"]
     return f"{value['value']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """The versions and the machine that a result may depend on."""
-    found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
-    if column_loop.runs(device):
-        found["column loop"] = column_loop.maker()
-    return found | {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "device": f"{device} ({devices.name_of(device)})",
-        "threads": str(torch.get_num_threads()),
-    }

@@ -20,20 +20,20 @@ from sparsellm.errors import NonFinite
 from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
+from sparsellm.fingerprint import environment
 from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
 from sparsellm.loaded_model import Residence
 from sparsellm.log import LOG, Log
-from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
+from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
-from sparsellm.pages import keep_pages, return_pages
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
-from sparsellm.report import Report, environment
+from sparsellm.report import Report
 from sparsellm.residence import Place, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
@@ -122,8 +122,6 @@ def run(
     called by those who watch it; its output's name, or its model's, if not given.
     All that can be refused is refused before the weights are read.
     """
-    keep_pages()
-    forget_peak()
     log = Log()
     say = each(log, observe)
     started = time.perf_counter()
@@ -132,12 +130,11 @@ def run(
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
     place, batch, journal = begin(recipe, ready, report, say, work)
-    if place.tight:
-        return_pages()
     give_back()  # what tokenising took
     if work and distributed.leads():
         log.keep(work.folder / LOG)
-    say(Begun(name or (work.output.name if work else PurePath(recipe.model).name), recipe, report.environment))
+    called = name or (work.output.name if work else PurePath(recipe.model).name)
+    say(Begun(called, recipe, report.environment, place.tight))
     home = _load(ready, work, place, report, say)
     measure = partial(_measure, ready, report, say)
     measure(home, "dense", shared)

@@ -36,6 +36,7 @@ def sweep(
         from sparsellm.display import Progress, show
         from sparsellm.display import table as shown
         from sparsellm.events import each
+        from sparsellm.pages import manage_memory
         from sparsellm.sweep_file import read_sweep
         from sparsellm.sweeping import read_outcomes, run_sweep
         from sparsellm.tracking import Tracked
@@ -49,7 +50,7 @@ def sweep(
             return
         number, count = distributed.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
         with Progress(silent if number else stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
-            observe = each(progress, tracked)
+            observe = each(manage_memory, progress, tracked)
             outcomes = run_sweep(
                 cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
             )

@@ -36,6 +36,7 @@ def evaluate(
         from sparsellm import distributed
         from sparsellm.display import percent, plus_minus, show, table
         from sparsellm.measuring import measure
+        from sparsellm.pages import keep_pages
         from sparsellm.zeroshot import mean
 
         if not text and not task:
@@ -43,6 +44,7 @@ def evaluate(
         with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
             on = (text or [], text_field, length, evaluate_limit, task or [], task_data, task_limit)
             at = (device or "auto", dtype or "auto", memory)
+            keep_pages()
             found, answered = measure(model, *on, *at, revision=revision, trusted=bool(trust_remote_code))
         if not leads:
             return
@@ -154,12 +156,14 @@ def demo(
 
         from sparsellm.demonstration import SPARSITY, demonstrate
         from sparsellm.display import Progress, plus_minus, show, table
+        from sparsellm.events import each
         from sparsellm.export import check_output
+        from sparsellm.pages import manage_memory
 
         if output is not None:
             check_output(output)
         with Progress(stderr) as progress:
-            rows = demonstrate(family, output, progress)
+            rows = demonstrate(family, output, each(manage_memory, progress))
         if as_json:
             print_json(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}

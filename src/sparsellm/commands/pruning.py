@@ -96,6 +96,7 @@ def prune(
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
         from sparsellm.output_lock import recover
+        from sparsellm.pages import manage_memory
         from sparsellm.run import run
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
@@ -115,7 +116,7 @@ def prune(
                 Tracked(*(track or () if leads else ()), say=progress) as tracked,
                 working(output, resume, restart) as work,
             ):
-                result = run(recipe, each(progress, tracked), work=work)
+                result = run(recipe, each(manage_memory, progress, tracked), work=work)
                 progress(Stage("writing and verifying"))
                 folder = result.save_pretrained(output, overwrite)
             if not leads:

@@ -27,13 +27,17 @@ def push(
     with told(context):
         from dataclasses import asdict
 
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
         from sparsellm.hub import push as put
         from sparsellm.memory import human_bytes
 
+        if not stderr.is_terminal:
+            disable_progress_bars()
         more = (private, revision, overwrite, dry_run, bool(trust_remote_code), architecture)
         then = "" if dry_run else f", then pushing it to {repo}"
         stderr.print(f"verifying {output}{then}", highlight=False, soft_wrap=True)
-        done = put(output, repo, *more, bars=stderr.is_terminal)
+        done = put(output, repo, *more)
         if as_json:
             print_json(asdict(done))
             return
