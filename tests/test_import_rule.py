@@ -133,7 +133,6 @@ STOREYS = {
         "comparison",
         "drawing",
         "plots",
-        "panels",
         "sweep_plots",
         "page",
         "hub",
