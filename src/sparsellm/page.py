@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -19,9 +19,6 @@ from sparsellm.recipe_file import read_recipe
 from sparsellm.records import SavedReport, read_saved_report
 from sparsellm.sweep_plots import sweep_plots
 from sparsellm.sweeping import is_sweep, read_outcomes, saved_sweep
-
-FORMATS: tuple[Literal["svg", "png"], ...] = ("svg", "png")
-"""Of the files that each plot is written to."""
 
 
 def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
@@ -49,16 +46,13 @@ def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
         return template.render(content) + "\n", content["plots"]
 
 
-def write_figures(plots: Sequence[Plot], folder: str | Path) -> list[Path]:
-    """Write each plot as SVG and as PNG; the files."""
+def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
+    """Write each plot as SVG and as PNG."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    files = []
     for plot in plots:
-        for file_format in FORMATS:
-            files.append(path / f"{plot.name}.{file_format}")
-            files[-1].write_bytes(plot.save(file_format))
-    return files
+        (path / f"{plot.name}.svg").write_bytes(plot.save("svg"))
+        (path / f"{plot.name}.png").write_bytes(plot.save("png"))
 
 
 def _run_content(report: SavedReport, name: str) -> dict[str, Any]:

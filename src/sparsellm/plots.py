@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 from sparsellm.comparison import short_names, value_with_error
 from sparsellm.drawing import Plot, bar_figure, heat_map, new_figure
@@ -37,37 +38,25 @@ def _layer_maps(blocks: Sequence[SavedBlock]) -> list[Plot]:
     """Error and sparsity of every layer: a column for each block, a row for each kind of layer."""
     from matplotlib.colors import LogNorm, Normalize
 
-    errors = [layer.error for block in blocks for layer in block.layers if 0 < layer.error < math.inf] or [1.0]
-    shares = [layer.sparsity for block in blocks for layer in block.layers]
+    layers = [layer for block in blocks for layer in block.layers]
+    errors = [layer.error for layer in layers if 0 < layer.error < math.inf] or [1.0]
+    shares = [layer.sparsity for layer in layers]
     # The scale ends at whole twentieths: what rounding does to one pattern's count should not look like a difference.
-    low, high = math.floor(20 * min(shares) - 1e-3) / 20, math.ceil(20 * max(shares) + 1e-3) / 20
-    logarithmic, linear = LogNorm(min(errors), max(errors) * (1 + 1e-9)), Normalize(low, high)
+    linear = Normalize(math.floor(20 * min(shares) - 1e-3) / 20, math.ceil(20 * max(shares) + 1e-3) / 20)
+    indices = [str(block.index) for block in blocks]
+    by_kind = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
+    kinds = list(dict.fromkeys(kind for of_block in by_kind for kind in of_block))
     plots = []
     for field, title, label, norm in (
-        ("error", "Error of each layer", "relative output error", logarithmic),
+        ("error", "Error of each layer", "relative output error", LogNorm(min(errors), max(errors) * (1 + 1e-9))),
         ("sparsity", "Sparsity of each layer", "share of zeros", linear),
     ):
-        values = [
-            {layer.name.removeprefix(f"{block.name}."): float(getattr(layer, field)) for layer in block.layers}
-            for block in blocks
-        ]
-        kinds = list(dict.fromkeys(kind for of_block in values for kind in of_block))
-        indices = [str(block.index) for block in blocks]
-        every = [
-            (x, f"{x:.3g} ({kind} of block {index})")
-            for index, of_block in zip(indices, values, strict=True)
-            for kind, x in of_block.items()
-            if not math.isnan(x)
-        ] or [(math.nan, "unknown")]
-        text = (
-            f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the least {label} is {min(every)[1]}, "
-            f"the largest {max(every)[1]}."
-        )
-        rows = [
-            [index, *(f"{of_block[kind]:.3g}" if kind in of_block else "" for kind in kinds)]
-            for index, of_block in zip(indices, values, strict=True)
-        ]
-        cells = [[x if math.isfinite(x := of_block.get(kind, math.nan)) else math.nan for of_block in values] for kind in kinds]
+        value = attrgetter(field)
+        least, most = (f"{value(x):.3g} ({x.name})" for x in (min(layers, key=value), max(layers, key=value)))
+        text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the {label} is from {least} to {most}."
+        cells = [[value(of_block[kind]) if kind in of_block else math.nan for of_block in by_kind] for kind in kinds]
+        columns = zip(*cells, strict=True)
+        rows = [[i, *("" if math.isnan(x) else f"{x:.3g}" for x in column)] for i, column in zip(indices, columns, strict=True)]
         figure = heat_map(cells, kinds, indices, xlabel="block", ylabel="", label=label, norm=norm)
         plots.append(Plot(f"{field}-map", title, text, ["block", *kinds], rows, figure))
     return plots

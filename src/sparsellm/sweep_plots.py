@@ -44,7 +44,8 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     """All plots that a sweep's axes and results hold data for."""
     done = [row for row in rows if row.figures]
     varied = {axis for axis, labels in sweep.axes.items() if len(labels) > 1}
-    measures = [name for name in _measures(done) if name.startswith("perplexity ") or name == "accuracy mean"]
+    names = dict.fromkeys(name for row in done for name in row.figures)
+    measures = [name for name in names if name.startswith("perplexity ") or name == "accuracy mean"]
     plots: list[Plot | None] = []
     for number, measure in enumerate(measures):
         axes = [axis for axis in ("sparsity", "samples", "length", "written") if axis in varied]
@@ -55,11 +56,6 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     first_seed = [(cell, report) for cell, report in reports if cell.recipe.seed == reports[0][0].recipe.seed]
     plots += [by_depth(first_seed), by_epoch(first_seed), seconds(sweep, done) if done else None]
     return [plot for plot in plots if plot is not None]
-
-
-def _measures(rows: Sequence[Row]) -> list[str]:
-    """The names of all figures, in order."""
-    return list(dict.fromkeys(name for row in rows for name in row.figures))
 
 
 def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: str) -> Plot:
