@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from sparsellm.checkpoint import device_of, open_checkpoint
 from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.first_pass import check_runs
 from sparsellm.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.recipe_file import read_recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.residence import settle
 from sparsellm.zeroshot import accuracies, prepared
 
@@ -31,7 +30,7 @@ def measure(
     memory: str | None = None,
     revision: str | None = None,
     trusted: bool = False,
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, Perplexity], dict[str, Accuracy]]:
     """The perplexity of a checkpoint on each text, and its accuracy on each task, with standard errors.
 
     All texts are read, and the tasks' files found, before anything is measured.
@@ -54,6 +53,5 @@ def measure(
     prepared(recipe.task, task_data)
     home = settle(recipe, source, place, Path(tempfile.gettempdir()))
     check_runs(home, by_block=home.streamed)
-    perplexities = {text: asdict(measure_perplexity(home, test, text)) for text, test in tests.items()}
-    found = accuracies(home, source.tokenizer(), recipe.task, task_data, task_limit) if tasks else {}
-    return perplexities, {task: asdict(accuracy) for task, accuracy in found.items()}
+    perplexities = {text: measure_perplexity(home, test, text) for text, test in tests.items()}
+    return perplexities, accuracies(home, source.tokenizer(), recipe.task, task_data, task_limit) if tasks else {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
 
@@ -16,7 +17,10 @@ from sparsellm.files import Origin
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import Refined
+
+When = Literal["dense", "pruned"]
 
 HUB = "https://huggingface.co"
 """Where a card's links to a hub name lead."""
@@ -41,9 +45,9 @@ class Report:
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
-    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    samples: dict[str, dict[str, str]] = field(default_factory=dict)
+    perplexity: dict[str, dict[When, Perplexity]] = field(default_factory=dict)
+    tasks: dict[str, dict[When, Accuracy]] = field(default_factory=dict)
+    samples: dict[str, dict[When, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     coupled: Refined | None = None
@@ -93,8 +97,8 @@ class Report:
             "calibration": self.calibration,
             "totals": self.totals(),
             "coverage": self.coverage.to_dict() if self.coverage else None,
-            "perplexity": self.perplexity,
-            "tasks": self.tasks,
+            "perplexity": _measured(self.perplexity),
+            "tasks": _measured(self.tasks),
             "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
@@ -172,8 +176,8 @@ class Report:
             lines.append("")
         if self.tasks:
             lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
-            for task, values in self.tasks.items():
-                lines.append(f"| {plain(task)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+            for task, both in self.tasks.items():
+                lines.append(f"| {plain(task)} | {_plus_minus(both.get('dense'))} | {_plus_minus(both.get('pruned'))} |")
             lines.append("")
         lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
@@ -205,9 +209,13 @@ def _block(block: BlockResult) -> dict[str, Any]:
     return data
 
 
-def _plus_minus(value: dict[str, Any] | None) -> str:
-    """A measured perplexity with its standard error."""
-    if not value:
+def _measured(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
+    """Results by text or task as plain data."""
+    return {name: {when: asdict(result) for when, result in both.items()} for name, both in results.items()}
+
+
+def _plus_minus(result: Perplexity | Accuracy | None) -> str:
+    """A result with its standard error."""
+    if result is None:
         return "not measured"
-    error = value["standard_error"]
-    return f"{value['value']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+    return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,10 @@ from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
-from sparsellm.report import Report
+from sparsellm.report import Report, When
 from sparsellm.residence import Place, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
@@ -197,7 +198,7 @@ def _measure(
     report: Report,
     say: Observer,
     home: Residence,
-    when: Literal["dense", "pruned"],
+    when: When,
     shared: Shared | None = None,
 ) -> None:
     """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
@@ -208,9 +209,9 @@ def _measure(
                 return asdict(measure_perplexity(home, test, text))
 
             known = _circumstances(ready.source, home, test, None, report)
-            found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
-            report.perplexity.setdefault(text, {})[when] = found
-            say(Measured("perplexity", text, when, found["value"], found["standard_error"]))
+            values = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
+            perplexity = report.perplexity.setdefault(text, {})[when] = Perplexity(**values)
+            say(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
         with phase(f"measuring {when}", report, say):
@@ -221,10 +222,9 @@ def _measure(
 
             known = _circumstances(ready.source, home, torch.empty(0, dtype=torch.long), None, report)
             named = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
-            found = shared.value(known, named, ask) if shared and known else ask()
-            for task, accuracy in found.items():
-                report.tasks.setdefault(task, {})[when] = accuracy
-                say(Measured("accuracy", task, when, accuracy["value"], accuracy["standard_error"]))
+            for task, values in (shared.value(known, named, ask) if shared and known else ask()).items():
+                accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
+                say(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
         with phase("writing samples", report, say):
             report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)

@@ -7,9 +7,9 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
 from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
+from sparsellm.records import Accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,17 +34,6 @@ if TYPE_CHECKING:
 
 BATCH = 8
 """Requests at a time. They are padded, so another number changes the last bits of the scores."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """A task's result. value: the share answered right by the likeliest choice; standard_error: over questions, None for one.
-    normalised: by the choice likeliest for its length in bytes, where lm-eval has that. questions: how many."""
-
-    value: float
-    standard_error: float | None
-    normalised: float | None
-    questions: int
 
 
 def prepared(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, Any]]:
@@ -149,11 +139,11 @@ def _accuracy(results: Mapping[str, Any], questions: int) -> Accuracy:
     return Accuracy(results["acc,none"], error if known else None, results.get("acc_norm,none"), questions)
 
 
-def mean(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, float | None]:
-    """The mean accuracy over tasks, each counting the same, and its standard error."""
-    errors = [x["standard_error"] for x in found.values()]
-    error = None if None in errors else math.sqrt(sum(x**2 for x in errors)) / len(errors)
-    return sum(x["value"] for x in found.values()) / len(found), error
+def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """The mean over tasks of accuracies, each given with its standard error, and its own standard error."""
+    squares = [error**2 for _, error in accuracies if error is not None]
+    error = math.sqrt(sum(squares)) / len(squares) if len(squares) == len(accuracies) else None
+    return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
 @contextmanager

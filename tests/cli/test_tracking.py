@@ -101,8 +101,8 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     assert all(value > 0 for _, value in charts["block/peak-memory-GiB"])
     figures = report.perplexity[str(text_file)]
     for step, when in ((0, "dense"), (2, "pruned")):
-        assert charts[f"perplexity/words.txt-{when}"] == [(step, figures[when]["value"])]
-        assert charts[f"perplexity/words.txt-{when}-standard-error"] == [(step, figures[when]["standard_error"])]
+        assert charts[f"perplexity/words.txt-{when}"] == [(step, figures[when].value)]
+        assert charts[f"perplexity/words.txt-{when}-standard-error"] == [(step, figures[when].standard_error)]
     assert charts["total/zeros"] == [(2, report.zeros)]
     assert [values[0][1] for name, values in charts.items() if name.startswith("note/")] == report.notes != []
     assert [step for step, _ in rows] == sorted(step for step, _ in rows)

@@ -132,7 +132,6 @@ STOREYS = {
         "comparison",
         "drawing",
         "plots",
-        "panels",
         "sweep_plots",
         "page",
         "hub",

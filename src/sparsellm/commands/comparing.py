@@ -93,7 +93,7 @@ def report(
         file = Path(output or f"{Path(run)}.html")  # beside a run's folder: within, `--overwrite` would find a foreign file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page, encoding="utf-8")
-        written = write_figures(plots, figures) if figures else []
         stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)
-        if written:
+        if figures:
+            write_figures(plots, figures)
             stdout.print(f"Wrote {len(plots)} plots as SVG and PNG to {figures}.", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 import typer
 from rich.text import Text
@@ -49,17 +50,19 @@ def evaluate(
         if not leads:
             return
         if as_json:
-            print_json({"model": model, "perplexity": found, "accuracy": answered})
+            figures = {name: asdict(x) for name, x in found.items()}, {task: asdict(x) for task, x in answered.items()}
+            print_json({"model": model, "perplexity": figures[0], "accuracy": figures[1]})
             return
         rows = [
-            [name, plus_minus(x["value"], x["standard_error"]), f"{x['windows']} x {x['length']}", f"{x['seconds']:.1f}"]
+            [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length}", f"{x.seconds:.1f}"]
             for name, x in found.items()
         ]
         if rows:
             show(stdout, table(["text", "perplexity", "windows", "seconds"], rows))
         if answered:
-            lines = [[name, percent(x["value"], x["standard_error"]), f"{x['questions']}"] for name, x in answered.items()]
-            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*mean(answered)), ""]]))
+            lines = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in answered.items()]
+            average = mean([(x.value, x.standard_error) for x in answered.values()])
+            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*average), ""]]))
 
 
 def inspect(
