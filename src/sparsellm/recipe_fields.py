@@ -94,7 +94,7 @@ class RecipeFields(BaseModel):
     keep_zeros: bool = _pruning(False, "Keep weights that are zero in the dense model at zero.")
     true_sequential: bool = _pruning(
         False,
-        "With alps, swift, sparsegpt or wanda, prune each layer on the outputs of the pruned layers before it in its block.",
+        "Prune each layer on the outputs of the pruned layers before it in its block (alps, swift, sparsegpt or wanda).",
     )
 
     calibration: str | None = _data(
