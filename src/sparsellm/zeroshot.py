@@ -19,11 +19,11 @@ import yaml
 
 from sparsellm import distributed
 from sparsellm.checkpoint import compute_dtype
-from sparsellm.choices import TASKS
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
 from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
+from sparsellm.recipe_fields import TaskName
 from sparsellm.records import Accuracy
 
 if TYPE_CHECKING:
@@ -32,11 +32,23 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SPLITS: dict[TaskName, str] = {
+    "boolq": "validation",
+    "rte": "validation",
+    "hellaswag": "validation",
+    "winogrande": "validation",
+    "arc_easy": "test",
+    "arc_challenge": "test",
+    "openbookqa": "test",
+    "piqa": "validation",
+}
+"""The split that lm-eval evaluates, by task. The first seven tasks are the SparseLLM paper's."""
+
 BATCH = 8
 """Requests at a time. They are padded, so another number changes the last bits of the scores."""
 
 
-def prepared(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, Any]]:
+def prepared(tasks: Sequence[TaskName], folder: str | None) -> dict[str, dict[str, Any]]:
     """By task, what is to be changed of lm-eval's own definition: nothing, or where its local file is.
 
     Raises MissingPackage without lm-eval, and BadText for a task whose file the folder lacks, or that cannot be read.
@@ -46,9 +58,9 @@ def prepared(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, An
     return {task: {} if folder is None else _local(task, Path(folder).expanduser()) for task in tasks}
 
 
-def _local(task: str, folder: Path) -> dict[str, Any]:
+def _local(task: TaskName, folder: Path) -> dict[str, Any]:
     """What makes a task read its questions from a file of the folder, one JSON object a line, fields as on the hub."""
-    part = TASKS[task]
+    part = SPLITS[task]
     found = sorted(folder.glob(f"{task}*{part}*.jsonl"))
     if len(found) != 1:
         what = f"none of {folder}'s files is called" if not found else f"{len(found)} files of {folder} are called"
@@ -69,7 +81,7 @@ def _local(task: str, folder: Path) -> dict[str, Any]:
 def accuracies(
     home: Residence,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
+    tasks: Sequence[TaskName],
     folder: str | None = None,
     limit: int | None = None,
 ) -> dict[str, Accuracy]:
@@ -93,7 +105,7 @@ def accuracies(
 
 
 def _evaluated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[str, Mapping[str, Any]], limit: int | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[TaskName, Mapping[str, Any]], limit: int | None
 ) -> dict[str, Any]:
     """lm-eval's own results."""
     from jinja2 import UndefinedError

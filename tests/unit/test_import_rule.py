@@ -86,6 +86,7 @@ STOREYS = {
         "demo/text",
         "texts",
         "calibration",
+        "recipe_fields",
         "choices",
         "recipe",
         "recipe_file",
@@ -267,7 +268,7 @@ def test_modules_know_no_patterns_and_no_solvers(file: str) -> None:
             assert not files_of(name) & foreign, f"{file}.py imports {name}"
 
 
-@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.cli"])
+@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.recipe_fields", "sparsellm.cli"])
 def test_import_is_light(name: str) -> None:
     """What the heavy libraries cost is paid by the command that needs them."""
     code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"

@@ -13,20 +13,22 @@ from sparsellm import options
 from sparsellm.commands import print_json, silent, stderr, stdout, told
 
 
+@options.recipe_options("device")
 def sweep(
     context: typer.Context,
     file: options.SweepFile,
     output: options.SweepOut = None,
+    *,
     smoke: options.Smoke = False,
     only: options.OnlyCells = None,
     changes: options.Changes = None,
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
-    device: options.Device = None,
     track: options.Track = None,
     as_json: options.Json = False,
+    device: str | None = None,
 ) -> None:
-    """Run every cell of a sweep, and compare. A killed sweep goes on; several processes may work on one folder.
+    """Run every cell of a sweep and compare the results. A killed sweep is continued; several processes can share one folder.
 
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
@@ -82,7 +84,7 @@ def report(
     output: options.Page = None,
     figures: options.Figures = None,
 ) -> None:
-    """Explain a run or a sweep in one HTML file: words, tables and plots. It fetches nothing, and works from a file.
+    """Write a run or a sweep as one HTML file with text, tables and plots, which needs no network.
 
     Example: sparsellm report opt-70
     """
