@@ -163,7 +163,7 @@ def test_what_the_dense_model_shows_is_found_once(
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
     each, share = pruning.each_sensitivity, pruning.share_out
-    measured = run.Residence.measured
+    measured = run.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any, **named: Any) -> Any:
@@ -174,7 +174,7 @@ def test_what_the_dense_model_shows_is_found_once(
 
     monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
     monkeypatch.setattr(pruning, "share_out", count("shares", share))
-    monkeypatch.setattr(run.Residence, "measured", count("perplexities", measured))
+    monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "alpha": [0.1, 0.2], "sparsity": ["60%", "80%"]}, method="sparsellm"
     )

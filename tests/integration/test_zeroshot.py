@@ -125,9 +125,8 @@ def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: 
 
 
 def test_the_mean_and_its_error() -> None:
-    found = {"a": {"value": 0.5, "standard_error": 0.03}, "b": {"value": 0.7, "standard_error": 0.04}}
-    assert mean(found) == (pytest.approx(0.6), pytest.approx(0.025))
-    assert mean({"a": {"value": 0.5, "standard_error": None}}) == (0.5, None)
+    assert mean([(0.5, 0.03), (0.7, 0.04)]) == (pytest.approx(0.6), pytest.approx(0.025))
+    assert mean([(0.5, None), (0.7, 0.04)]) == (pytest.approx(0.6), None)
 
 
 def test_an_unknown_task_is_refused() -> None:
