@@ -68,25 +68,11 @@ AsPublished = Annotated[
     _pruning("--as-published/--no-as-published", help="SparseLLM's Algorithm 1: SparseGPT inside, last epoch."),
 ]
 Solver = Annotated[str | None, _pruning(help="The solver inside SparseLLM.", default="thorough; sparsegpt as published")]
-Targets = Annotated[
-    str | None, _pruning(help="What layers aim at: teacher (the dense model's outputs) or own.", default="teacher")
-]
-Residual = Annotated[
-    bool | None,
-    _pruning("--residual/--no-residual", help="Layers that write to the stream also repair what it has lost.", default="True"),
-]
-Curvature = Annotated[
-    str | None,
-    _pruning(help="How outputs are weighed by what they cost: none, diagonal, kronecker.", default="kronecker"),
-]
-Horizon = Annotated[
-    str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
-]
 Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="3")]
 Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
-Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
-Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
-Beta = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the activation.", default="0.1")]
+Epochs = Annotated[int | None, _pruning(help="Epochs of Algorithm 1, K in the paper.", default="4")]
+Alpha = Annotated[float | None, _pruning(help="Algorithm 1: weight of fitting the layers.", default="0.1")]
+Beta = Annotated[float | None, _pruning(help="Algorithm 1: weight of fitting the activation.", default="0.1")]
 Couple = Annotated[
     str | None,
     _pruning(
@@ -101,13 +87,11 @@ CoupleWritten = Annotated[
 ]
 Allocation = Annotated[
     str | None,
-    _pruning(
-        help="How the sparsity is shared: uniform, owl, dlp, fisher, error, or a YAML file.", default="fisher for sparsellm"
-    ),
+    _pruning(help="How the sparsity is shared: uniform, owl, fisher, or a YAML file.", default="fisher for sparsellm"),
 ]
 AllocationBounds = Annotated[
     str | None,
-    _pruning(help="The least and the largest sparsity that a layer may get by owl, dlp, fisher or error, as 60%:95%."),
+    _pruning(help="The least and the largest sparsity that a layer may get by owl or fisher, as 60%:95%."),
 ]
 Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
 Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]

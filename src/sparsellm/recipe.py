@@ -19,8 +19,9 @@ from sparsellm.methods.settings import Window
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 
-_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
-_ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
+_ONLY_DEFAULT = ("newton", "refine", "couple_steps", "couple_written")
+_ONLY_PUBLISHED = ("epochs", "alpha", "beta")
+_ONLY_SPARSELLM = ("as_published", "solver", "couple", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
 NEWTON = SparseLLM.newton
 """The usual number of Gauss-Newton rounds."""
@@ -53,23 +54,19 @@ class Recipe(BaseModel):
     samples: int = Field(128, gt=0, description="calibration windows")
     written: int = Field(0, ge=0, description="calibration windows more, that the dense model writes itself")
     length: int | None = Field(None, gt=1, description="tokens a window; default: 2048, or the model's length if less")
-    targets: Literal["teacher", "own"] = Field(
-        "teacher", description="what layers aim at: the dense model's outputs, or their own"
-    )
-    residual: bool = Field(True, description="the layers that write to the stream also repair what it has lost")
-    curvature: Literal["none", "diagonal", "kronecker"] = Field(
-        "kronecker", description="how outputs are weighed by what they cost"
-    )
-    horizon: Literal["feedforward", "model"] = Field("model", description="how far errors are followed to weigh them")
     newton: int = Field(NEWTON, ge=0, description="Gauss-Newton rounds over a feed-forward part, masks held")
     refine: int | None = Field(
         None,
         ge=0,
         description="gradient steps over a block, masks held, stopped by held-back windows; default: 100 with couple: block",
     )
-    epochs: int | None = Field(None, gt=0, description="SparseLLM's K; default: 1, and 4 as published")
-    alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
+    epochs: int = Field(PublishedSparseLLM.epochs, gt=0, description="Algorithm 1's K")
+    alpha: float = Field(
+        PublishedSparseLLM.alpha, gt=0, allow_inf_nan=False, description="Algorithm 1's weight of fitting the layers"
+    )
+    beta: float = Field(
+        PublishedSparseLLM.beta, gt=0, allow_inf_nan=False, description="Algorithm 1's weight of fitting the activation"
+    )
     couple: str | None = Field(None, description="SparseLLM's Omega: none, feedforward, block or model; default: feedforward")
     couple_steps: int = Field(300, gt=0, description="gradient steps of the whole model's stage, with couple: model")
     couple_written: int | None = Field(
@@ -79,10 +76,10 @@ class Recipe(BaseModel):
     )
     allocation: str | None = Field(
         None,
-        description="how the sparsity is shared: uniform, owl, dlp, fisher, error or a YAML file; default: docs/allocation.md",
+        description="how the sparsity is shared: uniform, owl, fisher or a YAML file; default: docs/allocation.md",
     )
     allocation_bounds: str | None = Field(
-        None, description="the least and the largest sparsity that owl, dlp, fisher or error may give a layer, as 60%:95%"
+        None, description="the least and the largest sparsity that owl or fisher may give a layer, as 60%:95%"
     )
     blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
     only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
@@ -142,6 +139,11 @@ class Recipe(BaseModel):
                 raise InvalidSetting(
                     f"`{name}` is {getattr(self, name)}, which Algorithm 1 as published lacks. Leave it out, or --as-published."
                 )
+        elif foreign := [name for name in _ONLY_PUBLISHED if self._differs(name)]:
+            raise InvalidSetting(
+                f"`{foreign[0]}` is {getattr(self, foreign[0])}, which only Algorithm 1 has. "
+                "Pass --as-published with it, or leave it out."
+            )
         elif self.couple not in (None, *COUPLES):
             raise InvalidSetting(
                 f"`couple` is unknown: got {self.couple!r}. {nearest(str(self.couple), COUPLES)} "
@@ -162,9 +164,7 @@ class Recipe(BaseModel):
             )
         least, most = self.bounds
         if self.allocation_bounds is not None and self.sharing not in ALLOCATIONS[1:]:
-            raise InvalidSetting(
-                "`allocation_bounds` go with `allocation` fisher, error, owl or dlp. A file names each layer's own."
-            )
+            raise InvalidSetting("`allocation_bounds` go with `allocation` owl or fisher. A file names each layer's own.")
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
         if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
@@ -240,26 +240,14 @@ class Recipe(BaseModel):
         solver = SOLVERS[self.inner]()
         if self.as_published:
             couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
-            return PublishedSparseLLM(solver, self.rounds, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
+            return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
         return SparseLLM(
             solver=solver,
-            targets=self.targets,
-            residual=self.residual,
-            epochs=self.rounds,
-            alpha=self.alpha,
-            beta=self.beta,
-            curvature=self.curvature,
-            horizon=self.horizon,
             newton=self.newton,
             refine=replace(SparseLLM.refine, steps=self.steps),
             couple=self.window,
             keep_zeros=self.keep_zeros,
         )
-
-    @property
-    def rounds(self) -> int:
-        """SparseLLM's K."""
-        return self.epochs or (4 if self.as_published else SparseLLM.epochs)
 
     @property
     def steps(self) -> int:
@@ -274,7 +262,7 @@ class Recipe(BaseModel):
 
     def describe(self) -> str:
         """The method and pattern in one line."""
-        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.rounds} epochs)"
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
         if not self.as_published:
             detail = f" ({self.inner} inside, coupled: {self.couple or 'feedforward'})"
         if self.method != "sparsellm":
