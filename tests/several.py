@@ -35,6 +35,7 @@ CASES = {
     "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),
     "opt true-sequential": ("opt", {"method": "sparsegpt", "true_sequential": True}),
     "mixtral true-sequential": ("mixtral", {"method": "wanda", "true_sequential": True}),
+    "llama fast": ("llama", {"method": "sparsellm", "effort": "fast"}),
     "mixtral fisher": ("mixtral", {"method": "sparsegpt", "allocation": "fisher"}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
     "llama refined": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "couple": "block", "refine": 10}),

@@ -10,14 +10,17 @@ import torch
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
+from sparsellm.recipe import Recipe
 from sparsellm.refinement import Descent
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import prune_blocks, walk
+from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 from tests.test_sparsellm_method import batches, changed, prune, signals, state, tiny, two_families
 
 
@@ -112,3 +115,22 @@ def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
         SparseLLM(**bad)
     assert str(next(iter(bad.values()))) in str(caught.value).split("got")[1]
     assert SparseLLM(newton=0, ridge=0.0).ridge == 0
+
+
+def test_efforts() -> None:
+    """An effort sets solver and coupling where the recipe names none; what it names wins."""
+
+    def built(**settings: Any) -> BlockMethod:
+        recipe = Recipe(model="demo:opt", calibration="demo", **settings)
+        assert recipe.sharing == "fisher"
+        return recipe.to_method(4)
+
+    assert built() == built(effort="standard") == SparseLLM(ALPS.thorough(), couple="feedforward")
+    assert built(effort="fast") == SparseLLM(Swift(), couple="none") == built(couple="none", solver="swift")
+    assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), couple="none")
+    assert built(effort="fast", couple="feedforward") == SparseLLM(Swift(), couple="feedforward")
+    assert (
+        Recipe(model="demo:opt", calibration="demo", effort="fast")
+        .describe()
+        .startswith("sparsellm (swift inside, coupled: none)")
+    )

@@ -27,6 +27,7 @@ def prune(
     method: options.Method = None,
     sparsity: options.Sparsity = None,
     as_published: options.AsPublished = None,
+    effort: options.Effort = None,
     solver: options.Solver = None,
     newton: options.Newton = None,
     refine: options.Refine = None,
