@@ -40,7 +40,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
     "refit": ("linalg:refit",),
     "errors": ("problem:LayerProblem.error", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),
+    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error"),
     "gate": ("gate:best_gate",),
     "Gauss-Newton": ("methods.part:Part.newton",),
     "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from forms import BY_ERROR, INGREDIENTS, MAIN, SUITES
+from forms import INGREDIENTS, MAIN, SUITES
 from results import MEASURED, STORIES, processor
 
 from sparsellm.calibration import test_windows
@@ -60,9 +60,8 @@ def measure_model(words: argparse.Namespace) -> None:
         text = Path(words.calibrate).stem
         _record(name, "dense", {"perplexity": dense.value, "standard_error": dense.standard_error, "windows": len(tests)})
         counts = COUNTS if words.suite == "windows" else (SAMPLES,)
-        chosen = {
-            label: change for label, change in SUITES[words.suite].items() if label in (words.only or SUITES[words.suite])
-        }
+        suite = {label: change for label, change in SUITES[words.suite].items() if change is not None}
+        chosen = {label: change for label, change in suite.items() if label in (words.only or suite)}
         for seed in words.seeds:
             for pattern in words.patterns:
                 for label, change in chosen.items():
@@ -70,7 +69,7 @@ def measure_model(words: argparse.Namespace) -> None:
                         key = f"{label} | {pattern} | {seed} | {samples} | {text}"
                         if key in known(name):
                             continue
-                        if change.get("allocation") in ("owl", "dlp", "fisher", "error") and ":" in pattern:
+                        if change.get("allocation") in ("owl", "fisher") and ":" in pattern:
                             continue
                         settings = {"model": words.model, "calibration": calibrate, "samples": samples, "length": LENGTH}
                         clock = Clock()
@@ -161,7 +160,7 @@ def main_table(data: dict) -> list[str]:
     for label in MAIN:
         row = [summary(cells(data, label, p)) for p in PATTERNS]
         lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
-    for label in (label for label in MAIN if label.startswith("sparsellm") and MAIN[label] != BY_ERROR):
+    for label in (label for label in MAIN if label.startswith("sparsellm") and label != "sparsellm, shared out by error"):
         for base in ("SparseGPT", "ALPS", "as published"):
             row = [ratio(data, label, base, p) for p in PATTERNS]
             if any(row):

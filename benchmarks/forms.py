@@ -1,20 +1,11 @@
-"""The forms of a run that `python benchmarks/excess.py` measures: methods, and the default with an ingredient out or in."""
+"""The forms of a run that `python benchmarks/excess.py` measures: methods, and the default with an ingredient out or in.
+
+None stands for a form whose settings the package no longer has: its figures stay in the tables, and it is not measured again.
+"""
 
 from __future__ import annotations
 
 OURS = {"method": "sparsellm"}
-BY_ERROR = OURS | {"allocation": "error"}
-BARE = OURS | {
-    "solver": "alps",
-    "targets": "own",
-    "residual": False,
-    "curvature": "none",
-    "newton": 0,
-    "refine": 0,
-    "allocation": "uniform",
-}
-"""The default with every ingredient off: ALPS, layer by layer in running order."""
-
 MAIN = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
@@ -24,69 +15,65 @@ MAIN = {
     "ALPS, true-sequential": {"method": "alps", "true_sequential": True},
     "as published": {"method": "sparsellm", "as_published": True},
     "sparsellm, uniform": OURS | {"allocation": "uniform"},
-    "sparsellm, shared out by error": BY_ERROR,
+    "sparsellm, shared out by error": None,
     "sparsellm": OURS,
-    "sparsellm, couple model, shared out by error": BY_ERROR | {"couple": "model"},
+    "sparsellm, couple model, shared out by error": None,
     "sparsellm, couple model": OURS | {"couple": "model"},
 }
 WITHOUT = {
-    "without teacher targets": {"targets": "own"},
-    "without residual correction": {"residual": False},
+    "without teacher targets": None,
+    "without residual correction": None,
     "ALPS inside": {"solver": "alps"},
     "swift inside": {"solver": "swift"},
     "SparseGPT inside": {"solver": "sparsegpt"},
-    "without curvature": {"curvature": "none"},
-    "diagonal curvature": {"curvature": "diagonal"},
-    "feed-forward horizon": {"horizon": "feedforward"},
+    "without curvature": None,
+    "diagonal curvature": None,
+    "feed-forward horizon": None,
     "without Gauss-Newton": {"newton": 0},
     "uniform allocation": {"allocation": "uniform"},
 }
 MORE = {
-    "3 epochs": {"epochs": 3},
+    "3 epochs": None,
     "1 Gauss-Newton round": {"newton": 1},
     "8 Gauss-Newton rounds": {"newton": 8},
     "couple block": {"couple": "block"},
     "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
     "128 windows written": {"written": 128},
     "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
-    "couple none, SparseGPT inside, DLP": {"couple": "none", "solver": "sparsegpt", "allocation": "dlp"},
-    "couple none, swift inside, DLP": {"couple": "none", "solver": "swift", "allocation": "dlp"},
+    "couple none, SparseGPT inside, DLP": None,
+    "couple none, swift inside, DLP": None,
     "couple none, swift inside": {"couple": "none", "solver": "swift"},
     "couple none, swift inside, uniform": {"couple": "none", "solver": "swift", "allocation": "uniform"},
-    "couple none, ALPS inside, DLP": {"couple": "none", "solver": "alps", "allocation": "dlp"},
+    "couple none, ALPS inside, DLP": None,
     "without Gauss-Newton, swift inside": {"newton": 0, "solver": "swift"},
     "without Gauss-Newton, ALPS inside": {"newton": 0, "solver": "alps"},
     "OWL": {"allocation": "owl"},
-    "DLP": {"allocation": "dlp"},
+    "DLP": None,
 }
-WITH = {
-    "thorough solver": {"solver": "thorough"},
-    "teacher targets": {"targets": "teacher"},
-    "teacher targets, residual": {"targets": "teacher", "residual": True},
-    "feed-forward curvature": {"curvature": "kronecker", "horizon": "feedforward"},
-    "curvature": {"curvature": "kronecker"},
-    "Gauss-Newton": {"newton": 1},
-    "couple block": {"couple": "block", "refine": None},
-    "allocation by error": {"allocation": "error"},
-    "allocation": {"allocation": "fisher"},
-}
+SHARED_OTHERWISE = ("DLP", "OWL", "uniform", "uniform allocation")
+"""How names of forms end that share the sparsity out in a way of their own."""
+
+WITH = (
+    "thorough solver",
+    "teacher targets",
+    "teacher targets, residual",
+    "feed-forward curvature",
+    "curvature",
+    "Gauss-Newton",
+    "couple block",
+    "allocation by error",
+    "allocation",
+)
 INGREDIENTS = (
     {"default": OURS}
-    | {f"default, {name}": OURS | change for name, change in (WITHOUT | MORE).items()}
-    | {"default, by error": BY_ERROR}
-    | {
-        f"default, by error, {name}": BY_ERROR | change
-        for name, change in (WITHOUT | MORE).items()
-        if "allocation" not in change
-    }
-    | {
-        f"{name}, true-sequential, DLP": {"method": method, "true_sequential": True, "allocation": "dlp"}
-        for name, method in (("SparseGPT", "sparsegpt"), ("Swift", "swift"))
-    }
-    | {"bare": BARE}
-    | {f"bare + {name}": BARE | change for name, change in WITH.items()}
+    | {f"default, {name}": None if change is None else OURS | change for name, change in (WITHOUT | MORE).items()}
+    | {"default, by error": None}
+    | {f"default, by error, {name}": None for name in WITHOUT | MORE if not name.endswith(SHARED_OTHERWISE)}
+    | {f"{name}, true-sequential, DLP": None for name in ("SparseGPT", "Swift")}
+    | {"bare": None}
+    | {f"bare + {name}": None for name in WITH}
 )
-SUITES: dict[str, dict[str, dict]] = {
+SUITES: dict[str, dict[str, dict | None]] = {
     "main": MAIN,
     "ingredients": INGREDIENTS,
     "windows": {label: MAIN[label] for label in ("SparseGPT", "sparsellm, shared out by error", "sparsellm")},

@@ -67,7 +67,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
     "refit": ("linalg:refit",),
     "errors": ("problem:LayerProblem.energies", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error", "methods.part:Part.aims"),
+    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error"),
     "gate": ("gate:best_gate",),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""

@@ -21,9 +21,8 @@ from sparsellm.display import plus_minus
 
 def render() -> None:
     """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    others = ("demo.json", "streaming", "planning.json", "processes.json", "solvers", "speed", "epochs-", "excess-")
-    names = (file for file in sorted(MEASURED.glob("*.json")) if not file.name.startswith(others))
-    files = [json.loads(file.read_text()) for file in names]
+    measured = (json.loads(file.read_text()) for file in sorted(MEASURED.glob("*.json")))
+    files = [data for data in measured if "cells" in data and "dense" in data]
     parts = []
     for data in files:
         dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])

@@ -67,10 +67,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "stream": True,
         "memory": "1GB",
     },
-    "SparseGPT, true-sequential, DLP": {"method": "sparsegpt", "true_sequential": True, "allocation": "dlp"},
     "Swift": {"method": "swift"},
     "Swift, true-sequential": {"method": "swift", "true_sequential": True},
-    "Swift, true-sequential, DLP": {"method": "swift", "true_sequential": True, "allocation": "dlp"},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": OURS,
@@ -79,15 +77,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "default, couple none, ALPS inside": LAYER_BY_LAYER,
     "default, couple none, swift inside": LAYER_BY_LAYER | {"solver": "swift"},
     "default, couple none, swift inside, uniform": LAYER_BY_LAYER | {"solver": "swift", "allocation": "uniform"},
-    "default, couple none, swift inside, DLP": LAYER_BY_LAYER | {"solver": "swift", "allocation": "dlp"},
     "default, couple none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
-    "default, couple none, SparseGPT inside, DLP": LAYER_BY_LAYER | {"solver": "sparsegpt", "allocation": "dlp"},
-    "default, couple none, ALPS inside, DLP": LAYER_BY_LAYER | {"allocation": "dlp"},
-    "default, by error": OURS | {"allocation": "error"},
-    "default, by error, without Gauss-Newton, ALPS inside": OURS | {"newton": 0, "solver": "alps", "allocation": "error"},
-    "default, by error, couple none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt", "allocation": "error"},
 }
-"""Those behind the default are cheaper forms of it, and the default as it was, with their names in `excess.py`."""
+"""Those behind the default are cheaper forms of it, with their names in `excess.py`."""
 
 SPARSITY = "70%"
 

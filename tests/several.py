@@ -35,10 +35,9 @@ CASES = {
     "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),
     "opt true-sequential": ("opt", {"method": "sparsegpt", "true_sequential": True}),
     "mixtral true-sequential": ("mixtral", {"method": "wanda", "true_sequential": True}),
-    "llama by error": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "allocation": "error"}),
+    "llama fast": ("llama", {"method": "sparsellm", "effort": "fast"}),
     "mixtral fisher": ("mixtral", {"method": "sparsegpt", "allocation": "fisher"}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
-    "llama epochs": ("llama", {"method": "sparsellm", "epochs": 2, "solver": "sparsegpt"}),
     "llama refined": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "couple": "block", "refine": 10}),
     "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
     "llama coupled": (

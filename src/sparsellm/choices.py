@@ -34,5 +34,5 @@ METHODS = {
 COUPLES = ("none", "feedforward", "block", "model")
 """The set Omega, from local pruning to global: whose layers form one problem."""
 
-ALLOCATIONS = ("uniform", "owl", "dlp", "fisher", "error")
+ALLOCATIONS = ("uniform", "owl", "fisher")
 """How the total is shared among the layers; a file of YAML is the other way."""

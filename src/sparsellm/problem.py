@@ -32,28 +32,17 @@ class LayerProblem:
 
     weight: (out, in) float32, the target $W^\star$: the dense weight for local pruning (paper eq. 2).
     inputs: what is known of x, at least what the solver `needs`.
-    curvature: S, what errors of the outputs cost further down: (out, out), positive semi-definite; (out,), its diagonal, where
-    outputs count one by one; None where all count alike.
-    start: (out, in), an answer already at hand to a problem much like this one; a solver may begin there.
+    curvature: S, what errors of the outputs cost further down: (out, out), positive semi-definite; None where all count alike.
     gone: (out, in) bool, weights that are removed already and stay so; None where there are none.
     """
 
     weight: Tensor
     inputs: NoInputs
     curvature: Tensor | None = None
-    start: Tensor | None = None
     gone: Tensor | None = None
 
     @classmethod
-    def toward(
-        cls,
-        cross: Tensor,
-        inputs: Gram,
-        prior: Tensor,
-        ridge: float,
-        curvature: Tensor | None = None,
-        start: Tensor | None = None,
-    ) -> LayerProblem:
+    def toward(cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
         r"""The problem whose outputs should match another signal y, pulled toward a prior weight.
 
         $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
@@ -61,13 +50,13 @@ class LayerProblem:
         so pruning toward y is pruning $W^\star$ (Algorithm 1 of the paper, without its pseudo-inverse of the activations).
 
         cross: (out, in). prior: (out, in), the weight at hand. ridge: at least 0; 1e-3 keeps masks stable against rounding.
-        curvature, start: as they come.
+        curvature: as it comes.
         """
         gram = inputs.matrix.to(prior.dtype)
         # The prior enters through the defect C - W0 G: where y is W0 x the answer is W0, whatever the rounding of the solve.
         defect = cross.to(prior.dtype) - prior @ gram
         lower = cholesky(damped(gram, ridge), ridge, "ridge")
-        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature, start)
+        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature)
 
     def keep(self, pattern: Pattern, score: Tensor, *, per_row: bool = False) -> Tensor:
         """`pattern.keep` of a score, (out, in), at least 0, but what is gone is the first to be removed and never stays."""
@@ -102,7 +91,7 @@ class LayerProblem:
         """
         if self.curvature is None:
             return None
-        diagonal = self.curvature if self.curvature.ndim == 1 else self.curvature.diagonal()
+        diagonal = self.curvature.diagonal()
         mean = diagonal.mean()
         relative = torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal))
         return relative.clamp(min=LEAST_CURVATURE).sqrt().unsqueeze(1)
@@ -128,10 +117,7 @@ class LayerProblem:
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
         """tr S W G Wᵀ. gram: G, where the caller has it at hand."""
-        if self.curvature is None:
-            counted = weight
-        else:
-            counted = self.curvature.unsqueeze(1) * weight if self.curvature.ndim == 1 else self.curvature @ weight
+        counted = weight if self.curvature is None else self.curvature @ weight
         if isinstance(self.inputs, Gram):
             return quadratic(counted, self.gram if gram is None else gram, weight)
         reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight

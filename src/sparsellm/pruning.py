@@ -93,7 +93,7 @@ def _look(
     """What the dense model shows before it is pruned: what errors of each block's output cost, and the plan shared out."""
     model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
     metrics: Sequence[Tensor] = []
-    if method.sensitive or recipe.sharing == "error":
+    if method.sensitive:
         with phase(SENSING, report, say):
             if known is None:
                 metrics = output_sensitivities(model, batches, compute, weights, storage)
@@ -106,7 +106,7 @@ def _look(
             asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
             shares = known.fact(asked) if known else None
             if shares is None:
-                plan = share_out(recipe.sharing, model, batches, plan, compute, metrics, recipe.bounds, weights, storage)
+                plan = share_out(recipe.sharing, model, batches, plan, compute, recipe.bounds, weights, storage)
                 if known:
                     known.note(asked, {name: pattern.sparsity for name, pattern in plan.items()})
             else:

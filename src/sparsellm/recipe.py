@@ -20,8 +20,12 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.recipe_fields import RecipeFields, SolverName
 
-_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
-_ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
+_ONLY_DEFAULT = ("effort", "newton", "refine", "couple_steps", "couple_written")
+_ONLY_PUBLISHED = ("epochs", "alpha", "beta")
+_ONLY_SPARSELLM = ("as_published", "solver", "couple", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
+
+EFFORTS: dict[str, tuple[SolverName, str]] = {"fast": ("swift", "none"), "standard": ("thorough", "feedforward")}
+"""By the name of an effort, the solver and the coupling where the recipe names none."""
 
 _SIZE = TypeAdapter(ByteSize)
 
@@ -60,6 +64,11 @@ class Recipe(RecipeFields):
                 raise InvalidSetting(
                     f"`{name}` is {getattr(self, name)}, which Algorithm 1 as published lacks. Leave it out, or --as-published."
                 )
+        elif foreign := [name for name in _ONLY_PUBLISHED if self._differs(name)]:
+            raise InvalidSetting(
+                f"`{foreign[0]}` is {getattr(self, foreign[0])}, which only Algorithm 1 has. "
+                "Pass --as-published with it, or leave it out."
+            )
         elif self.couple not in (None, *COUPLES):
             raise InvalidSetting(
                 f"`couple` is unknown: got {self.couple!r}. {nearest(str(self.couple), COUPLES)} "
@@ -71,8 +80,10 @@ class Recipe(RecipeFields):
                 f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.couple == "none" and ((self.newton and self._differs("newton")) or self.refine):
-            raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")
+        if self.resolved_couple == "none" and ((self.newton and self._differs("newton")) or self.refine):
+            raise InvalidSetting(
+                "With `couple` none, or `effort` fast, every layer is a problem of its own: leave out `newton` and `refine`."
+            )
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.sharing} shares out an unstructured sparsity, got {self.sparsity}. "
@@ -80,9 +91,7 @@ class Recipe(RecipeFields):
             )
         least, most = self.bounds
         if self.allocation_bounds is not None and self.sharing not in ALLOCATIONS[1:]:
-            raise InvalidSetting(
-                "`allocation_bounds` go with `allocation` fisher, error, owl or dlp. A file names each layer's own."
-            )
+            raise InvalidSetting("`allocation_bounds` go with `allocation` owl or fisher. A file names each layer's own.")
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
         if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
@@ -145,7 +154,12 @@ class Recipe(RecipeFields):
     @property
     def inner(self) -> SolverName:
         """The name of the solver inside SparseLLM."""
-        return self.solver or ("sparsegpt" if self.as_published else "thorough")
+        return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
+
+    @property
+    def resolved_couple(self) -> str:
+        """Whose layers form one problem, also where the recipe leaves it to `effort`."""
+        return self.couple or EFFORTS[self.effort][1]
 
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
@@ -154,26 +168,14 @@ class Recipe(RecipeFields):
         solver = SOLVERS[self.inner]()
         if self.as_published:
             couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
-            return PublishedSparseLLM(solver, self.rounds, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
+            return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
         return SparseLLM(
             solver=solver,
-            targets=self.targets,
-            residual=self.residual,
-            epochs=self.rounds,
-            alpha=self.alpha,
-            beta=self.beta,
-            curvature=self.curvature,
-            horizon=self.horizon,
             newton=self.newton,
             refine=replace(SparseLLM.refine, steps=self.steps),
             couple=self.window,
             keep_zeros=self.keep_zeros,
         )
-
-    @property
-    def rounds(self) -> int:
-        """SparseLLM's K."""
-        return self.epochs or (4 if self.as_published else SparseLLM.epochs)
 
     @property
     def steps(self) -> int:
@@ -183,14 +185,14 @@ class Recipe(RecipeFields):
     @property
     def window(self) -> Window:
         """The largest problem within a block; the whole model's stage comes after the blocks."""
-        words: dict[str | None, Window] = {"none": "none", None: "feedforward", "feedforward": "feedforward"}
-        return words.get(self.couple, "block")
+        words: dict[str, Window] = {"none": "none", "feedforward": "feedforward"}
+        return words.get(self.resolved_couple, "block")
 
     def describe(self) -> str:
         """The method and pattern in one line."""
-        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.rounds} epochs)"
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
         if not self.as_published:
-            detail = f" ({self.inner} inside, coupled: {self.couple or 'feedforward'})"
+            detail = f" ({self.inner} inside, coupled: {self.resolved_couple})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"

@@ -26,11 +26,9 @@ class Regression(ABC):
         self.inputs = inputs
         self.affine = affine
 
-    def problem(
-        self, prior: Tensor, ridge: float, curvature: Tensor | None = None, start: Tensor | None = None
-    ) -> LayerProblem:
+    def problem(self, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
         """The layer problem toward the targets, pulled toward a prior weight (out, in): see `LayerProblem.toward`."""
-        return LayerProblem.toward(self._cross(), self._gram, prior, ridge, curvature, start)
+        return LayerProblem.toward(self._cross(), self._gram, prior, ridge, curvature)
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight; None where there is none to move."""

@@ -149,8 +149,8 @@ def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
     ("allocation", "method"),
     [
         ("owl", "wanda"),
-        ("dlp", "magnitude"),
-        ("error", "sparsegpt"),
+        ("owl", "magnitude"),
+        ("fisher", "sparsegpt"),
         ("owl", "sparsellm"),
         ("FILE", "wanda"),
         ("FILE", "sparsellm"),

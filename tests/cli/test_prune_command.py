@@ -150,7 +150,7 @@ def test_yaml_holds_the_same_fields_and_options_win(
     tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     """--print-config's YAML given back with --config is the same recipe, except for what the command line overrides."""
-    words = (tiny["opt"], "--calibration", text_file, "--sparsity", "3:4", "--alpha", 2, "--only", "fc1", "--only", "fc2")
+    words = (tiny["opt"], "--calibration", text_file, "--sparsity", "3:4", "--newton", 2, "--only", "fc1", "--only", "fc2")
     printed = command("prune", *words, "--print-config")
     assert printed.exit_code == 0, printed.stderr
     recipe = tmp_path / "recipe.yaml"

@@ -118,13 +118,13 @@ def test_what_cannot_be_is_refused_at_once(parts: dict[str, Any], message: str, 
 
 
 def test_a_refused_cell_is_named(tmp_path: Path, command: Command) -> None:
-    file = written(tmp_path, recipe=SHARED | {"allocation": "error", "samples": 2})
+    file = written(tmp_path, recipe=SHARED | {"allocation": "fisher", "samples": 2})
     done = command("sweep", file, tmp_path / "out")
     assert done.exit_code == 1
     assert "shares out an unstructured sparsity" in done.stderr
     assert "in the cell demo:opt, magnitude, 2:4" in done.stderr
     assert not (tmp_path / "out").exists()
-    kept = read_sweep(written(tmp_path, recipe=SHARED | {"allocation": "error"}, leave_out=[{"sparsity": "2:4"}]))
+    kept = read_sweep(written(tmp_path, recipe=SHARED | {"allocation": "fisher"}, leave_out=[{"sparsity": "2:4"}]))
     assert [cell.recipe.sparsity for cell in kept.cells] == ["70%", "70%"]
 
 
@@ -175,9 +175,7 @@ def test_what_the_dense_model_shows_is_found_once(
     monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
     monkeypatch.setattr(pruning, "share_out", count("shares", share))
     monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
-    sweep = small(
-        {"model": [small().cells[0].recipe.model], "alpha": [0.1, 0.2], "sparsity": ["60%", "80%"]}, method="sparsellm"
-    )
+    sweep = small({"model": [small().cells[0].recipe.model], "newton": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm")
     run_sweep(sweep, tmp_path / "out", quiet)
     assert calls == {"sensitivities": 1, "shares": 2, "perplexities": 1 + 4}
 

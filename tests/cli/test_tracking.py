@@ -81,7 +81,7 @@ def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[tuple[int,
 def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Path) -> None:
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
     own, said = Recorder(), []
-    settings = {"calibration": text_file, "samples": 1, "length": 32, "epochs": 2, "evaluate": (str(text_file),)}
+    settings = {"calibration": text_file, "samples": 1, "length": 32, "evaluate": (str(text_file),)}
     report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
     ((stored, rows),) = own.runs
     assert own.finished == 1

@@ -53,7 +53,7 @@ MODEL = 7 * 4 * 3 * BLOCK + 4 * (8 * 32 * 32 + 3 * 32 * 260 + 32 * 32 * 3)
 
 QUICK = ("--sparsity", "60%", "--samples", 8, "--length", 32, "--batch", 2)
 COUPLED = ("--couple", "model", "--couple-steps", 20, "--couple-written", 0)
-WEAK = ("--solver", "magnitude", "--newton", 0, "--targets", "own")
+WEAK = ("--solver", "magnitude", "--newton", 0)
 """Leaves something to gain."""
 
 
@@ -298,7 +298,7 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
 def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path]) -> None:
     """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
     tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
-    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "targets": "own", "batch": 2, "sparsity": "80%"}
+    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "batch": 2, "sparsity": "80%"}
     settings["calibration"] = tokens
     start = prune(loud[family], **settings)
     found = prune(loud[family], **settings, couple="model", couple_steps=20, couple_written=0)

@@ -44,7 +44,7 @@ def test_texts_and_tokens_in_place_of_a_name(tiny: dict[str, Path], text_file: P
 
 def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither by this library nor by transformers while it works."""
-    result = sparsellm.prune(tiny["opt"], calibration=text_file, samples=4, length=32, epochs=2, evaluate=(str(text_file),))
+    result = sparsellm.prune(tiny["opt"], calibration=text_file, samples=4, length=32, evaluate=(str(text_file),))
     result.save_pretrained(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
 
@@ -52,7 +52,7 @@ def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Pa
 def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> None:
     """Stages, layers, epochs and blocks, in the order in which they happen."""
     seen: list[object] = []
-    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, epochs=2, refine=1, observe=seen.append)
+    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, refine=1, observe=seen.append)
     stages = [event.name for event in seen if isinstance(event, Stage)]
     assert [name for name in stages if "takes" not in name] == [
         "opening",
@@ -63,7 +63,7 @@ def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> Non
         "pruning",
     ]
     assert [event.index for event in seen if isinstance(event, BlockResult)] == [0, 1, 2]
-    assert [event.step for event in seen if isinstance(event, EpochResult)] == ["solve", "alternate", "newton"] * 3
+    assert [event.step for event in seen if isinstance(event, EpochResult)] == ["solve", "newton"] * 3
     assert sum(isinstance(event, Refined) for event in seen) == 3
     assert sum(isinstance(event, LayerResult) for event in seen) == 3 * 7
     assert not any(isinstance(event, Note) for event in seen)

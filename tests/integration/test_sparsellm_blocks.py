@@ -10,13 +10,17 @@ import torch
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
+from sparsellm.recipe import Recipe
 from sparsellm.refinement import Descent
+from sparsellm.sensitivity import output_sensitivities
 from sparsellm.sequential import prune_blocks
+from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.swift import Swift
 from sparsellm.walk import walk
 from tests.integration.test_sparsellm_method import batches, changed, prune, signals, state, tiny, two_families
 
@@ -25,11 +29,11 @@ from tests.integration.test_sparsellm_method import batches, changed, prune, sig
 @two_families
 def test_the_dense_stream_is_the_dense_models_own(family: str, refine: int) -> None:
     """Bit for bit, whatever is done to the blocks that it passes."""
-    method = SparseLLM(SparseGPT(), horizon="feedforward", couple="block", refine=Descent(refine, 1e-3))
+    method = SparseLLM(SparseGPT(), couple="block", refine=Descent(refine, 1e-3))
     model = tiny(family)
     wanted = signals(tiny(family))
     plan = uniform(blocks_of(model), parse_pattern("60%"))
-    for block, inputs in walk(model, batches(), teacher=True):
+    for block, inputs in walk(model, batches(), teacher=True, metrics=output_sensitivities(model, batches())):
         assert inputs.dense is not None
         entered = torch.cat([hidden.flatten(0, -2) for hidden in inputs.dense])
         assert torch.equal(entered.double(), wanted[block.name][0])
@@ -41,7 +45,7 @@ def test_the_dense_stream_is_the_dense_models_own(family: str, refine: int) -> N
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
 def test_what_moves_is_told_and_all_else_stays(family: str, refine: int, couple: Any) -> None:
     """Biases of planned layers move, with steps over the block its norms too; `moved` names these; the rest keeps its bits."""
-    method = SparseLLM(Magnitude(), "own", residual=False, newton=0, couple=couple, refine=Descent(refine, 2e-4))
+    method = SparseLLM(Magnitude(), newton=0, couple=couple, refine=Descent(refine, 2e-4))
     model, steps = prune(family, method, chosen=frozenset({1}), skip=["q_proj"])
     results = {step.name for step in steps if isinstance(step, LayerResult)}
     (finished,) = [step for step in steps if isinstance(step, BlockResult)]
@@ -88,33 +92,46 @@ def test_parts_that_cannot_be_coupled(family: str, choice: dict[str, Any], coupl
 def test_blocks_behind_the_last_are_not_visited() -> None:
     """Where only the first block is planned, nothing runs through the second, which would raise."""
     model = tiny("llama")
+    metrics = output_sensitivities(model, batches())
     with torch.no_grad():
         blocks_of(model)[1].layer("mlp.down_proj").weight.fill_(float("inf"))
     plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
-    steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT(), horizon="feedforward"), plan))
+    steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT()), plan, metrics=metrics))
     assert [step.index for step in steps if isinstance(step, BlockResult)] == [0]
 
 
 @two_families
 def test_same_call_same_bits(family: str) -> None:
     """Two runs of everything, random labels, random errors and gradient steps included, give the same bits."""
-    method = SparseLLM(epochs=2, couple="block", refine=Descent(3, 1e-3))
+    method = SparseLLM(couple="block", refine=Descent(3, 1e-3))
     one, other = (prune(family, method, chosen=frozenset({0}))[0] for _ in range(2))
     assert not changed(one, other)
     assert changed(one, tiny(family))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"epochs": 0}, {"newton": -1}, {"alpha": 0.0}, {"alpha": float("nan")}, {"beta": -1.0}, {"beta": float("nan")},
-        {"ridge": -1e-3}, {"ridge": float("nan")},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("bad", [{"newton": -1}, {"ridge": -1e-3}, {"ridge": float("nan")}], ids=str)
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     """Settings that cannot be raise at once, name the limits, and say what they got."""
-    with pytest.raises(InvalidSetting, match="epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, got") as caught:
+    with pytest.raises(InvalidSetting, match="ridge >= 0 and newton >= 0, got") as caught:
         SparseLLM(**bad)
     assert str(next(iter(bad.values()))) in str(caught.value).split("got")[1]
-    assert SparseLLM(epochs=1, newton=0, ridge=0.0).ridge == 0
+    assert SparseLLM(newton=0, ridge=0.0).ridge == 0
+
+
+def test_efforts() -> None:
+    """An effort sets solver and coupling where the recipe names none; what it names wins."""
+
+    def built(**settings: Any) -> BlockMethod:
+        recipe = Recipe(model="demo:opt", calibration="demo", **settings)
+        assert recipe.sharing == "fisher"
+        return recipe.to_method(4)
+
+    assert built() == built(effort="standard") == SparseLLM(ALPS.thorough(), couple="feedforward")
+    assert built(effort="fast") == SparseLLM(Swift(), couple="none") == built(couple="none", solver="swift")
+    assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), couple="none")
+    assert built(effort="fast", couple="feedforward") == SparseLLM(Swift(), couple="feedforward")
+    assert (
+        Recipe(model="demo:opt", calibration="demo", effort="fast")
+        .describe()
+        .startswith("sparsellm (swift inside, coupled: none)")
+    )

@@ -51,8 +51,8 @@ class EpochResult:
 
     The objective is eq. 5 or 6 of the paper, mean over tokens.
 
-    step: "published" for an epoch of Algorithm 1; "solve" for the first solve of the default, "alternate" for an epoch of its
-    alternation, "newton" for a Gauss-Newton round. epoch: which of its kind, from 1.
+    step: "published" for an epoch of Algorithm 1; "solve" for the first solve of the default,
+    "newton" for a Gauss-Newton round. epoch: which of its kind, from 1.
     feed_forward_error: E‖t - FFN(x)‖² of the pruned part itself, relative to E‖t‖². accepted: whether its weights were kept.
     after_weights: the objective with new weights and the signals as they were. after_signals: with new signals too;
     None in the last epoch, whose signals nobody needs.

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from sparsellm import devices, distributed
 from sparsellm.blocks import Block
-from sparsellm.feedforward import FeedForward, activation_correction, fit_activated
+from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import lifted
 from sparsellm.moments import Gram
 from sparsellm.regression import Regression, Summed
@@ -54,13 +54,13 @@ def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
 class Part:
     """One block's feed-forward part with its batches.
 
-    feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost; None for all alike.
+    feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost.
     inputs: x, (tokens, model) for each batch of this process. targets: t, (tokens, model) for each. least: tokens for a
     curvature, if there are as many. window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
     """
 
     feed_forward: FeedForward
-    metric: Tensor | None
+    metric: Tensor
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
     least: int = SAMPLED
@@ -73,7 +73,7 @@ class Part:
         before = list(accumulate(distributed.collected(lengths(self.inputs)), initial=0))
         self._starts, self._tokens = distributed.dealt(before[:-1]), before[-1]
         # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
-        self._root = None if self.metric is None else torch.linalg.cholesky(lifted(self.metric, METRIC_LIFT))
+        self._root: Tensor = torch.linalg.cholesky(lifted(self.metric, METRIC_LIFT))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,29 +146,6 @@ class Part:
         for gram in slopes.values():
             gram.reduce()
         return {name: (writer.T @ writer) * gram.matrix for name, gram in slopes.items()}
-
-    def aims(self, weights: Weights, ratio: float) -> Mapping[str, Regression]:
-        r"""SparseLLM's signals for one epoch, from what the part now computes, as regressions of the readers' new targets.
-
-        From $z = W x$, $p = \varphi(z)$: first p moves toward what the writer would need (paper eq. 9), then z toward
-        what gives that p (eq. 12, and the gate's). ratio: beta / alpha.
-        """
-        readers, writer = self.feed_forward.readers, self._writer(weights)
-        bias = weights[self.feed_forward.writer][1]
-        correction = activation_correction(writer, ratio)
-        gram = Gram(self._width, writer.device)
-        found = {name: Summed(gram, len(weights[name][0]), affine=weights[name][1] is not None) for name in readers}
-        for x, t in self._batches():
-            hidden = self.hidden(weights, x)
-            target = self._weighed(t if bias is None else t - bias)
-            wanted = fit_activated(self.feed_forward.activate(*hidden), writer, target, correction)
-            gram.update(x)
-            for name, signal in zip(readers, self.feed_forward.fit_hidden(hidden, hidden, wanted, ratio), strict=True):
-                found[name].update(signal, x)
-        gram.reduce()
-        for regression in found.values():
-            regression.reduce()
-        return found
 
     def newton(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
         r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
@@ -251,12 +228,11 @@ class Part:
 
     def _writer(self, weights: Weights) -> Tensor:
         """The writer's weight as it counts: Lᵀ V, (model, hidden)."""
-        weight = weights[self.feed_forward.writer][0]
-        return weight if self._root is None else self._root.T @ weight
+        return self._root.T @ weights[self.feed_forward.writer][0]
 
     def _weighed(self, errors: Tensor) -> Tensor:
         """Errors of the output as they count: (tokens, model) times L."""
-        return errors if self._root is None else errors @ self._root
+        return errors @ self._root
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets in float32, window by window or, where windows are not known, batch by batch."""

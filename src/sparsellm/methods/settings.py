@@ -11,9 +11,6 @@ from sparsellm.refinement import Descent
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 
-Targets = Literal["teacher", "own"]
-Curvature = Literal["none", "diagonal", "kronecker"]
-Horizon = Literal["feedforward", "model"]
 Window = Literal["none", "feedforward", "block"]
 
 NO_REFINEMENT = Descent(0, 3e-4)
@@ -26,13 +23,6 @@ class Settings:
     """The settings of `sparsellm.methods.sparsellm.SparseLLM`, which says what they mean."""
 
     solver: LayerSolver = field(default_factory=ALPS.thorough)
-    targets: Targets = "teacher"
-    residual: bool = True
-    epochs: int = 1
-    alpha: float = 0.1
-    beta: float = 0.1
-    curvature: Curvature = "kronecker"
-    horizon: Horizon = "model"
     newton: int = 3
     sampled: int = SAMPLED
     refine: Descent = NO_REFINEMENT
@@ -41,8 +31,5 @@ class Settings:
     keep_zeros: bool = False
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0 or self.newton < 0:
-            raise InvalidSetting(
-                "SparseLLM needs epochs >= 1, alpha > 0, beta > 0, ridge >= 0 and newton >= 0, "
-                f"got {self.epochs}, {self.alpha}, {self.beta}, {self.ridge} and {self.newton}."
-            )
+        if not self.ridge >= 0 or self.newton < 0:
+            raise InvalidSetting(f"SparseLLM needs ridge >= 0 and newton >= 0, got {self.ridge} and {self.newton}.")

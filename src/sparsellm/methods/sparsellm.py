@@ -28,21 +28,15 @@ class SparseLLM(Settings):
     1. Attention's readers, then its writer, then the feed-forward's readers and writer: each by the solver, on its inputs
        $\hat x$ in the pruned stream, toward the dense model's outputs, $C = E[t \hat x^\top]$; the two writers aim at $t$
        plus what the stream they add to has already lost.
-    2. Epochs of SparseLLM's alternation (Bai et al., NeurIPS 2024, eqs. 9-12): signals p and z from what the part now computes,
-       readers solved toward z, the writer refitted on what these really give. An epoch stays if the part's true error fell.
-    3. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
-    4. Gradient steps over the block's parameters with masks held, stopped by held-back windows (`sparsellm.refinement`).
+    2. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
+    3. Gradient steps over the block's parameters with masks held, stopped by held-back windows (`sparsellm.refinement`).
 
     Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
 
-    solver: any layer solver. targets: "teacher", the dense stream's; "own", the dense layer's on the pruned stream.
-    residual: whether the writers also repair the stream. epochs: K - 1 rounds of the alternation after the first solve.
-    curvature: how much of S is used. horizon: "feedforward" follows the readers' errors as far as the part's output, "model"
-    follows every layer's to the loss. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least
-    if there are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2-4, no S),
-    "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
-    ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
-    keep_zeros: weights that are zero already stay zero.
+    solver: any layer solver. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least if there
+    are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2 and 3, no S), "feedforward"
+    (step 3, if any, over its layers only), "block" (step 3 over all). ridge: of the regressions, toward the dense weight, as a
+    share of the Gram's mean diagonal. keep_zeros: weights that are zero already stay zero.
     """
 
     @property
@@ -55,12 +49,7 @@ class SparseLLM(Settings):
 
     @property
     def sensitive(self) -> bool:
-        return self._follows_loss
-
-    @property
-    def _follows_loss(self) -> bool:
-        """Whether the sensitivities of the loss are used."""
-        return self.horizon == "model" and self.curvature != "none" and self.couple != "none"
+        return self.couple != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
         if not planned(block, plan):
@@ -76,8 +65,8 @@ class SparseLLM(Settings):
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
         names = planned(block, plan)
-        metric = inputs.metric(block) if self._follows_loss else None
-        parts = coupled_parts(block, plan) if self.couple != "none" else []
+        metric = inputs.metric(block) if self.couple != "none" else None
+        parts = [] if metric is None else coupled_parts(block, plan)
         together = {name for part in parts for name in (*part.readers, part.writer)}
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
@@ -86,10 +75,9 @@ class SparseLLM(Settings):
         alone = [group for group in groups if group]
         for number, group in enumerate(alone, 1):
             run.solve_group(group, last=number == len(alone) and not parts)
-        if parts == [block.architecture.feed_forward]:
-            yield from run.solve_part(parts[0])
-        elif parts:
-            yield from run.solve_experts(parts)
+        if metric is not None and parts:
+            whole = parts == [block.architecture.feed_forward]
+            yield from run.solve_part(parts[0], metric) if whole else run.solve_experts(parts, metric)
         if self.refine.steps and self.couple != "none":
             yield run.refine(sorted(together) if self.couple == "feedforward" else None)
         block.settle()

@@ -13,7 +13,6 @@ from sparsellm.feedforward import FeedForward
 from sparsellm.looks import Asked, Seen
 from sparsellm.methods import Plan
 from sparsellm.methods.part import weights_of
-from sparsellm.methods.settings import Settings
 from sparsellm.moments import Gram
 from sparsellm.regression import Carried, Regression, Summed, Twins
 from sparsellm.storage import Kept
@@ -27,12 +26,11 @@ class Targets:
     when its layers are `solved`.
     """
 
-    def __init__(self, settings: Settings, block: Block, inputs: Activations, plan: Plan) -> None:
+    def __init__(self, block: Block, inputs: Activations, plan: Plan) -> None:
         self._block, self._inputs = block, inputs
-        self._taught = settings.targets == "teacher"
         adders = block.architecture.adders
         self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
-        self._repairs = settings.residual and inputs.adds(adders)
+        self._repairs = inputs.adds(adders)
         around = inputs.alone(self._adder) if self._repairs else None
         self._attention = around.name if around else self._adder
         self._shared = around if block.full_name(self._adder) in plan else None
@@ -59,32 +57,29 @@ class Targets:
         sums = {} if twins else {name: Summed(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
         made = [self._shown(name) for name in (*sums, *([self._writer] if part else []))]
         lost = [self._attention] if self._repairs and self._writer in made else []
-        if self._taught:
-            own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), last)
-        else:
-            own, aimed = Asked([first], _once(lost, made)), Asked([], lost, last)
+        own, aimed = Asked([first], lost), Asked([first] if twins else [], _once(lost, made), last)
         for pruned, teacher in self._inputs.pairs(self._block, own, aimed, first if last else ""):
-            source, x = teacher if self._taught else pruned, pruned.inputs[first].float()
+            x = pruned.inputs[first].float()
             alike = len(x) == len(pruned.entering) or first in self._block.views  # else the streams' tokens may not be the same
             gram.update(x)
             if twins:
-                twins.update(x, source.inputs[first].float() if alike else x)
+                twins.update(x, teacher.inputs[first].float() if alike else x)
             for name, some in sums.items():
-                aimed_at = self._target(name, source, pruned, teacher) if alike else linear(x, *dense[name])
+                aimed_at = self._target(name, pruned, teacher) if alike else linear(x, *dense[name])
                 some.update(aimed_at, x)
             if part:
                 part[0].append(x)
-                part[1].append(self._target(self._writer, source, pruned, teacher))
+                part[1].append(self._target(self._writer, pruned, teacher))
         gram.reduce()
         for shared in (twins, *sums.values()):
             if shared:
                 shared.reduce()
         return {name: Carried(twins, *dense[name]) for name in names} if twins else sums
 
-    def _target(self, name: str, source: Seen, pruned: Seen, dense: Seen) -> Tensor:
-        """What a layer should write, (tokens, out): what the source wrote, and for those that write to the stream also what the
-        pruned one lacks of the dense one where they do."""
-        target = source.outputs[self._shown(name)].float()
+    def _target(self, name: str, pruned: Seen, dense: Seen) -> Tensor:
+        """What a layer should write, (tokens, out): what the dense one wrote, and for layers that write to the stream also what
+        the pruned stream lacks there of the dense one."""
+        target = dense.outputs[self._shown(name)].float()
         if not self._repairs or name not in (self._adder, self._writer):
             return target
         target = target + (dense.entering.float() - pruned.entering.float())

@@ -40,14 +40,11 @@ WRITER_STEPS = 20
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A layer to solve toward the targets of a regression. curvature: of its outputs. prior: the present answer, if there is
-    one."""
+    """A layer to solve toward the targets of a regression. curvature: of its outputs."""
 
     name: str
     regression: Regression
     curvature: Tensor | None
-    prior: Tensor | None = None
-    epoch: int = 1
 
 
 class TwoStreams:
@@ -65,24 +62,25 @@ class TwoStreams:
         self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
         self._keep: dict[str, Tensor] = {}
         self._results: dict[str, LayerResult] = {}
-        self._targets = Targets(settings, block, inputs, plan)
+        self._targets = Targets(block, inputs, plan)
         self._gone = {name: zeros_of(block.layer(name).weight, settings.keep_zeros) for name in planned(block, plan)}
         self._sensitivities = sensitivities
 
     def solve_group(self, names: Sequence[str], last: bool) -> None:
         """Solve layers that share an input, each by itself, and write them. last: whether no other of the block follows."""
         regressions = self._targets.regressions(names, last)
-        self._solve(*(Task(name, regressions[name], self._curvature(self._sensitivities.get(name))) for name in names))
+        self._solve(*(Task(name, regressions[name], self._sensitivities.get(name)) for name in names))
         self._targets.solved(names)
 
-    def solve_part(self, feed_forward: FeedForward) -> Iterator[EpochResult]:
-        """Solve the feed-forward part: its layers, then the epochs, then the Gauss-Newton rounds."""
+    def solve_part(self, feed_forward: FeedForward, metric: Tensor) -> Iterator[EpochResult]:
+        """Solve the feed-forward part: its layers, then the Gauss-Newton rounds. metric: F, (model, model)."""
         reads, writes = (self._block.layer(name) for name in (feed_forward.readers[0], feed_forward.writer))
         size = 4 * self._inputs.tokens * max(reads.in_features, writes.out_features)
         with self._inputs.storage.lists(2, size) as (inputs, targets):
-            yield from self._solve_part(feed_forward, inputs, targets)
+            regressions = self._targets.regressions(feed_forward.readers, True, (inputs, targets))
+            yield from self._solve_together(self._part(feed_forward, metric, inputs, targets), regressions)
 
-    def solve_experts(self, parts: Sequence[FeedForward]) -> Iterator[EpochResult]:
+    def solve_experts(self, parts: Sequence[FeedForward], metric: Tensor) -> Iterator[EpochResult]:
         """Solve experts one after the other, each as a feed-forward part of its own on the tokens that it is shown.
 
         Each aims at what the dense expert makes of the dense stream's same tokens. What the stream has lost is not laid on
@@ -96,49 +94,26 @@ class TwoStreams:
             seen = list(zip(lists[::2], lists[1::2], strict=True))
             asked = Asked([part.readers[0] for part in parts])
             for pruned, dense in self._inputs.pairs(self._block, asked, asked):
-                source = dense if self._settings.targets == "teacher" else pruned
                 for part, (inputs, targets) in zip(parts, seen, strict=True):
                     inputs.append(pruned.inputs[part.readers[0]].float())
-                    targets.append(source.inputs[part.readers[0]].float())
+                    targets.append(dense.inputs[part.readers[0]].float())
             for part, (inputs, targets) in zip(parts, seen, strict=True):
                 regressions = of_expert(self._block, part, inputs, targets)
-                yield from self._solve_together(part, inputs, targets, regressions)
+                yield from self._solve_together(self._part(part, metric, inputs, targets), regressions)
 
-    def _solve_part(self, feed_forward: FeedForward, inputs: Kept, targets: Kept) -> Iterator[EpochResult]:
-        """As `solve_part`, with empty lists for what the part reads and should write."""
-        regressions = self._targets.regressions(feed_forward.readers, True, (inputs, targets))
-        yield from self._solve_together(feed_forward, inputs, targets, regressions)
+    def _part(self, feed_forward: FeedForward, metric: Tensor, inputs: Kept, targets: Kept) -> Part:
+        """The part with what it reads and should write."""
+        return Part(feed_forward, metric, inputs, targets, self._settings.sampled, self._inputs.window)
 
-    def _solve_together(
-        self, feed_forward: FeedForward, inputs: Kept, targets: Kept, regressions: Mapping[str, Regression]
-    ) -> Iterator[EpochResult]:
-        """Solve a part's layers, given what it reads and should write and its readers' regressions."""
-        settings, block = self._settings, self._block
-        names = (*feed_forward.readers, feed_forward.writer)
-        part = Part(feed_forward, self._metric, inputs, targets, settings.sampled, self._inputs.window)
-        dense = weights_of(block, names)
-        curvatures = part.curvatures(dense) if settings.curvature != "none" else {}
+    def _solve_together(self, part: Part, regressions: Mapping[str, Regression]) -> Iterator[EpochResult]:
+        """Solve a part's layers, given its readers' regressions."""
+        names = part.names
+        curvatures = part.curvatures(self._weights(names))
         power = max(part.power(), 1e-30)
-        readers = feed_forward.readers
-        self._solve(*(Task(name, regressions[name], self._curvature(curvatures.get(name))) for name in readers))
-        self._solve(Task(names[-1], part.regression(self._weights(names)), self._curvature(self._metric)))
+        self._solve(*(Task(name, regressions[name], curvatures[name]) for name in names[:-1]))
+        self._solve(Task(names[-1], part.regression(self._weights(names)), part.metric))
         error = part.error(self._weights(names))
-        yield EpochResult(block.name, 1, "solve", error / power, True)
-        for epoch in range(2, settings.epochs + 1):
-            before = self._weights(names), dict(self._keep), dict(self._results)
-            aims = part.aims(before[0], settings.beta / settings.alpha)
-            tasks = ((name, aims[name], self._curvature(curvatures.get(name)), before[0][name][0]) for name in readers)
-            self._solve(*(Task(*task, epoch) for task in tasks))
-            writer = part.regression(self._weights(names))
-            self._solve(Task(names[-1], writer, self._curvature(self._metric), before[0][names[-1]][0], epoch))
-            found = part.error(self._weights(names))
-            yield EpochResult(block.name, epoch, "alternate", found / power, found < error)
-            if found < error:
-                error = found
-            else:
-                self._keep, self._results = before[1], before[2]
-                self._write(before[0])
-                break  # the next epoch would start from the same place and end there
+        yield EpochResult(self._block.name, 1, "solve", error / power, True)
         yield from self._newton(part, names, power)
 
     def _newton(self, part: Part, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
@@ -194,10 +169,8 @@ class TwoStreams:
         """The weight that solves a layer, and what to say of it."""
         started, regression = time.perf_counter(), task.regression
         full, layer = self._block.full_name(task.name), self._block.layer(task.name)
-        dense = layer.weight.detach().to(torch.float32, copy=True) if task.prior is None else task.prior
-        problem = replace(
-            regression.problem(dense, self._settings.ridge, task.curvature, task.prior), gone=self._gone[task.name]
-        )
+        dense = layer.weight.detach().to(torch.float32, copy=True)
+        problem = replace(regression.problem(dense, self._settings.ridge, task.curvature), gone=self._gone[task.name])
         weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
         try:
             error = share_lost(regression.error(weight), regression.power)
@@ -213,7 +186,7 @@ class TwoStreams:
             known=Gram.__name__,
             damping=damping,
             tokens=regression.inputs.tokens,
-            epoch=task.epoch,
+            epoch=1,
             seconds=time.perf_counter() - started,
             routed=self._inputs.routed(self._block, task.name),
         )
@@ -222,16 +195,9 @@ class TwoStreams:
         """The writer fitted to what the readers now give, its mask held."""
         regression = part.regression(weights)
         problem = regression.problem(weights[name][0], self._settings.ridge)
-        metric = None if self._metric is None else lifted(self._metric, METRIC_LIFT)
-        gram = damped_(problem.gram, self._settings.ridge)
+        metric, gram = lifted(part.metric, METRIC_LIFT), damped_(problem.gram, self._settings.ridge)
         weight = refit(weights[name][0], problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric)
         return weight, regression.bias(weight)
-
-    def _curvature(self, full: Tensor | None) -> Tensor | None:
-        """As much of a curvature as the settings use."""
-        if full is None or self._settings.curvature == "none":
-            return None
-        return full.diagonal().clone() if self._settings.curvature == "diagonal" else full
 
     def _weights(self, names: tuple[str, ...]) -> Weights:
         return weights_of(self._block, names)

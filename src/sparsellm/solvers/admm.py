@@ -20,15 +20,13 @@ Shifted = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Scaled:
-    """A layer problem in the units in which its damped Gram, and its curvature where all of it is known, have a unit diagonal.
+    """A layer problem in the units in which its damped Gram, and its curvature if there is one, have a unit diagonal.
 
-    target, start: W⋆ and the answer at hand, (out, in); dead inputs have no weights. gram: (in, in). curvature: (out, out), or
-    None where outputs count alike in these units. scale: (in,) or (out, in), what a weight was multiplied by. damping: what was
-    added to both diagonals.
+    target: W⋆, (out, in); dead inputs have no weights. gram: (in, in). curvature: (out, out), or None where outputs count
+    alike. scale: (in,) or (out, in), what a weight was multiplied by. damping: what was added to both diagonals.
     """
 
     target: Tensor
-    start: Tensor | None
     gram: Tensor
     curvature: Tensor | None
     scale: Tensor
@@ -39,14 +37,11 @@ class Scaled:
         gram = problem.gram
         dead = dead_inputs(gram)
         gram, scale = _unit(damped_(gram, damping))
-        curvature, rows = None, problem.rows
-        if problem.curvature is not None and problem.curvature.ndim == 2:
-            curvature, height = _unit(lifted(problem.curvature, max(damping, LEAST_CURVATURE)))
-            rows = height.unsqueeze(1)
-        scale = scale if rows is None else rows * scale
-        target = problem.weight.masked_fill(dead, 0) * scale
-        start = None if problem.start is None else problem.start.masked_fill(dead, 0) * scale
-        return cls(target, start, gram, curvature, scale, damping)
+        curvature = problem.curvature
+        if curvature is not None:
+            curvature, height = _unit(lifted(curvature, max(damping, LEAST_CURVATURE)))
+            scale = height.unsqueeze(1) * scale
+        return cls(problem.weight.masked_fill(dead, 0) * scale, gram, curvature, scale, damping)
 
     def shifted(self) -> Callable[[float], Shifted]:
         """For a rho, how S W G + rho W = side is solved."""

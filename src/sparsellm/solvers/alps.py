@@ -31,10 +31,6 @@ SETTLED = 3e-4
 """The share of the kept set that may still change when the search stops; the paper's value."""
 
 
-WARM_PENALTY = 1.0
-"""The first rho where an answer is at hand: high enough to stay near it."""
-
-
 @dataclass(frozen=True)
 class ALPS:
     r"""Search mask and weights together by ADMM, then fit the weights on the mask found.
@@ -49,7 +45,7 @@ class ALPS:
     schedule of penalties. Departs from its code: one Cholesky per penalty, where the weights are, in place of an
     eigendecomposition in float64; dead inputs get zero weights. Departs from the paper: with a full curvature $S$ the first
     step is solved exactly, in the eigenvectors of $S$ and $G$; over-relaxation $\theta$ and the pace of the penalty
-    (`thorough`); a start from an answer at hand.
+    (`thorough`).
 
     damping: added to the Gram's diagonal (and the curvature's), as a share of its mean. iterations: of ADMM, at most.
     refit_steps: of conjugate gradients on the final mask. pace: the power to which the paper's growth of the penalty is raised;
@@ -88,16 +84,16 @@ class ALPS:
 
     def _search(self, scaled: Scaled, kept: Keep) -> Tensor:
         """The final ADMM iterate, (out, in): its largest entries are the mask, and the start of the refit."""
-        target, start, gram, curvature = scaled.target, scaled.start, scaled.gram, scaled.curvature
+        target, gram, curvature = scaled.target, scaled.gram, scaled.curvature
         aim = target @ gram if curvature is None else curvature @ target @ gram
         shifted = scaled.shifted()
-        penalty = PENALTY_START if start is None else WARM_PENALTY
+        penalty = PENALTY_START
         solve = shifted(penalty)
         dual = torch.zeros_like(target)
-        keep = kept((target if start is None else start).abs())
-        sparse = (target if start is None else start) * keep
+        keep = kept(target.abs())
+        sparse = target * keep
         seen = keep  # the kept set at the last look
-        moved_before = start is not None
+        moved_before = False
         weight = target
         for iteration in range(1, self.iterations + 1):
             weight = solve(aim - dual + penalty * sparse)

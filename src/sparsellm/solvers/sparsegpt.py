@@ -35,8 +35,8 @@ class SparseGPT:
     Departs from its code: an unstructured block loses exactly its share (the code removes one weight too many per block), and
     one factorisation serves instead of three, $G = R R^\top$ with $R = U^{-1}$. Of $U$ only diagonal blocks are made: a block B
     takes in what the columns A before it lost when its turn comes, $w_B \leftarrow w_B - (\hat w_A - w_A) R_{AB} R_{BB}^{-1}$.
-    With a curvature the scores of row i are multiplied by $S_{ii}$, or, where all of S is known, by $1 / [S^{-1}]_{ii}$: what
-    is left of it once the other rows make good.
+    With a curvature the scores of row i are multiplied by $1 / [S^{-1}]_{ii}$: what is left of $S_{ii}$ once the other rows
+    make good.
 
     damping: added to the Gram's diagonal, as a share of its mean. block: columns whose unstructured mask is chosen at once.
     Cost: one Cholesky of (in, in), and out · in² / 2 multiply-adds. A block's columns are one kernel on
@@ -91,10 +91,8 @@ class SparseGPT:
 
     def _height(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
         """(out,): the factor on each row's scores; it only matters where rows compete, in an unstructured pattern."""
-        if problem.curvature is None or problem.rows is None:
+        if problem.curvature is None:
             return 1.0
-        if problem.curvature.ndim == 1:
-            return problem.rows.squeeze(1).square()
         factor = inverse_factor(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)), self.damping, failures)
         return factor.square().sum(0).reciprocal()
 

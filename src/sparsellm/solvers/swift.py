@@ -27,7 +27,7 @@ class Swift:
       D \leftarrow \text{project}(T), \quad U \leftarrow T - D$$
 
     where $A$ maps $W$ to $S W G + \rho W$: one factorisation serves all steps, and $W^\star G$ is never made. It begins at
-    $T = W^\star$, or at an answer at hand, and ends with conjugate gradients on the last mask, from the last $D$.
+    $T = W^\star$ and ends with conjugate gradients on the last mask, from the last $D$.
 
     steps: of ADMM. refit_steps: of conjugate gradients on the final mask. penalty: rho, where the Gram's diagonal is 1.
     relaxation: theta, in (0, 2). damping: added to the Gram's diagonal (and the curvature's), as a share of its mean.
@@ -63,7 +63,7 @@ class Swift:
     def _search(self, scaled: Scaled, kept: Keep) -> tuple[Tensor, Tensor]:
         """The last D and its mask, both (out, in)."""
         solve, target = scaled.shifted()(self.penalty), scaled.target
-        moved = target if scaled.start is None else scaled.start
+        moved = target
         for _ in range(self.steps):
             keep = kept(moved.abs())
             sparse = moved * keep

@@ -14,14 +14,13 @@ from torch.nn.functional import linear, relu, silu
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from sparsellm.blocks import Block, blocks_of
-from sparsellm.feedforward import FeedForward, GatedFeedForward, Hidden, PlainFeedForward
+from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 from sparsellm.linalg import damped
 from sparsellm.methods.part import NEWTON_RIDGE, Part, Weights, weights_of
 
 MODEL, HIDDEN, TOKENS = 6, 9, 50
 
 every_family = pytest.mark.parametrize("family", ["opt", "llama", "llama-bias"])
-with_or_without = pytest.mark.parametrize("weighed", [True, False], ids=["metric", "plain"])
 
 
 @cache
@@ -52,26 +51,25 @@ def forward(block: Block, x: Tensor) -> Tensor:
     return mlp.detach()  # type: ignore[no-any-return]
 
 
-def metric_of(weighed: bool) -> Tensor | None:
+def metric() -> Tensor:
     """A cost of errors, no axis like another."""
     root = draw(MODEL, MODEL, seed=1) * torch.linspace(0.4, 2, MODEL)
-    return root @ root.T if weighed else None
+    return root @ root.T
 
 
-def cost(weighed: bool) -> Tensor:
+def cost() -> Tensor:
     """F as the part damps it, in float64."""
-    metric = metric_of(weighed)
-    return torch.eye(MODEL).double() if metric is None else damped(metric.double(), 1e-3)
+    return damped(metric().double(), 1e-3)
 
 
-def part_of(family: str, weighed: bool, split: tuple[int, ...] = (20, 1, 29)) -> Part:
+def part_of(family: str, split: tuple[int, ...] = (20, 1, 29)) -> Part:
     """A part with inputs that have a mean, and targets near what it computes."""
     block = block_of(family)
     feed_forward = block.architecture.feed_forward
     assert feed_forward is not None
     x = draw(TOKENS, MODEL, seed=2) * torch.linspace(0.5, 1.5, MODEL) + draw(MODEL, seed=3)
     t = forward(block, x) + 0.5 * draw(TOKENS, MODEL, seed=4) + 0.3
-    return Part(feed_forward, metric_of(weighed), list(x.split(split)), list(t.split(split)))
+    return Part(feed_forward, metric(), list(x.split(split)), list(t.split(split)))
 
 
 def pruned(part: Part, family: str) -> tuple[Weights, dict[str, Tensor]]:
@@ -143,17 +141,16 @@ def test_slopes_against_autograd(form: FeedForward, gate: float) -> None:
 
 
 @every_family
-@with_or_without
-def test_error_against_the_modules(weighed: bool, family: str) -> None:
+def test_error_against_the_modules(family: str) -> None:
     """The mean over tokens of the misses of the modules' own forward pass, in the metric; in any batches, from bf16 too."""
-    part = part_of(family, weighed)
+    part = part_of(family)
     x, t = tokens_of(part)
     dense, weights = weights_of(block_of(family), part.names), pruned(part, family)[0]
-    wanted = mean_cost(t - forward(block_of(family), x.float()).double(), cost(weighed))
+    wanted = mean_cost(t - forward(block_of(family), x.float()).double(), cost())
     assert part.error(dense) == pytest.approx(wanted, rel=1e-5)
-    assert part.error(weights) == pytest.approx(mean_cost(t - output(part, weights, x), cost(weighed)), rel=1e-5)
-    assert part.power() == pytest.approx(mean_cost(t, cost(weighed)), rel=1e-5)
-    other = part_of(family, weighed, (1,) * TOKENS)
+    assert part.error(weights) == pytest.approx(mean_cost(t - output(part, weights, x), cost()), rel=1e-5)
+    assert part.power() == pytest.approx(mean_cost(t, cost()), rel=1e-5)
+    other = part_of(family, (1,) * TOKENS)
     assert other.error(dense) == pytest.approx(part.error(dense))
     assert other.power() == pytest.approx(part.power())
     reached = replace(part, targets=[forward(block_of(family), some) for some in part.inputs])
@@ -166,7 +163,7 @@ def test_error_against_the_modules(weighed: bool, family: str) -> None:
 @every_family
 def test_regression_of_the_writer(family: str) -> None:
     """The writer's sums are those of the activations that these readers give; the metric does not enter."""
-    part = part_of(family, True)
+    part = part_of(family)
     weights, (x, t) = pruned(part, family)[0], tokens_of(part)
     p, weight = phi(part, hidden_of(part, weights, x)), draw(MODEL, HIDDEN, seed=9)
     found, affine = part.regression(weights), weights[part.feed_forward.writer][1] is not None
@@ -180,10 +177,9 @@ def test_regression_of_the_writer(family: str) -> None:
 
 
 @every_family
-@with_or_without
-def test_curvatures_against_jacobians(weighed: bool, family: str) -> None:
+def test_curvatures_against_jacobians(family: str) -> None:
     """S of each reader is the mean over tokens of Jᵀ F J, J the part's Jacobian by that reader's output."""
-    part = part_of(family, weighed)
+    part = part_of(family)
     dense = weights_of(block_of(family), part.names)
     x, _ = tokens_of(part)
     found = part.curvatures(dense)
@@ -198,7 +194,7 @@ def test_curvatures_against_jacobians(weighed: bool, family: str) -> None:
                 return linear(phi(part, signals), dense[part.feed_forward.writer][0].double())
 
             slope = jacobian(behind, hidden[number])
-            wanted += slope.T @ cost(weighed) @ slope / TOKENS
+            wanted += slope.T @ cost() @ slope / TOKENS
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-3, atol=1e-4)
 
 
@@ -208,7 +204,7 @@ def linearised(part: Part, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     J is autograd's. The curvature takes the slopes as independent of the inputs: |v_i|² E[φ'²] E[x²].
     """
     x, t = tokens_of(part)
-    metric, writer = cost(part.metric is not None), weights[part.feed_forward.writer][0].double()
+    metric, writer = cost(), weights[part.feed_forward.writer][0].double()
 
     def run(*given: Tensor) -> Tensor:
         left = iter(given)
@@ -228,10 +224,9 @@ def linearised(part: Part, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @every_family
-@with_or_without
-def test_newton_against_a_dense_solve(weighed: bool, family: str) -> None:
+def test_newton_against_a_dense_solve(family: str) -> None:
     """With many steps the linearised problem, ridge included, is solved on the mask: zero off it, biases free."""
-    part = part_of(family, weighed)
+    part = part_of(family)
     weights, keep = pruned(part, family)
     matrix, pull, curvature = linearised(part, weights)
     free = flat(in_a_row(part, weights, keep))
@@ -249,10 +244,9 @@ def test_newton_against_a_dense_solve(weighed: bool, family: str) -> None:
 
 
 @every_family
-@with_or_without
-def test_newton_lowers_the_error(weighed: bool, family: str) -> None:
+def test_newton_lowers_the_error(family: str) -> None:
     """A short stretch of a step lowers the part's true error as much as its slope says; nothing moves at a solution."""
-    part, length = part_of(family, weighed), 1e-2
+    part, length = part_of(family), 1e-2
     weights, keep = pruned(part, family)
     steps, moved = part.newton(weights, keep, 8), dict(weights)
     for name, (weight, bias) in weights.items():
@@ -264,53 +258,10 @@ def test_newton_lowers_the_error(weighed: bool, family: str) -> None:
     assert float(flat(in_a_row(part, done.newton(weights, keep, 8))).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("ratio", [0.05, 1.0, 20.0])
-@every_family
-@with_or_without
-def test_aims_lower_the_objective(weighed: bool, family: str, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """p is the objective's minimiser; p, the signals and their regressions each lower it; the sums are the signals' own."""
-    part, metric = part_of(family, weighed), cost(weighed)
-    weights, (x, t) = pruned(part, family)[0], tokens_of(part)
-    form, seen = type(part.feed_forward), list[tuple[Tensor, tuple[Tensor, ...]]]()
-    fit = form.fit_hidden
-
-    def spy(self: FeedForward, hidden: Hidden, outputs: Hidden, p: Tensor, ratio: float) -> Hidden:
-        seen.append((p, fit(self, hidden, outputs, p, ratio)))
-        return seen[-1][1]
-
-    monkeypatch.setattr(form, "fit_hidden", spy)
-    found = part.aims(weights, ratio)
-    p, signals = torch.cat([some for some, _ in seen]).double(), [some for _, some in seen]
-    hidden = [torch.cat(some).double() for some in zip(*signals, strict=True)]
-    reached, bias = hidden_of(part, weights, x), weights[part.feed_forward.writer][1]
-    writer, target = weights[part.feed_forward.writer][0].double(), t if bias is None else t - bias.double()
-
-    def objective(p: Tensor, hidden: list[Tensor], outputs: list[Tensor]) -> float:
-        apart = sum(mean_cost(one - other, torch.eye(HIDDEN).double()) for one, other in zip(hidden, outputs, strict=True))
-        distance = float((p - phi(part, hidden)).square().sum(1).mean())
-        return mean_cost(target - p @ writer.T, metric) + ratio * distance + apart
-
-    matrix = writer.T @ metric @ writer + ratio * torch.eye(HIDDEN).double()
-    best = torch.linalg.solve(matrix, (target @ metric @ writer + ratio * phi(part, reached)).T).T
-    torch.testing.assert_close(p, best, rtol=1e-3, atol=1e-3)
-    regressed = list[Tensor]()
-    for name, signal in zip(part.feed_forward.readers, hidden, strict=True):
-        fitted = found[name].problem(weights[name][0], 0.0).weight
-        free = found[name].bias(fitted)
-        assert (free is None) == (weights[name][1] is None)
-        regressed.append(linear(x, fitted.double(), None if free is None else free.double()))
-        missed = mean_cost(signal - regressed[-1], torch.eye(HIDDEN).double())
-        assert found[name].error(fitted) == pytest.approx(missed, rel=1e-2, abs=1e-5)
-    start = phi(part, reached), reached, reached
-    trace = [objective(*some) for some in (start, (p, reached, reached), (p, hidden, reached), (p, hidden, regressed))]
-    assert trace[0] == pytest.approx(part.error(weights), rel=1e-5)
-    assert trace[0] > 1.03 * trace[1] > trace[1] > trace[2] > trace[3]
-
-
 @pytest.mark.parametrize("split", [(50,), (20, 1, 29), (1,) * 50], ids=str)
 def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The held-back tokens are the last sixteenth, a curvature's every third here, however tokens are batched."""
-    part = part_of("opt", True, split)
+    part = part_of("opt", split)
     x, t = torch.cat(part.inputs), torch.cat(part.targets)
     fitted, held = part.split()
     fitted.least = 14
@@ -325,7 +276,7 @@ def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: py
 
 def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's gradient is taken from all tokens and its curvature from some: to first order, down the slope of all."""
-    part = part_of("opt", False)
+    part = part_of("opt")
     weights, keep = pruned(part, "opt")
     part.least = 10
     monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 1)
@@ -351,7 +302,7 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
     """With windows known the numbers are the same to the bit, of all tokens, of some at the end, and of every third."""
 
     def found(*windows: int) -> list[Tensor]:
-        whole = part_of(family, True, tuple(10 * some for some in windows))
+        whole = part_of(family, tuple(10 * some for some in windows))
         whole.window = 10
         last = whole._rows(slice(13, 50))
         many: list[Tensor] = []
@@ -367,7 +318,7 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
 
 
 def test_tokens_are_cut_where_windows_begin() -> None:
-    part = part_of("llama", False)
+    part = part_of("llama")
     part.window = 10
     assert part._sizes(0, 25) == [10, 10, 5]
     assert part._sizes(7, 5) == [3, 2]

@@ -22,7 +22,7 @@ from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.swift import Swift
 
-every_kind = pytest.mark.parametrize("kind", ["full", "diagonal", "none"])
+every_kind = pytest.mark.parametrize("kind", ["full", "none"])
 every_pattern = pytest.mark.parametrize("text", ["50%", "70%", "2:4"])
 
 
@@ -39,20 +39,17 @@ def signal(size: int, seed: int) -> Tensor:
 
 
 def problem_of(shape: tuple[int, int], kind: str = "full", seed: int = 0) -> LayerProblem:
-    """A layer problem in float64 whose curvature is known as a matrix, by its diagonal, or not."""
+    """A layer problem in float64 with a curvature or without."""
     gram = Gram(shape[1], dtype=torch.float64)
     gram.update(signal(shape[1], 10 * seed))
     errors = signal(shape[0], 10 * seed + 5000)
-    full = errors.T @ errors / len(errors)
-    curvature = {"full": full, "diagonal": full.diagonal().clone(), "none": None}[kind]
+    curvature = errors.T @ errors / len(errors) if kind == "full" else None
     return LayerProblem(draw(*shape, seed=10 * seed + 9), gram, curvature)
 
 
 def curvature_of(problem: LayerProblem) -> Tensor:
     """S as an (out, out) matrix."""
-    if problem.curvature is None:
-        return torch.eye(len(problem.weight)).double()
-    return problem.curvature if problem.curvature.ndim == 2 else problem.curvature.diag()
+    return torch.eye(len(problem.weight)).double() if problem.curvature is None else problem.curvature
 
 
 def trace(change: Tensor, curvature: Tensor, gram: Tensor) -> float:
@@ -79,17 +76,14 @@ def supports(shape: tuple[int, int], text: str) -> Tensor:
     return torch.stack([(starts + torch.tensor(some)).flatten() for some in itertools.product(group, repeat=len(starts))])
 
 
-def optimum(problem: LayerProblem, text: str) -> tuple[float, Tensor]:
-    """The smallest relative error of all masks with their best weights, and that weight."""
+def optimum(problem: LayerProblem, text: str) -> float:
+    """The smallest relative error of all masks with their best weights."""
     shape = (problem.weight.shape[0], problem.weight.shape[1])
     matrix, kept = torch.kron(curvature_of(problem), problem.gram), supports(shape, text)
     products = (matrix @ problem.weight.flatten())[kept]
     gained = (torch.linalg.solve(matrix[kept[:, :, None], kept[:, None, :]], products) * products).sum(1)
-    keep = torch.zeros(problem.weight.numel(), dtype=torch.bool)
-    keep[kept[gained.argmax()]] = True
     energy = trace(problem.weight, curvature_of(problem), problem.gram)
-    weight = exact(problem.weight, curvature_of(problem), problem.gram, keep.view(shape))
-    return float(energy - gained.max()) / energy, weight
+    return float(energy - gained.max()) / energy
 
 
 @every_kind
@@ -118,14 +112,13 @@ def test_rows() -> None:
     diagonal = torch.tensor([4.0, 0.0, 1.0, 11.0]).double()
     full = diagonal.diag() + 0.01 * (1 - torch.eye(4).double())
     wanted = torch.tensor([1.0, 1e-3, 0.5, 11**0.5 / 2]).double().unsqueeze(1)
-    for curvature in (diagonal, full, 1024 * diagonal):
+    for curvature in (full, 1024 * full):
         rows = replace(problem, curvature=curvature).rows
         assert rows is not None
         torch.testing.assert_close(rows, wanted)
-    for nothing in (torch.zeros(4).double(), torch.zeros(4, 4).double()):
-        rows = replace(problem, curvature=nothing).rows
-        assert rows is not None
-        assert torch.equal(rows, torch.ones(4, 1).double())
+    rows = replace(problem, curvature=torch.zeros(4, 4).double()).rows
+    assert rows is not None
+    assert torch.equal(rows, torch.ones(4, 1).double())
 
 
 @pytest.mark.parametrize("shape", [(1, 10), (6, 9), (9, 14)])
@@ -163,19 +156,6 @@ def test_refit_in_other_units() -> None:
     assert torch.equal(refit(target * keep, target, gram, keep, 4, curvature=curvature), answer / rows.outer(columns))
 
 
-@pytest.mark.parametrize("solver", [Magnitude(), SparseGPT(), Swift(), ALPS(), ALPS.thorough()], ids=str)
-@every_pattern
-def test_a_diagonal_scales_the_rows(text: str, solver: LayerSolver) -> None:
-    """With a diagonal S the answer is that of the scaled rows' own problem; without competing rows S would not matter."""
-    problem, pattern = problem_of((12, 24), "diagonal"), parse_pattern(text)
-    assert problem.rows is not None
-    scaled = LayerProblem(problem.weight * problem.rows, problem.inputs)
-    answer = solver.solve(problem, pattern)
-    torch.testing.assert_close(answer, solver.solve(scaled, pattern) / problem.rows, rtol=1e-7, atol=1e-9)
-    plain = solver.solve(replace(problem, curvature=None), pattern)
-    assert torch.equal(answer != 0, plain != 0) == isinstance(pattern, NM)
-
-
 @every_pattern
 @every_kind
 def test_criteria(kind: str, text: str) -> None:
@@ -189,7 +169,7 @@ def test_criteria(kind: str, text: str) -> None:
 @every_kind
 @pytest.mark.parametrize("damping", [0.0, 0.01, 0.3])
 def test_sparsegpt_by_its_definition(damping: float, kind: str) -> None:
-    """Where one block holds all columns: the smallest w² / U_jj² go, times S_ii, or 1 / [S⁻¹]_ii where all of S is known."""
+    """Where one block holds all columns: the smallest w² / U_jj² go, times 1 / [S⁻¹]_ii where there is an S."""
     problem, pattern = problem_of((12, 24), kind), parse_pattern("60%")
     upper = torch.linalg.cholesky(torch.linalg.inv(damped(problem.gram, damping))).T
     height = curvature_of(problem).diagonal()
@@ -233,7 +213,7 @@ def test_counts_and_bits(kind: str, text: str, solver: LayerSolver) -> None:
 @every_pattern
 @every_kind
 def test_alps_solves_its_mask(kind: str, text: str, shape: tuple[int, int], solver: ALPS) -> None:
-    """On its mask its error (damped) is within 1 % of the least; started there it ends as well, within 1 % (N:M: 3 %)."""
+    """On its mask its error (damped) is within 1 % of the least."""
     problem, pattern = problem_of(shape, kind, seed=2), parse_pattern(text)
     answer = solver.solve(problem, pattern)
     gram, curvature = damped(problem.gram, solver.damping), curvature_of(problem)
@@ -241,47 +221,41 @@ def test_alps_solves_its_mask(kind: str, text: str, shape: tuple[int, int], solv
     best = exact(problem.weight, curvature, gram, answer != 0)
     least, found = (trace(weight - problem.weight, curvature, gram) for weight in (best, answer))
     assert least * (1 - 1e-9) <= found <= 1.01 * least
-    again = solver.solve(replace(problem, start=answer), pattern)
-    assert problem.error(again) <= (1.03 if ":" in text else 1.01) * problem.error(answer)
 
 
 @pytest.mark.parametrize(
-    ("shape", "text", "kind", "blind"),
+    ("shape", "text", "blind"),
     [
-        ((3, 4), "50%", "full", 2.0), ((3, 4), "50%", "diagonal", 1.3), ((2, 6), "50%", "full", 4.0),
-        ((3, 4), "2:4", "full", 1.2), ((2, 8), "2:4", "full", 4.0),
+        ((3, 4), "50%", 2.0), ((2, 6), "50%", 4.0), ((3, 4), "2:4", 1.2), ((2, 8), "2:4", 4.0),
     ],
 )  # fmt: skip
-def test_small_cases_against_every_mask(shape: tuple[int, int], text: str, kind: str, blind: float) -> None:
+def test_small_cases_against_every_mask(shape: tuple[int, int], text: str, blind: float) -> None:
     """No solver beats the best of all masks; ALPS typically (60 draws, geometric mean) loses 1.32 to 1.53 times that.
 
-    Started from the best it loses 1.02 to 1.09 times that; without S `blind` times more than with it.
+    Without S it loses `blind` times more than with it.
     """
-    pattern, ratios, started, unseen = parse_pattern(text), list[float](), list[float](), list[float]()
+    pattern, ratios, unseen = parse_pattern(text), list[float](), list[float]()
     for seed in range(60):
-        problem = problem_of(shape, kind, seed)
-        best, weight = optimum(problem, text)
-        others = replace(problem, start=weight), replace(problem, curvature=None)
-        for known, found in zip((problem, *others), (ratios, started, unseen), strict=True):
+        problem = problem_of(shape, seed=seed)
+        best = optimum(problem, text)
+        for known, found in ((problem, ratios), (replace(problem, curvature=None), unseen)):
             found.append(problem.error(ALPS().solve(known, pattern)) / best)
         for solver in (SparseGPT(), Magnitude()):
             assert problem.error(solver.solve(problem, pattern)) >= best * (1 - 1e-9)
-    assert min(*ratios, *started, *unseen) >= 1 - 1e-9
+    assert min(*ratios, *unseen) >= 1 - 1e-9
     assert geometric_mean(ratios) <= 1.6
-    assert geometric_mean(started) <= 1.12
     assert geometric_mean(unseen) >= blind * geometric_mean(ratios)
 
 
 @pytest.mark.parametrize("solver", [SparseGPT(), Swift(), ALPS()], ids=lambda solver: type(solver).__name__)
 def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
-    """Where half of the outputs cost nothing, a pattern of 50 % takes (most of) their weights; S in full is damped by 1 %."""
+    """Where half of the outputs cost nothing, a pattern of 50 % takes (most of) their weights; S is damped by 1 %."""
     problem, pattern = problem_of((16, 24), "none"), parse_pattern("50%")
     diagonal = torch.cat([torch.ones(8), torch.zeros(8)]).double()
-    for curvature, most, kept in ((diagonal, 1e-6, 0.02), (diagonal.diag(), 1e-3, 0.25)):
-        known = replace(problem, curvature=curvature)
-        answer = solver.solve(known, pattern)
-        assert known.error(answer) < most
-        assert float((answer[8:] != 0).float().mean()) < kept
+    known = replace(problem, curvature=diagonal.diag())
+    answer = solver.solve(known, pattern)
+    assert known.error(answer) < 1e-3
+    assert float((answer[8:] != 0).float().mean()) < 0.25
 
 
 @pytest.mark.parametrize(

@@ -200,14 +200,13 @@ def test_the_bias_stands_in_for_constant_inputs() -> None:
 
 
 @every_form
-def test_curvature_and_start_come_along(affine: bool) -> None:
-    """What is said of the outputs' costs and of an answer at hand stands in the problem; neither moves its target."""
+def test_curvature_comes_along(affine: bool) -> None:
+    """What is said of the outputs' costs stands in the problem and does not move its target."""
     x, y = tokens()
     prior, found = torch.zeros(OUTPUTS, FEATURES), summed(x, y, affine)
-    curvature, start = torch.eye(OUTPUTS), torch.ones(OUTPUTS, FEATURES)
-    problem = found.problem(prior, 1e-3, curvature, start)
+    curvature = torch.eye(OUTPUTS)
+    problem = found.problem(prior, 1e-3, curvature)
     assert problem.curvature is curvature
-    assert problem.start is start
     assert torch.equal(problem.weight, found.problem(prior, 1e-3).weight)
 
 
