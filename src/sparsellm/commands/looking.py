@@ -33,14 +33,14 @@ def evaluate(
     Example: sparsellm evaluate demo:opt --text demo
     """
     with told(context):
-        from sparsellm import distributed
+        from sparsellm import watch
         from sparsellm.display import percent, plus_minus, show, table
         from sparsellm.measuring import measure
         from sparsellm.zeroshot import mean
 
         if not text and not task:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
+        with watch.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
             on = (text or [], text_field, length, evaluate_limit, task or [], task_data, task_limit)
             at = (device or "auto", dtype or "auto", memory)
             found, answered = measure(model, *on, *at, revision=revision, trusted=bool(trust_remote_code))

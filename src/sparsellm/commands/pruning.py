@@ -92,7 +92,7 @@ def prune(
         if resume and restart:
             raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
 
-        from sparsellm import distributed
+        from sparsellm import distributed, watch
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
         from sparsellm.output_lock import recover
@@ -100,9 +100,7 @@ def prune(
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
 
-        with distributed.joined(
-            os.environ, ended
-        ) as leads:  # alone, or with the other processes of a launcher, of which one speaks
+        with watch.joined(os.environ, ended) as leads:  # alone, or with the other processes of a launcher, of which one speaks
             if leads:
                 recover(output)
             if distributed.agreed(resume and is_finished(output)):
