@@ -18,7 +18,7 @@ import torch
 from results import MEASURED, processor
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from sparsellm import distributed
+from sparsellm import distributed, watch
 from sparsellm.blocks import blocks_of
 from sparsellm.methods.layerwise import gather
 from sparsellm.moments import Gram
@@ -32,7 +32,7 @@ RUNS = 3
 
 def work() -> None:
     """One process's part: the walk with every layer's Gram, summed over the processes; the first tells the seconds."""
-    with distributed.joined(os.environ) as leads:
+    with watch.joined(os.environ) as leads:
         torch.manual_seed(0)
         config = OPTConfig(hidden_size=768, ffn_dim=3072, num_attention_heads=12, num_hidden_layers=BLOCKS, dropout=0.0)
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
 
 import sparsellm
-from sparsellm import devices, distributed
+from sparsellm import devices, distributed, watch
 from sparsellm.evaluation import perplexity
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -70,7 +70,7 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
     if device == "queued":
         device = "cpu"
         devices.queued = lambda device: True
-    with distributed.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
+    with watch.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
         for case, (name, settings) in CASES.items():
             if chosen not in case:
                 continue

@@ -1,4 +1,4 @@
-"""All that crosses processes: who works together, what they exchange, and what becomes of the others when one is lost.
+"""All that crosses processes: how many work together, and what they exchange.
 
 Every process has the whole model and a share of the batches, dealt like cards. What they find is summed or handed on, so that
 all end with the same weights. Each exchange is a no-op when alone.
@@ -7,27 +7,17 @@ all end with the same weights. Each exchange is a no-op when alone.
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
-from sparsellm import devices
 from sparsellm.errors import LostProcess
-from sparsellm.watch import Watch
 
 Thing = TypeVar("Thing")
-
-MEETING = timedelta(minutes=10)
-"""How long processes wait for each other at the start."""
 
 BUCKET = 2**24
 """Bytes that are summed in one exchange: what is smaller waits for company, what is larger goes by itself."""
@@ -142,14 +132,20 @@ def agreed(value: Any, owner: int = 0) -> Any:
     """One process's plain data, for all: what JSON can say, with tuples as lists. Also a place to wait for each other."""
     if world() == 1:
         return value
-    mine = json.dumps(value).encode() if rank() == owner else b""
-    size = torch.tensor(len(mine), device=_device())
+    return json.loads(broadcast_bytes(json.dumps(value).encode() if rank() == owner else b"", owner))
+
+
+def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
+    """The bytes that one process has, for all; what the others pass is ignored."""
+    if world() == 1:
+        return data
+    size = torch.tensor(len(data), device=_device())
     handed(owner, size)
-    data = torch.zeros(int(size), dtype=torch.uint8, device=_device())
-    if mine:
-        data.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    handed(owner, data)
-    return json.loads(bytes(data.tolist()))
+    flat = torch.zeros(int(size), dtype=torch.uint8, device=_device())
+    if rank() == owner and data:
+        flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    handed(owner, flat)
+    return flat.cpu().numpy().tobytes()
 
 
 def told(value: Any) -> list[Any]:
@@ -170,7 +166,10 @@ def sent() -> int:
 
 
 _sent = 0
-_watch: Watch | None = None
+
+check: Callable[..., None] | None = None
+"""What an exchange that takes long calls, if there is anything: it raises LostProcess where another process is lost. Given why,
+where the exchange broke off."""
 
 
 def _count(tensor: Tensor) -> None:
@@ -185,63 +184,18 @@ def _device() -> torch.device:
 
 def _settle(work: dist.Work) -> None:
     """Wait for an exchange. Raises LostProcess where it cannot end."""
-    if _watch is None:
+    if check is None:
         work.wait()
         return
     pause = 2e-5
     try:
         while not work.is_completed():
-            _watch.check()
+            check()
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
         work.wait()
     except LostProcess:
         raise
-    except RuntimeError as error:  # the connection broke: who it was is known in a moment
-        raise _watch.explained(str(error).partition("\n")[0]) from error
-
-
-def apart(environment: Mapping[str, str]) -> tuple[int, int]:
-    """The number of this process and how many there are, for processes of one launcher that work each on its own; each takes
-    its own GPU, if there are any. environment: as for `joined`."""
-    count = int(environment.get("WORLD_SIZE", "1"))
-    if count > 1:
-        devices.take(int(environment.get("LOCAL_RANK", "0")))
-    return int(environment.get("RANK", "0")) if count > 1 else 0, count
-
-
-@contextmanager
-def joined(environment: Mapping[str, str], say: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
-    """Work together with the other processes of a launcher (torchrun, accelerate launch, srun); whether this one leads.
-
-    environment: the variables WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them this process is alone,
-    and nothing happens. say: told why, where this process has to be ended. An error in one process ends the others, whose
-    LostProcess says which one it was.
-    """
-    if int(environment.get("WORLD_SIZE", "1")) == 1 or world() > 1:
-        yield leads()
-        return
-    global _watch  # noqa: PLW0603  (one for the process)
-    backend = "gloo"
-    if (device := devices.accelerator()) is not None:
-        devices.take(int(environment.get("LOCAL_RANK", "0")))
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    store, number, count = next(rendezvous("env://", timeout=MEETING))
-    # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
-    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))
-    _watch = watch = Watch(store.clone(), rank(), world(), say)
-    before = signal.signal(signal.SIGTERM, watch.stopped)
-    try:
-        yield leads()
-        agreed(None)  # nobody leaves before the leader has written
-        watch.over()
-    except BaseException as error:
-        watch.fail(error)
-        if not leads() and not watch.speaks_for(error):
-            raise SystemExit(1) from error  # the leader tells it
+    except RuntimeError as error:
+        check(f"An exchange between the processes broke off ({str(error).partition(chr(10))[0]})")
         raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
-        _watch = None

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sparsellm import distributed
 from sparsellm.blocks import Block
 from sparsellm.errors import BadCheckpoint, CannotResume
 from sparsellm.methods import BlockResult
@@ -37,6 +38,10 @@ class Journal:
     A line stands once what it tells of is on the disk, whole (written aside, flushed, renamed). The first line is the run's
     fingerprint. Each line ends with a digest of itself and of all lines before it, and names a digest of its file if it has
     one: what is finished is all before the first line, or file, that is not as it was written.
+
+    Of several processes that work together the first one keeps the files. All of them call every method but `begin` and
+    `resume`, and get the same from it.
+
     lost: why what stood in an earlier journal counts no longer, in a sentence; empty where all counts.
     """
 
@@ -92,6 +97,12 @@ class Journal:
         _clear(folder)
         return journal
 
+    def share(self) -> Journal:
+        """Give all processes what the first one's journal holds."""
+        self.lost, blocks, self._facts = distributed.agreed([self.lost, list(self._blocks.values()), self._facts])
+        self._blocks = {line["block"]: line for line in blocks}
+        return self
+
     def fact(self, name: str) -> Any:
         """Something noted before, or None."""
         return self._facts.get(name)
@@ -117,12 +128,11 @@ class Journal:
     def keep(self, block: Block, result: BlockResult) -> Path:
         """Keep a block's tensors, in the dtypes that they are stored in, and its result; the file that holds them."""
         tensors = {}
-        for name, tensor in block.module.state_dict(keep_vars=True).items():
+        for name, tensor in block.module.state_dict(keep_vars=True).items() if distributed.leads() else ():
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
-        stored = self._store(f"block-{block.index:05}", tensors)
-        self._append({"block": block.index, **stored, "result": asdict(result)})
-        return self.folder / str(stored["file"])
+        self._append({"block": block.index, **self._store(f"block-{block.index:05}", tensors), "result": asdict(result)})
+        return self.folder / str(self._blocks[block.index]["file"])
 
     def restore(self, block: Block) -> Path:
         """Put a finished block's tensors into it; the file that holds them. Raises BadCheckpoint as `tensors` does."""
@@ -138,13 +148,21 @@ class Journal:
         return {index: self.folder / str(line["file"]) for index, line in sorted(self._blocks.items())}
 
     def _store(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Write tensors to a file of their own; where they are, and how to know them again."""
+        """Write tensors to a file of their own; where they are, and how to know them again; only in the first process."""
+        if not distributed.leads():
+            return {}
         data = save(dict(tensors), metadata={"format": "pt"})
         durable(self.folder / f"{name}.safetensors", data)
         return {"file": f"{name}.safetensors", "digest": hashlib.sha256(data).hexdigest()}
 
     def _load(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Read tensors back that `_store` wrote."""
+        """Tensors that `_store` wrote: the first process reads them and sends them to the others."""
+        data = distributed.broadcast_bytes(self._read(stored) if distributed.leads() else b"")
+        loaded: dict[str, Tensor] = load(data)
+        return loaded
+
+    def _read(self, stored: Mapping[str, Any]) -> bytes:
+        """The bytes of a file that `_store` wrote. Raises BadCheckpoint where they are not what was written."""
         file = self.folder / str(stored["file"])
         try:
             data = file.read_bytes()
@@ -152,18 +170,22 @@ class Journal:
             raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Check the disk.") from error
         if hashlib.sha256(data).hexdigest() != stored["digest"]:
             raise BadCheckpoint(f"{file} is not as it was written a moment ago. Check the disk.")
-        loaded: dict[str, Tensor] = load(data)
-        return loaded
+        return data
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line, on the disk when this returns."""
-        line = self._linked(entry)
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(line)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _flush_folder(self.folder)
-        self._take(json.loads(line))
+        """Add a line, on the disk when this returns; in all processes the first one's."""
+        line = ""
+        if distributed.leads():
+            line = self._linked(entry)
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(line)
+                stream.flush()
+                os.fsync(stream.fileno())
+            _flush_folder(self.folder)
+            self._take(json.loads(line))  # it counts even if the others are lost before they hear of it
+        line = distributed.agreed(line)
+        if not distributed.leads():
+            self._take(json.loads(line))
 
     def _linked(self, entry: Mapping[str, Any]) -> str:
         """A line that follows those so far."""

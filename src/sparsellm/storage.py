@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from abc import abstractmethod
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar, overload
+from typing import Protocol
 
 import torch
 from safetensors.torch import load, save
@@ -17,14 +16,26 @@ from torch import Tensor
 
 from sparsellm import devices
 
-Kept = MutableSequence[Tensor]
-"""A list of tensors, wherever they are."""
-
 HELD, HOSTED, WRITTEN = "held", "hosted", "written"
 """Where tensors are: where they were made, in the processor's memory, in files."""
 
 ACTIVATIONS = "activations-"
 """How the names of folders with such files begin; a process that is killed leaves them."""
+
+
+class Tensors(Protocol):
+    """Tensors that are read one at a time, by number, wherever they are."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Tensor: ...
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
+class Kept(Tensors, Protocol):
+    """A list of tensors that grows at its end and is read and written one at a time, wherever they are."""
+
+    def __setitem__(self, index: int, value: Tensor, /) -> None: ...
+    def append(self, value: Tensor, /) -> None: ...
 
 
 class Storage:
@@ -77,14 +88,14 @@ class Storage:
         self.most_kept = max(self.most_kept, sum(self._taken.values()))
 
 
-class Rows(Sequence[Tensor]):
+class Rows:
     """Some rows of the tensors of a list, cut out when they are asked for; tensors of which no row is wanted are left out.
 
     wanted: rows by number, with a start, a stop and maybe a step. starts: the number of each tensor's first row, if they are
     not counted over this list alone; afterwards, counted over the rows that are wanted.
     """
 
-    def __init__(self, source: Sequence[Tensor], wanted: slice, starts: Sequence[int] | None = None) -> None:
+    def __init__(self, source: Tensors, wanted: slice, starts: Sequence[int] | None = None) -> None:
         self._source, step, sizes = source, wanted.step or 1, lengths(source)
         self._cuts: list[tuple[int, slice]] = []
         self.lengths: list[int] = []
@@ -100,73 +111,27 @@ class Rows(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self._cuts)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            raise TypeError("Cut rows are read one tensor at a time.")
+    def __getitem__(self, index: int) -> Tensor:
         number, cut = self._cuts[index]
         return self._source[number][cut]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
 
-def lengths(source: Sequence[Tensor]) -> list[int]:
+
+def lengths(source: Tensors) -> list[int]:
     """How many rows each tensor of a list has; nothing is read for it."""
     if isinstance(source, (OnFile, OnHost, Rows)):
         return source.lengths
     return [len(some) for some in source]
 
 
-class OneByOne(MutableSequence[Tensor]):
-    """A list that grows at its end and is read and written one tensor at a time: slices and removals are refused."""
-
-    where: ClassVar[str]
-    """Where its tensors are, for messages."""
-
-    @abstractmethod
-    def _read(self, number: int) -> Tensor: ...
-    @abstractmethod
-    def _replace(self, number: int, value: Tensor) -> None: ...
-    @abstractmethod
-    def _append(self, value: Tensor) -> None: ...
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> MutableSequence[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | MutableSequence[Tensor]:
-        if isinstance(index, slice):
-            raise TypeError(f"A list {self.where} is read one by one.")
-        return self._read(range(len(self))[index])
-
-    @overload
-    def __setitem__(self, index: int, value: Tensor) -> None: ...
-    @overload
-    def __setitem__(self, index: slice, value: object) -> None: ...
-    def __setitem__(self, index: int | slice, value: object) -> None:
-        if isinstance(index, slice) or not isinstance(value, Tensor):
-            raise TypeError(f"A list {self.where} is written one by one.")
-        self._replace(range(len(self))[index], value)
-
-    def insert(self, index: int, value: Tensor) -> None:
-        """Only at the end."""
-        if index != len(self):
-            raise TypeError(f"A list {self.where} grows at its end only.")
-        self._append(value)
-
-    def __delitem__(self, index: int | slice) -> None:
-        raise TypeError(f"A list {self.where} does not shrink.")
-
-
-class OnHost(OneByOne):
+class OnHost:
     """A list of tensors in the processor's memory; a read gives a tensor of its own, on the device it came from.
 
     A GPU's are in pinned memory, and have a stream of their own for copies: while one is worked on, the next is on its way and
     the one before goes back. Whoever reads is at most a batch of work ahead of the device, so that what was read can be freed.
     """
-
-    where = "in the processor's memory"
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
@@ -183,7 +148,11 @@ class OnHost(OneByOne):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def _read(self, number: int) -> Tensor:
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, index: int) -> Tensor:
+        number = range(len(self))[index]
         coming = self._coming if self._coming is not None and self._coming[0] == number else self._fetch(number)
         _, tensor, arrived = coming
         if arrived is not None:
@@ -196,14 +165,16 @@ class OnHost(OneByOne):
         self._coming = self._fetch(number + 1) if number + 1 < len(self) else None
         return tensor
 
-    def _replace(self, number: int, value: Tensor) -> None:
+    def __setitem__(self, index: int, value: Tensor) -> None:
+        number = range(len(self))[index]
         if self._coming is not None and self._coming[0] == number:
             self._coming = None
         kept = self._kept[number]
         self._devices[number] = value.device
         self._kept[number] = self._stored(value, kept if kept.shape == value.shape and kept.dtype == value.dtype else None)
 
-    def _append(self, value: Tensor) -> None:
+    def append(self, value: Tensor) -> None:
+        """Add a tensor at the end."""
         self._kept.append(self._stored(value))
         self._devices.append(value.device)
 
@@ -237,13 +208,11 @@ class OnHost(OneByOne):
         return self._streams[device]
 
 
-class OnFile(OneByOne):
+class OnFile:
     """A list of tensors with a safetensors file for each; a read gives a tensor of its own, on the device it came from.
 
     Files are read and written as a whole, not mapped: what a mapping touches counts as the process's memory.
     """
-
-    where = "on files"
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -254,14 +223,20 @@ class OnFile(OneByOne):
     def __len__(self) -> int:
         return len(self._devices)
 
-    def _read(self, number: int) -> Tensor:
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, index: int) -> Tensor:
+        number = range(len(self))[index]
         return load(self._file(number).read_bytes())["x"].to(self._devices[number])
 
-    def _replace(self, number: int, value: Tensor) -> None:
+    def __setitem__(self, index: int, value: Tensor) -> None:
+        number = range(len(self))[index]
         self._devices[number], self.lengths[number] = value.device, len(value)
         self._write(number, value)
 
-    def _append(self, value: Tensor) -> None:
+    def append(self, value: Tensor) -> None:
+        """Add a tensor at the end."""
         self._write(len(self), value)
         self._devices.append(value.device)
         self.lengths.append(len(value))

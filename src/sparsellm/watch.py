@@ -1,164 +1,176 @@
-"""What becomes of processes that work together when one of them is lost: the others end, and say which it was."""
+"""Processes that a launcher starts to work together: how they meet, and how the others end when one is lost.
+
+For the command line alone: from Python, the caller makes the process group and ends it.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
+from sparsellm import devices, distributed
 from sparsellm.errors import LostProcess
 
+MEETING = timedelta(minutes=10)
+"""How long processes wait for each other at the start."""
+
 TICK = 1.0
-"""Seconds between two looks at the other processes."""
+"""Seconds between two signs of life."""
 
 SILENCE = 40.0
 """Seconds without a sign of life after which a process counts as lost: longer than anything that keeps Python from running."""
 
+BROKEN = 5.0
+"""The same, once an exchange broke off or the launcher ends this process: then one of the others is lost for certain."""
+
 GRACE = 10.0
 """Seconds that a process has to end in good order once another is lost."""
 
+_GONE = "died or cannot be reached: it was killed, is out of memory, or its network is down"
+
 
 class Watch:
-    """Tells the other processes that this one lives, and looks after them, from a thread of its own.
+    """A thread that tells the other processes that this one lives, and notices when one of them is lost.
 
-    A process is lost when it says that it failed, when it is gone from this machine, or when nothing was heard of it for a
-    while; so is the leader's machine when its store cannot be reached.
+    Each process has a key in the store of the process group: the number of its signs of life so far, or the error that it ended
+    by. A process is lost when there is an error, or the same number for too long.
+
+    Args:
+        store: The process group's store, which the first process serves.
+        end: Is told why this process ends, where it has to be ended in the middle of a computation.
     """
 
-    def __init__(self, store: Store, number: int, count: int, say: Callable[[str], None]) -> None:
-        """number: this process's, of so many. say: told why the process ends, if it has to be ended."""
-        self._store, self._number, self._count, self._say = store, number, count, say
+    def __init__(self, store: Store, end: Callable[[str], None]) -> None:
+        self._store, self._end, self._key = store, end, f"sparsellm/{distributed.rank()}"
         self._lost: dict[int, str] = {}
+        self._silence = SILENCE
         self._parent = os.getppid()
-        self._heard = time.monotonic()
         self._over = threading.Event()
-        self._noticed: float | None = None
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "home": _home()}
-        for name, value in (("here", json.dumps(mine)), ("beat", "0"), ("failed", "")):
-            store.set(f"{name}/{number}", value)
-        self._others: dict[int, dict[str, Any]] = {}
-        for other in range(count):
-            store.wait([f"failed/{other}"])
-            self._others[other] = json.loads(store.get(f"here/{other}"))
-        for work in (self._look, self._guard):
-            threading.Thread(target=work, daemon=True, name=f"sparsellm {work.__name__}").start()
+        store.set(self._key, "0")
+        self._places = distributed.told(f"(pid {os.getpid()} on {socket.gethostname()})")  # and every key is in the store
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sparsellm watch")
+        self._thread.start()
 
-    def check(self) -> None:
-        """Raise LostProcess if another process is lost."""
-        if self._lost:
-            raise LostProcess(self._message())
+    def check(self, broken: str = "") -> None:
+        """Raise LostProcess if another process is lost. broken: why this one cannot go on; who is lost is known in a moment."""
+        if broken:
+            self._silence = BROKEN
+            end = time.monotonic() + BROKEN + 3 * TICK
+            while not self._lost and time.monotonic() < end:
+                time.sleep(TICK / 10)
+        if self._lost or broken:
+            raise LostProcess(self._message(broken))
 
-    def explained(self, what: str) -> LostProcess:
-        """The error for an exchange that broke off: who is lost, as soon as it is known."""
-        end = time.monotonic() + 5 * TICK
-        while not self._lost and time.monotonic() < end:
-            time.sleep(TICK / 10)
-        return LostProcess(self._message(what))
-
-    def stopped(self, number: int, frame: FrameType | None) -> None:
-        """What this process does when it is told to end: it does, and says why if another one is the reason."""
-        raise self.explained("this process was told to end")
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends by an error, and give them the time to hear of it."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the watch. error: what this process ends by, which the others are told, and given the time to hear of."""
         self._over.set()
-        if isinstance(error, LostProcess) or (isinstance(error, SystemExit) and not error.code):
+        if error is None or isinstance(error, LostProcess) or (isinstance(error, SystemExit) and not error.code):
             return
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self._thread.join(3 * TICK)  # or its next sign of life would take the error's place
         with suppress(RuntimeError):
-            self._store.set(f"failed/{self._number}", what)
+            self._store.set(self._key, f"{type(error).__name__}: {error}".partition("\n")[0])
             time.sleep(3 * TICK)  # the store may end with this process
 
-    def over(self) -> None:
-        """All went well."""
-        self._over.set()
-
-    def speaks_for(self, error: BaseException) -> bool:
-        """Whether this process has to tell what happened: the first of those that are left."""
-        return isinstance(error, LostProcess) and self._number == min(set(range(self._count)) - set(self._lost), default=0)
+    def speaks(self) -> bool:
+        """Whether this process tells the user what happened: it is the first of those that are left."""
+        return distributed.rank() == min(set(range(distributed.world())) - set(self._lost), default=0)
 
     def _message(self, otherwise: str = "") -> str:
         """Who is lost, and what to do."""
-        told = [f"{self._named(other)} {why}" for other, why in sorted(self._lost.items())]
-        what = "; ".join(told) or otherwise or "another process is lost"
-        return f"{what[0].upper()}{what[1:]}. All processes of this run end. Start it again with --resume to go on."
+        lost = [
+            f"Process {rank} of {len(self._places)} {self._places[rank]} {why}" if rank >= 0 else why
+            for rank, why in sorted(self._lost.items())
+        ]
+        return f"{'; '.join(lost) or otherwise}. All processes of this run end. Start it again with --resume to go on."
 
-    def _named(self, other: int) -> str:
-        """A process by its number and place."""
-        if other < 0:
-            return "the launcher"
-        place = self._others[other]
-        return f"process {other} of {self._count} (pid {place['pid']} on {place['host']})"
-
-    def _look(self) -> None:
-        """Look after the others, until it is over."""
-        keys = [f"{name}/{other}" for name in ("beat", "failed") for other in range(self._count)]
-        seen = {other: (b"", time.monotonic()) for other in range(self._count)}
+    def _run(self) -> None:
+        """Watch until another process is lost; end this one if it does not end by itself then."""
+        ranks = range(len(self._places))
+        states = dict.fromkeys(ranks, "")
+        heard = {rank: time.monotonic() for rank in ranks}
         beats = 0
-        while not self._over.wait(TICK):
+        while not self._lost:
+            if self._over.wait(TICK):
+                return
             beats += 1
             try:
-                self._store.set(f"beat/{self._number}", str(beats))
-                values = self._store.multi_get(keys)
+                self._store.set(self._key, str(beats))
+                self._store.wait([self._key], timedelta(seconds=SILENCE / 2))  # it waits as long again before it raises
+                found = [value.decode() for value in self._store.multi_get([f"sparsellm/{rank}" for rank in ranks])]
             except RuntimeError:
-                continue  # `_guard` knows since when
-            self._heard = now = time.monotonic()
-            for other in range(self._count):
-                beat, failed = values[other], values[self._count + other].decode()
-                if beat != seen[other][0]:
-                    seen[other] = beat, now
-                if other == self._number or other in self._lost:
-                    continue
-                if failed:
-                    self._lost[other] = f"failed: {failed.rstrip('.')}"
-                elif now - seen[other][1] > SILENCE:
-                    self._lost[other] = f"has not been heard of for {SILENCE:.0f} seconds"
-
-    def _guard(self) -> None:
-        """Notice what the store cannot tell; and end a process that does not end by itself."""
-        while not self._over.wait(TICK):
-            now = time.monotonic()
+                self._lost[0] = _GONE
+                break
+            for rank in ranks:
+                if found[rank] != states[rank]:
+                    states[rank], heard[rank] = found[rank], time.monotonic()
+                if not found[rank].isdigit():
+                    self._lost[rank] = f"failed: {found[rank].rstrip('.')}"
+                elif time.monotonic() - heard[rank] > self._silence:
+                    self._lost[rank] = _GONE
             if os.getppid() != self._parent:
-                self._lost.setdefault(-1, "is gone")
-            for other, place in self._others.items():
-                if place["home"] == self._others[self._number]["home"] and not _lives(place["pid"]):
-                    # Its own words, if it had any, come by the store.
-                    self._lost.setdefault(other, "died: it was killed, or is out of memory")
-            if now - self._heard > SILENCE:
-                self._lost.setdefault(0, f"cannot be reached for {SILENCE:.0f} seconds")
-            if self._lost and self._noticed is None:
-                self._noticed = now
-            if self._noticed is not None and now - self._noticed > GRACE:
-                self._say(self._message())
-                os._exit(1)
+                self._lost[-1] = "The launcher is gone"
+        if not self._over.wait(GRACE):
+            self._end(self._message())
+            os._exit(1)
 
 
-def _home() -> str:
-    """Where process numbers mean the same: one machine, one start of it, one container."""
-    found = [socket.gethostname()]
-    with suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            found.append(file.read().strip())
-        found.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    return " ".join(found)
+def apart(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The number of this process and how many there are, for processes of one launcher that work each on its own; each takes
+    its own GPU, if there are any. environment: as for `joined`."""
+    count = int(environment.get("WORLD_SIZE", "1"))
+    if count > 1:
+        devices.take(int(environment.get("LOCAL_RANK", "0")))
+    return int(environment.get("RANK", "0")) if count > 1 else 0, count
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and is not yet cleared away does not."""
+@contextmanager
+def joined(environment: Mapping[str, str], end: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
+    """Work together with the other processes of a launcher (torchrun, accelerate launch, srun).
+
+    An error in one process ends the others, whose LostProcess says which one it was.
+
+    Args:
+        environment: The variables WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them this process is
+            alone, and nothing happens.
+        end: Is told why, where this process has to be ended in the middle of a computation.
+
+    Yields:
+        Whether this process is the first one, which writes and speaks for all.
+    """
+    if int(environment.get("WORLD_SIZE", "1")) == 1 or distributed.world() > 1:
+        yield distributed.leads()
+        return
+    backend = "gloo"
+    if (device := devices.accelerator()) is not None:
+        devices.take(int(environment.get("LOCAL_RANK", "0")))
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    store, number, count = next(rendezvous("env://", timeout=MEETING))
+    # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))
+    watch = Watch(store.clone(), end)
+    told = "The launcher ended this process, as it does when another one failed"
+    before = signal.signal(signal.SIGTERM, lambda *_: watch.check(told))
+    distributed.check = watch.check
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        return file.read().rpartition(")")[2].split()[0] != "Z"
-    return True
+        yield distributed.leads()
+        distributed.agreed(None)  # nobody leaves before the first has written
+        watch.close()
+        dist.destroy_process_group()
+    except BaseException as error:
+        watch.close(error)
+        if not distributed.leads() and not (isinstance(error, LostProcess) and watch.speaks()):
+            raise SystemExit(1) from error  # the first one tells it
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        distributed.check = None

@@ -13,7 +13,6 @@ from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.inspection import WORK
 from sparsellm.journal import JOURNAL, Journal
 from sparsellm.output_lock import LOCK, locked
-from sparsellm.relay import Relay
 
 
 class Work:
@@ -33,10 +32,12 @@ class Work:
 
         Of several processes that work together, which all call this, one keeps it for all.
         """
+        journal = Journal(self.folder)
         if distributed.leads():
-            resumes = self._resume and (self.folder / JOURNAL).exists()
-            self.journal = (Journal.resume if resumes else Journal.begin)(self.folder, fingerprint)
-        return Relay(self.folder, self.journal) if self.journal is None or distributed.world() > 1 else self.journal
+            resumes = self._resume and journal.file.exists()
+            journal = (Journal.resume if resumes else Journal.begin)(self.folder, fingerprint)
+        self.journal = journal.share()
+        return self.journal
 
 
 @contextmanager

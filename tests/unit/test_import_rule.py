@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "sparsellm"
 
 STOREYS = {
     "Contents": ["__init__"],
-    "Ground": ["errors", "json_files", "devices", "watch", "distributed"],
+    "Ground": ["errors", "json_files", "devices", "distributed", "watch"],
     "Tensors": [
         "patterns",
         "moments",
@@ -75,7 +75,6 @@ STOREYS = {
         "yaml_files",
         "allocation",
         "journal",
-        "relay",
         "sequential",
         "balance",
         "budgets",

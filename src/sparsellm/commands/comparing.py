@@ -33,7 +33,7 @@ def sweep(
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
     with told(context):
-        from sparsellm import distributed
+        from sparsellm import watch
         from sparsellm.comparison import grid, table, to_json, write_tables
         from sparsellm.display import Progress, show
         from sparsellm.display import table as shown
@@ -50,7 +50,7 @@ def sweep(
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
             return
-        number, count = distributed.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
+        number, count = watch.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
         with Progress(silent if number else stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
             observe = each(manage_memory, progress, tracked)
             outcomes = run_sweep(

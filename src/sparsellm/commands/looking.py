@@ -29,7 +29,7 @@ def evaluate(
     Example: sparsellm evaluate demo:opt --text demo
     """
     with told(context):
-        from sparsellm import distributed
+        from sparsellm import watch
         from sparsellm.display import percent, plus_minus, show, table
         from sparsellm.measuring import measure
         from sparsellm.pages import keep_pages
@@ -37,7 +37,7 @@ def evaluate(
 
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
+        with watch.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
             keep_pages()
             found, answered = measure(model, evaluate=tuple(text or ()), **settings)
         if not leads:

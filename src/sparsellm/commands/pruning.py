@@ -49,7 +49,7 @@ def prune(
         if resume and restart:
             raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
-        from sparsellm import distributed
+        from sparsellm import distributed, watch
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
         from sparsellm.output_lock import recover
@@ -58,9 +58,7 @@ def prune(
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
 
-        with distributed.joined(
-            os.environ, ended
-        ) as leads:  # alone, or with the other processes of a launcher, of which one speaks
+        with watch.joined(os.environ, ended) as leads:  # alone, or with the other processes of a launcher, of which one speaks
             if leads:
                 recover(output)
             if distributed.agreed(resume and is_finished(output)):

@@ -21,7 +21,7 @@ from sparsellm.feedforward import FeedForward
 from sparsellm.linalg import lifted
 from sparsellm.moments import Gram
 from sparsellm.regression import Regression, Summed
-from sparsellm.storage import Rows, lengths
+from sparsellm.storage import Rows, Tensors, lengths
 
 Weights = dict[str, tuple[Tensor, Tensor | None]]
 """By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
@@ -61,8 +61,8 @@ class Part:
 
     feed_forward: FeedForward
     metric: Tensor
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
+    inputs: Tensors
+    targets: Tensors
     least: int = SAMPLED
     window: int | None = None
 
