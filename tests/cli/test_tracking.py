@@ -225,7 +225,6 @@ def errors(report: dict[str, Any], kind: str) -> list[float]:
 
 
 @needs["tensorboard"]
-@pytest.mark.slow
 def test_tensorboard(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Scalars over the blocks and texts, read back from the event file; a second run gets a folder of its own."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -263,7 +262,7 @@ def records(file: Path) -> Iterator[Any]:
 
 
 @needs["wandb"]
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Without a login: configuration and history, read back from the file."""
     report, told = pruned("wandb", tiny["opt"], text_file)
@@ -284,7 +283,7 @@ def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> N
 
 
 @needs["wandb"]
-@pytest.mark.slow
+@pytest.mark.long
 def test_wandb_without_a_login_is_refused(place: Path) -> None:
     """Before any work, with what to do."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
@@ -296,7 +295,7 @@ def test_wandb_without_a_login_is_refused(place: Path) -> None:
 
 
 @needs["trackio"]
-@pytest.mark.slow
+@pytest.mark.long
 def test_trackio(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Metrics and configuration, read back from its database."""
     report, told = pruned("trackio", tiny["opt"], text_file)
