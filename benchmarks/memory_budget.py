@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from pydantic import ByteSize, TypeAdapter
 from results import MEASURED, processor
 from streaming import make
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from sparsellm.checkpoint import open_checkpoint
-from sparsellm.memory import parse_bytes
 
 FILE = MEASURED / "memory-budget.json"
 
@@ -124,7 +124,7 @@ def table() -> list[str]:
         if cell.get("refused"):
             lines.append(f"| {form} | {blocks} | {memory} | `{words}` | refused: {cell['refused']} | | | | |")
             continue
-        budget, place = parse_bytes(memory), "block by block" if cell["streamed"] else "in memory"
+        budget, place = TypeAdapter(ByteSize).validate_python(memory), "block by block" if cell["streamed"] else "in memory"
         sizes = (cell["peak"] - cell["imports"], cell["peak"] - cell["libraries"])
         told = " | ".join(f"{size / 1e6:.0f} MB | {size / budget:.2f}" for size in sizes)
         lines.append(f"| {form} | {blocks} | {memory} | `{words}` | {place} | {told} |")

@@ -34,9 +34,10 @@ from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.demo import model_path
-from sparsellm.events import Stage
+from sparsellm.events import Stage, each
 from sparsellm.memory import peak_memory
 from sparsellm.meter import PRODUCT, rates
+from sparsellm.pages import manage_memory
 from sparsellm.recipe_file import read_recipe
 from sparsellm.run import run
 from sparsellm.work import working
@@ -139,7 +140,7 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
     with tempfile.TemporaryDirectory() as folder, working(f"{folder}/out", resume=False, restart=False) as work:
         with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
             phases.restart()  # the imports are no part of it
-            done = run(recipe, observe, work=work)
+            done = run(recipe, each(manage_memory, observe), work=work)
         phases.enter("end")
         done.save_pretrained(f"{folder}/out")
     left_out = {"opening", "reading texts", "loading", "end"}

@@ -18,7 +18,7 @@ PAGE = Path(__file__).with_name("cli.md")
 
 HEAD = """# The command line
 
-<!-- Written by docs/make_cli.py. Change the commands, options.py or recipe.py, then run `python docs/make_cli.py`. -->
+<!-- Written by docs/make_cli.py. Change the commands, options.py or recipe_fields.py, then run `python docs/make_cli.py`. -->
 
 Results go to stdout, progress and messages to stderr. `--json` prints one JSON document on stdout. The exit status is 0 for
 success, 1 for an error told in one message or for what `inspect` or `verify` finds broken, 2 for wrong usage, and 130 when
@@ -112,6 +112,9 @@ def default(field: FieldInfo) -> str:
     """A field's default as it stands in YAML."""
     if field.is_required():
         return "required"
+    extra: Any = field.json_schema_extra
+    if extra["default_text"]:
+        return f"null: {extra['default_text']}"
     value = field.default
     plain = {None: "null", True: "true", False: "false", (): "[]"}
     return plain[value] if value is None or isinstance(value, (bool, tuple)) else str(value)

@@ -25,6 +25,7 @@ from sparsellm.configuration import (
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.files import (
     DEMO,
+    Origin,
     card_terms,
     check_files,
     check_within,
@@ -37,7 +38,6 @@ from sparsellm.headers import Entry, all_entries, dtype_name
 from sparsellm.linalg import all_finite
 from sparsellm.model_classes import auto_model
 from sparsellm.places import stored_dtype
-from sparsellm.report import Origin
 from sparsellm.weights import OnDisk, locate
 
 if TYPE_CHECKING:

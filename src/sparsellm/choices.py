@@ -1,4 +1,4 @@
-"""What can be chosen by name: methods, solvers, zero-shot tasks, couplings, rules of allocation."""
+"""What can be chosen by name: methods, solvers, couplings, rules of allocation."""
 
 from __future__ import annotations
 
@@ -30,18 +30,6 @@ METHODS = {
     "magnitude": "keeps the largest weights; needs no text",
 }
 """Every method by its name on the command line, in words."""
-
-TASKS = {
-    "boolq": "validation",
-    "rte": "validation",
-    "hellaswag": "validation",
-    "winogrande": "validation",
-    "arc_easy": "test",
-    "arc_challenge": "test",
-    "openbookqa": "test",
-    "piqa": "validation",
-}
-"""The zero-shot tasks by lm-eval's names, with the part that it asks. The first seven are the SparseLLM paper's."""
 
 COUPLES = ("none", "feedforward", "block", "model")
 """The set Omega, from local pruning to global: whose layers form one problem."""

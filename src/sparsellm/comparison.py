@@ -6,12 +6,13 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.journal import durable
+from sparsellm.records import SavedReport
 from sparsellm.report import strict_json
 from sparsellm.sweep_file import Sweep, in_words
 from sparsellm.sweeping import Outcome
@@ -20,27 +21,42 @@ from sparsellm.zeroshot import mean
 SEED = "seed"
 """The axis whose cells are repetitions of one another: a row of the table is their mean."""
 
+_LATEX = str.maketrans({"\\": r"\textbackslash{}", "±": r"$\pm$", "×": r"$\times$", **{mark: f"\\{mark}" for mark in "%&_#$"}})
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured figure. error: its standard error, over seeds where there are several, else over windows or questions; None
-    where neither is known. published: what a paper prints for it. source: where."""
+    """A measured figure.
+
+    standard_error: over seeds where there are several, else over windows or questions; None where neither is known.
+    published: what a paper prints for it. source: where.
+    """
 
     value: float
-    error: float | None = None
+    standard_error: float | None = None
     published: float | None = None
     source: str = ""
 
     @property
     def ratio(self) -> float | None:
         """Ours over the paper's."""
-        return None if not self.published else self.value / self.published
+        return self.value / self.published if self.published else None
+
+    def __str__(self) -> str:
+        """Ours with its standard error, then the paper's and their ratio."""
+        ours = value_with_error(self.value, self.standard_error)
+        if self.published is None:
+            return ours
+        return f"{ours} (paper {value_with_error(self.published)}, ×{self.value / self.published:.2f})"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the cells at one place came to. labels: by axis but the seeds'. figures: by measure; none where no cell is finished.
-    seeds: how many cells are in the mean. trouble: what became of cells that are not."""
+    """The cells of one place in the sweep, those of all seeds together.
+
+    labels: by axis, without the seeds'. figures: by measure; empty where no cell is finished. seeds: how many cells are in the
+    mean. trouble: the states of the cells that are not finished.
+    """
 
     labels: Mapping[str, str]
     figures: Mapping[str, Figure]
@@ -48,213 +64,166 @@ class Row:
     trouble: str = ""
 
 
-def measures(report: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """What a run's report measures, by name, each with its standard error. Of a text that is a file, the file's name."""
-    found: dict[str, tuple[float, float | None]] = {}
-    last = [PurePath(text).name for text in report["perplexity"]]
-    for text, values in report["perplexity"].items():
-        short = PurePath(text).name
-        shown = short if last.count(short) == 1 else text
-        for when, name in (("dense", "dense perplexity"), ("pruned", "perplexity")):
-            if values.get(when):
-                found[f"{name} {shown}"] = _number(values[when]["value"]), values[when]["standard_error"]
-    answered = {task: x["pruned"] for task, x in report.get("tasks", {}).items() if "pruned" in x}
-    for task, x in answered.items():
-        found[f"accuracy {task}"] = x["value"], x["standard_error"]
+def short_names(texts: Iterable[str]) -> dict[str, str]:
+    """By text, the last part of its path, or the whole where several texts end in the same part."""
+    texts = list(texts)
+    last = [PurePath(text).name for text in texts]
+    return {text: name if last.count(name) == 1 else text for text, name in zip(texts, last, strict=True)}
+
+
+def measures(report: SavedReport) -> dict[str, Figure]:
+    """What a run's report measures, by name."""
+    figures = {
+        f"{name} {short}": Figure(x.value, x.standard_error)
+        for text, short in short_names(report.perplexity).items()
+        for name, x in (("dense perplexity", report.perplexity[text].dense), ("perplexity", report.perplexity[text].pruned))
+        if x
+    }
+    answered = {task: (x.pruned.value, x.pruned.standard_error) for task, x in report.tasks.items() if x.pruned}
+    figures |= {f"accuracy {task}": Figure(*accuracy) for task, accuracy in answered.items()}
     if answered:
-        found["accuracy mean"] = mean(answered)
-    blocks = report["blocks"]
-    found["sparsity"] = report["totals"]["sparsity_of_pruned_layers"], None
-    found["seconds"] = sum(block["seconds"] for block in blocks), None  # also of blocks that an earlier process finished
-    if blocks:
-        found["seconds per block"] = found["seconds"][0] / len(blocks), None
-    return found
+        figures["accuracy mean"] = Figure(*mean(answered.values()))
+    figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers)
+    seconds = sum(block.seconds for block in report.blocks)  # also of blocks that an earlier process finished
+    figures["seconds"] = Figure(seconds)
+    if report.blocks:
+        figures["seconds per block"] = Figure(seconds / len(report.blocks))
+    return figures
 
 
 def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Row]:
     """A row for every place of the sweep, the cells of several seeds as one: their mean, and its standard error."""
     places: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
     for outcome in outcomes:
-        labels = tuple((axis, label) for axis, label in outcome.cell.labels.items() if axis != SEED)
-        places.setdefault(labels, []).append(outcome)
+        place = tuple((axis, label) for axis, label in outcome.cell.labels.items() if axis != SEED)
+        places.setdefault(place, []).append(outcome)
     rows = []
-    for labels, cells in places.items():
+    for place, cells in places.items():
+        labels = dict(place)
         done = [measures(cell.report) for cell in cells if cell.report is not None]
         figures = {name: _mean([found[name] for found in done if name in found]) for name in (done[0] if done else ())}
         trouble = ", ".join(sorted({cell.state for cell in cells if cell.state != "finished"}))
-        rows.append(Row(dict(labels), _beside(sweep, dict(labels), figures), len(done), trouble))
+        rows.append(Row(labels, _with_published(sweep, labels, figures), len(done), trouble))
     return rows
 
 
-def _mean(values: Sequence[tuple[float, float | None]]) -> Figure:
-    """The mean over seeds with its standard error; of a single one its own."""
-    if len(values) == 1:
-        return Figure(*values[0])
-    found = [value for value, _ in values]
-    mean = statistics.fmean(found)
-    return Figure(mean, statistics.stdev(found) / math.sqrt(len(found)) if math.isfinite(mean) else None)
+def _mean(figures: Sequence[Figure]) -> Figure:
+    """The mean over seeds with its standard error; a single figure as it is."""
+    if len(figures) == 1:
+        return figures[0]
+    values = [figure.value for figure in figures]
+    mean = statistics.fmean(values)
+    return Figure(mean, statistics.stdev(values) / math.sqrt(len(values)) if math.isfinite(mean) else None)
 
 
-def _beside(sweep: Sweep, labels: Mapping[str, str], figures: Mapping[str, Figure]) -> dict[str, Figure]:
+def _with_published(sweep: Sweep, labels: Mapping[str, str], figures: Mapping[str, Figure]) -> dict[str, Figure]:
     """The figures with the papers' beside them. A `measure` without a text's or task's name means the first."""
-    found = dict(figures)
-    for published in sweep.published:
-        other = published.beside(labels)
-        name = next((name for name in found if name == published.measure or name.startswith(f"{published.measure} ")), None)
-        if other is not None and name is not None and found[name].published is None:
-            found[name] = Figure(found[name].value, found[name].error, other, published.source)
-    return found
-
-
-def _number(value: Any) -> float:
-    """A figure of a report, where infinity is a word."""
-    return float(value)
+    result = dict(figures)
+    for entry in sweep.published:
+        value = entry.beside(labels)
+        name = next((name for name in result if name == entry.measure or name.startswith(f"{entry.measure} ")), None)
+        if value is not None and name is not None and result[name].published is None:
+            result[name] = replace(result[name], published=value, source=entry.source)
+    return result
 
 
 def to_json(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The table as plain data, with the state of every cell."""
-    return {
-        "title": sweep.title,
-        "note": sweep.note,
-        "rows": [_row(row) for row in rows],
-        "cells": [{"name": x.cell.name, "state": x.state} | ({"error": x.error} if x.error else {}) for x in outcomes],
-    }
-
-
-def _row(row: Row) -> dict[str, Any]:
-    """A row as plain data."""
-    figures: dict[str, dict[str, Any]] = {
-        name: {"value": x.value, "standard_error": x.error}
-        | ({"published": x.published, "ratio": x.ratio, "source": x.source} if x.published is not None else {})
-        for name, x in row.figures.items()
-    }
-    return {"labels": dict(row.labels), "seeds": row.seeds, "figures": figures} | (
-        {"trouble": row.trouble} if row.trouble else {}
-    )
+    lines = [
+        asdict(row) | {"figures": {name: asdict(figure) | {"ratio": figure.ratio} for name, figure in row.figures.items()}}
+        for row in rows
+    ]
+    cells = [{"name": x.cell.name, "state": x.state} | ({"error": x.error} if x.error else {}) for x in outcomes]
+    return {"title": sweep.title, "note": sweep.note, "rows": lines, "cells": cells}
 
 
 def to_csv(sweep: Sweep, rows: Sequence[Row]) -> str:
     """One line for every figure: its place, measure, value, standard error, seeds, the paper's, their ratio, the source."""
     axes = [axis for axis in sweep.axes if axis != SEED]
-    made = io.StringIO()
-    lines = csv.writer(made, lineterminator="\n")
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
     lines.writerow([*axes, "measure", "value", "standard_error", "seeds", "published", "ratio", "source"])
     for row in rows:
         for name, x in row.figures.items():
-            numbers = [x.value, x.error, row.seeds, x.published, x.ratio, x.source]
-            lines.writerow([*(row.labels[axis] for axis in axes), name, *("" if n is None else n for n in numbers)])
-    return made.getvalue()
+            place = [row.labels[axis] for axis in axes]
+            lines.writerow([*place, name, x.value, x.standard_error, row.seeds, x.published, x.ratio, x.source])
+    return text.getvalue()
 
 
-def grid(sweep: Sweep, rows: Sequence[Row], shown: Sequence[str] | None = None) -> tuple[list[str], list[list[str]]]:
-    """The table as people read it: head and lines. With `columns` a line for each place off that axis and measure, and a column
-    for each of the axis's labels; else a line for each place and a column for each measure. shown: which measures."""
-    names = shown or shown_measures(rows)
+def grid(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The table as people read it: head and lines.
+
+    Args:
+        sweep: With `columns`, a line for each place off that axis and measure, and a column for each of the axis's labels;
+            otherwise a line for each place and a column for each measure.
+        rows: What `table` gave.
+    """
+    names = shown_measures(rows)
     axes = [axis for axis in sweep.axes if axis not in (SEED, sweep.columns)]
     if sweep.columns is None:
-        head = [*axes, *names]
-        return head, [[*(row.labels[a] for a in axes), *(_cell(row, name) for name in names)] for row in rows]
-    across = sweep.axes[sweep.columns]
+        return [*axes, *names], [[row.labels[a] for a in axes] + [_cell(row, name) for name in names] for row in rows]
+    labels = sweep.axes[sweep.columns]
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row.labels[axis] for axis in axes), {})[row.labels[sweep.columns]] = row
-    head = [*axes, *([] if len(names) == 1 else ["measure"]), *across]
+    several = len(names) != 1
+    head = [*axes, *(["measure"] if several else []), *labels]
     return head, [
-        [*at, *([] if len(names) == 1 else [name]), *(_cell(at_label[x], name) if x in at_label else "" for x in across)]
-        for at, at_label in lines.items()
+        [*place, *([name] if several else []), *(_cell(of_label[x], name) if x in of_label else "" for x in labels)]
+        for place, of_label in lines.items()
         for name in names
     ]
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:
     """What a printed table shows: perplexities and accuracies of the pruned model, and whatever a paper prints beside."""
-    every = list(dict.fromkeys(name for row in rows for name in row.figures))
-    beside = {name for row in rows for name, figure in row.figures.items() if figure.published is not None}
-    found = [name for name in every if name.startswith(("perplexity ", "accuracy ")) or name in beside]
-    return found or every
+    every = dict.fromkeys(name for row in rows for name in row.figures)
+    published = {name for row in rows for name, figure in row.figures.items() if figure.published is not None}
+    return [name for name in every if name.startswith(("perplexity ", "accuracy ")) or name in published] or list(every)
 
 
 def _cell(row: Row, name: str) -> str:
-    """A figure as text: ours with its error, then the paper's and their ratio."""
-    figure = row.figures.get(name)
-    if figure is None:
-        return row.trouble or "-"
-    ours = shown_number(figure.value) + (f" ± {shown_error(figure.value, figure.error)}" if figure.error else "")
-    if figure.published is None:
-        return ours
-    return f"{ours} (paper {shown_number(figure.published)}, ×{figure.value / figure.published:.2f})"
+    """A figure as text, or why there is none."""
+    return str(row.figures[name]) if name in row.figures else row.trouble or "-"
 
 
-def shown_number(value: float) -> str:
-    """A figure to about four digits."""
-    if not math.isfinite(value):
-        return str(value)
-    return (
-        f"{value:,.0f}"
-        if abs(value) >= 1000
-        else f"{value:.1f}"
-        if abs(value) >= 100
-        else f"{value:.3g}"
-        if abs(value) < 1
-        else f"{value:.2f}"
-    )
-
-
-def shown_error(value: float, error: float) -> str:
-    """A standard error to as many places as its figure."""
-    places = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
-    return f"{error:,.{places}f}"
+def value_with_error(value: float, error: float | None = None) -> str:
+    """A figure to about four digits, its standard error to as many decimal places."""
+    size = abs(value)
+    places = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 else 3
+    text = f"{value:.3g}" if size < 1 else f"{value:,.{places}f}"
+    return f"{text} ± {error:,.{places}f}" if error else text
 
 
 def to_markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
     """The table in Markdown, with its sources and what is missing."""
     head, lines = grid(sweep, rows)
     text = [f"# {sweep.title}", "", *([sweep.note.strip(), ""] if sweep.note else [])]
-    text += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    text += [f"| {' | '.join(line)} |" for line in lines]
-    text += ["", _legend(sweep, rows)]
-    return "\n".join(text).rstrip() + "\n"
+    text += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n".join([*text, "", *legend(sweep, rows)]) + "\n"
 
 
 def to_latex(sweep: Sweep, rows: Sequence[Row]) -> str:
     """The table in LaTeX, for the package booktabs."""
     head, lines = grid(sweep, rows)
     left = sum(axis not in (SEED, sweep.columns) for axis in sweep.axes)
-    text = [f"% {sweep.title}", rf"\begin{{tabular}}{{{'l' * left}{'r' * (len(head) - left)}}}", r"\toprule"]
-    text += [" & ".join(map(_tex, head)) + r" \\", r"\midrule"]
-    text += [" & ".join(map(_tex, line)) + r" \\" for line in lines]
-    text += [r"\bottomrule", r"\end{tabular}", *(f"% {line}" for line in _legend(sweep, rows).splitlines())]
-    return "\n".join(text).rstrip() + "\n"
+    names, *body = (" & ".join(cell.translate(_LATEX) for cell in line) + r" \\" for line in (head, *lines))
+    text = [f"% {sweep.title}", rf"\begin{{tabular}}{{{'l' * left}{'r' * (len(head) - left)}}}", r"\toprule", names]
+    text += [r"\midrule", *body, r"\bottomrule", r"\end{tabular}", *(f"% {line}" for line in legend(sweep, rows))]
+    return "\n".join(text) + "\n"
 
 
-def _legend(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """What the figures' errors are, where the papers' are printed, and which cells are missing."""
-    several = max((row.seeds for row in rows), default=0)
-    over = f"over {several} seeds" if several > 1 else "over windows or questions"
-    told = [f"± is the standard error {over}."]
-    told += [
-        f"Paper: {source}." for source in dict.fromkeys(f.source for row in rows for f in row.figures.values() if f.source)
-    ]
+def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
+    """Sentences: what the figures' errors are, where the papers' are printed, and which cells are missing."""
+    seeds = max((row.seeds for row in rows), default=0)
+    lines = [f"± is the standard error over {f'{seeds} seeds' if seeds > 1 else 'windows or questions'}."]
+    sources = dict.fromkeys(figure.source for row in rows for figure in row.figures.values() if figure.source)
+    lines += [f"Paper: {source}." for source in sources]
     if sweep.smoke:
-        told.append("This is the sweep's small form, for a try: no figure of a paper belongs beside it.")
+        lines.append("This is the sweep's small form, for a try: no figure of a paper belongs beside it.")
     if missing := [f"{in_words(row.labels)} ({row.trouble})" for row in rows if row.trouble]:
-        told.append(f"Missing or incomplete: {'; '.join(missing)}.")
-    return "\n".join(told)
-
-
-def _tex(text: str) -> str:
-    """Text as LaTeX prints it."""
-    marks = {
-        "\\": r"\textbackslash{}",
-        "%": r"\%",
-        "&": r"\&",
-        "_": r"\_",
-        "#": r"\#",
-        "$": r"\$",
-        "±": r"$\pm$",
-        "×": r"$\times$",
-    }
-    return "".join(marks.get(letter, letter) for letter in text)
+        lines.append(f"Missing or incomplete: {'; '.join(missing)}.")
+    return lines
 
 
 def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -266,7 +235,6 @@ def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> lis
         "md": to_markdown(sweep, rows),
         "tex": to_latex(sweep, rows),
     }
-    files = [folder / f"results.{ending}" for ending in texts]
-    for file, text in zip(files, texts.values(), strict=True):
-        durable(file, text.encode())
-    return files
+    for ending, text in texts.items():
+        durable(folder / f"results.{ending}", text.encode())
+    return [folder / f"results.{ending}" for ending in texts]

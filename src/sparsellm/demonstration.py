@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from sparsellm.calibration import test_windows
@@ -54,6 +54,6 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         report = result.report
         rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds["pruning"]))
         if method == "sparsellm" and output is not None:
-            report.perplexity["demo"] = {"dense": asdict(dense), "pruned": asdict(pruned)}
+            report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
             result.save_pretrained(output)
     return rows

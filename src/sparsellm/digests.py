@@ -14,9 +14,6 @@ import torch
 from sparsellm.linalg import all_finite
 from sparsellm.places import Place, by_rows, keys_of
 
-PIECE = 2**20
-"""Bytes of a file that are read at a time."""
-
 WIDTH = 16
 """Bytes of a digest: 128 bits, so that no two contents have the same one."""
 
@@ -37,11 +34,8 @@ class TensorDigest:
 
 def file_digest(file: Path) -> str:
     """The BLAKE2b digest of a file's bytes, in hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=WIDTH)
     with file.open("rb") as stream:
-        while piece := stream.read(PIECE):
-            found.update(piece)
-    return found.hexdigest()
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=WIDTH)).hexdigest()
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from types import TracebackType
+from collections.abc import Callable, Mapping
 
 from rich.console import Console
-from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -16,8 +16,9 @@ from sparsellm.inspection import Inspection
 from sparsellm.memory import human_bytes, peak_memory
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.planning import RunPlan
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import Refined
-from sparsellm.report import Report
+from sparsellm.report import Report, When
 
 GIB = 1024**3
 
@@ -27,58 +28,58 @@ class Progress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._status = console.status("")
         self._stage = ""
         self._blocks = self._done = 0
-        self._detail = ""
         self._started = time.monotonic()
 
     def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
+        if self._console.is_terminal:
+            self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._live:
-            self._live.stop()
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
 
     def __call__(self, event: Event) -> None:
         """Take in one event."""
+        plain, detail = not self._console.is_terminal, ""
         if isinstance(event, Stage):
-            self._stage, self._blocks, self._done, self._detail = event.name, event.blocks, 0, ""
-            self._started = time.monotonic()
-            if not self._live:
-                self._console.print(event.name, highlight=False)
+            self._stage, self._blocks, self._done, self._started = event.name, event.blocks, 0, time.monotonic()
+            if plain:
+                _say(self._console, event.name)
         elif isinstance(event, Note):
             self._console.print(Text(f"note: {event.text}", style="yellow"), soft_wrap=True)
         elif isinstance(event, LayerResult):
-            self._detail = f"{event.name}  error {event.error:.3g}"
+            detail = f"{event.name}  error {event.error:.3g}"
         elif isinstance(event, EpochResult):
-            self._detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
+            detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
         elif isinstance(event, Refined):
-            self._detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
+            detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, Measured):
-            self._console.print(_measured(event), highlight=False, soft_wrap=True)
+            shown = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
+            _say(self._console, f"{event.kind} on {event.on}, {event.when}: {shown}{' %' if event.kind == 'accuracy' else ''}")
         elif isinstance(event, BlockResult):
-            self._finish(event)
-        if self._live:
-            self._live.update(self._line())
+            self._done += 1
+            errors = [layer.error for layer in event.layers]
+            detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
+            if plain:
+                _say(self._console, self._line(detail))
+        self._status.update(Text(self._line(detail)))
 
-    def _finish(self, block: BlockResult) -> None:
-        """A block is done."""
-        self._done += 1
-        if not self._live:
-            self._console.print(f"{self._line()}  {_errors(block)}", highlight=False, soft_wrap=True)
-
-    def _line(self) -> Text:
+    def _line(self, detail: str) -> str:
         """The state of the run in one line."""
         if not self._blocks:
-            return Text(self._stage)
-        spent = time.monotonic() - self._started
-        left = f", {_duration(spent / self._done * (self._blocks - self._done))} left" if self._done else ""
+            return self._stage
+        elapsed = time.monotonic() - self._started
+        left = f", {_duration(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
         memory = f"{peak_memory() / GIB:.1f} GiB at most"
-        where = f"  {self._detail}" if self._live else ""
-        return Text(f"{self._stage}: block {self._done}/{self._blocks}  {_duration(spent)}{left}  {memory}{where}")
+        return f"{self._stage}: block {self._done}/{self._blocks}  {_duration(elapsed)}{left}  {memory}  {detail}".rstrip()
+
+
+def _say(console: Console, text: str) -> None:
+    """Print a line as it is."""
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def table(columns: list[str], rows: list[list[str]], title: str | None = None, words: bool = False) -> Table:
@@ -117,35 +118,31 @@ def percent(value: float, error: float | None) -> str:
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """What a person wants to know of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    console.print(f"{report.recipe.model}: {report.recipe.describe()}", highlight=False, soft_wrap=True)
-    console.print(
-        f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros; {share:.2f} % of all parameters are zero.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if report.coverage and (told := report.coverage.describe()):
-        console.print(told, highlight=False, soft_wrap=True)
-    if report.perplexity:
-        rows = [
-            [text, *(plus_minus(values[x]["value"], values[x]["standard_error"]) for x in ("dense", "pruned"))]
-            for text, values in report.perplexity.items()
-        ]
-        show(console, table(["text", "dense perplexity", "pruned perplexity"], rows))
-    if report.tasks:
-        rows = [
-            [task, *(percent(found[when]["value"], found[when]["standard_error"]) for when in ("dense", "pruned"))]
-            for task, found in report.tasks.items()
-        ]
-        show(console, table(["task", "dense accuracy, %", "pruned accuracy, %"], rows))
-    console.print(f"Wrote {folder}, read back and verified.", highlight=False, soft_wrap=True)
+    _say(console, f"{report.recipe.model}: {report.recipe.describe()}")
+    sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
+    _say(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
+    if report.coverage and (coverage := report.coverage.describe()):
+        _say(console, coverage)
+    _show_results(console, "text", "perplexity", report.perplexity, plus_minus)
+    _show_results(console, "task", "accuracy, %", report.tasks, percent)
+    _say(console, f"Wrote {folder}, read back and verified.")
+
+
+def _show_results(
+    console: Console,
+    name: str,
+    measure: str,
+    results: Mapping[str, Mapping[When, Perplexity | Accuracy]],
+    shown: Callable[[float, float | None], str],
+) -> None:
+    """Print what was measured before and after, if anything was."""
+    rows = [[on, *(shown(x.value, x.standard_error) for x in both.values())] for on, both in results.items()]
+    if rows:
+        show(console, table([name, f"dense {measure}", f"pruned {measure}"], rows))
 
 
 def print_inspection(console: Console, found: Inspection) -> None:
     """The zeros of a checkpoint: a line for each layer, one for all together, and what differs from another checkpoint."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     marks = {True: "yes", False: "NO", None: "-"}
     columns, rows = ["layer", "shape", "zeros"], []
     for x in found.layers:
@@ -156,22 +153,16 @@ def print_inspection(console: Console, found: Inspection) -> None:
     checked = [x for x in found.layers if x.holds is not None]
     if checked:
         held = f"; {found.expected} holds: {marks[found.as_expected]}"
-        say(f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}.")
+        _say(console, f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}.")
     if found.expected and found.missing:
-        say(f"not there: {', '.join(found.missing)}")
+        _say(console, f"not there: {', '.join(found.missing)}")
     share = 100 * found.zeros / max(found.parameters, 1)
-    say(f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
+    _say(console, f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
     if found.against:
-        say(f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
+        _say(console, f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
         for word, names in (("only here", found.only_here), ("only there", found.only_there)):
             if names:
-                say(f"{word}: {', '.join(names)}")
-
-
-def _measured(found: Measured) -> str:
-    """A figure in words."""
-    shown = (plus_minus if found.kind == "perplexity" else percent)(found.value, found.standard_error)
-    return f"{found.kind} on {found.on}, {found.when}: {shown}{' %' if found.kind == 'accuracy' else ''}"
+                _say(console, f"{word}: {', '.join(names)}")
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:
@@ -216,14 +207,6 @@ def _operations(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}"
-
-
-def _errors(block: BlockResult) -> str:
-    """The block's layers in few words: the mean of their output errors."""
-    if not block.layers:
-        return ""
-    mean = sum(layer.error for layer in block.layers) / len(block.layers)
-    return f"mean error {mean:.3g}"
 
 
 def _duration(seconds: float) -> str:

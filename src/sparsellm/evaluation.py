@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
+from sparsellm.records import Perplexity
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Storage
 from sparsellm.walk import walk
@@ -31,23 +31,6 @@ LOGITS_BYTES = 64 * 2**20  # what a batch's logits may take in float32: they out
 
 AMPLE = 2**30
 """Bytes of memory from which on a perplexity is measured on as many windows at a time as usual."""
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """A perplexity and what it was measured on.
-
-    value: at least 1; infinite where the loss is beyond what an exponential can hold, as after ruinous pruning.
-    standard_error: of `value`, over windows; None for a single window and for an infinite value.
-    windows, length: how many windows, and tokens a window. source: where they are from. seconds: the measurement took.
-    """
-
-    value: float
-    standard_error: float | None
-    windows: int
-    length: int
-    source: str
-    seconds: float
 
 
 def perplexity(

@@ -15,11 +15,15 @@ from sparsellm.sequential import Step
 
 @dataclass(frozen=True)
 class Begun:
-    """The run begins: what can be refused has been. name: what it is called. environment: versions and machine."""
+    """The run begins: what can be refused has been. name: what it is called. environment: versions and machine.
+
+    tight: whether the plan leaves no room for freed memory that the process keeps.
+    """
 
     name: str
     recipe: Recipe
     environment: Mapping[str, str]
+    tight: bool = False
 
 
 @dataclass(frozen=True)

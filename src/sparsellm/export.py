@@ -159,7 +159,7 @@ def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
         file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
         read = {name: weights.read(name).contiguous() for name in names}
         tensors = revert_weight_conversion(model, read)
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        total += sum(tensor.nbytes for tensor in tensors.values())
         placed |= dict.fromkeys(tensors, file)
         written = weights.file_of(names) if tensors.keys() == read.keys() else None
         if written is None or written.parent.name != WORK or not _linked(written, work / file):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,20 @@ TEMPLATES = "additional_chat_templates"
 
 TERMS = ("license", "license_name", "license_link", "language")
 """What of a model's card holds of what is made from it too."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The dense model as the card tells of it. name: on the hub, or its folder's; empty for a model without one.
+
+    hub: whether it is a hub name. terms: what the dense model's own card says of licence and language. loader: the class of
+    transformers that loads it.
+    """
+
+    name: str = ""
+    hub: bool = False
+    terms: Mapping[str, Any] = field(default_factory=dict)
+    loader: str = "AutoModelForCausalLM"
 
 
 def licence_files(folder: Path) -> list[Path]:

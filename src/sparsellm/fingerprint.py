@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sparsellm import __version__, devices
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.choices import ALLOCATIONS
 from sparsellm.files import card_terms
 from sparsellm.recipe import Recipe
+from sparsellm.solvers import column_loop
 
 NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Fields of a recipe that may differ when a run goes on: they do not change the weights."""
@@ -23,8 +28,24 @@ NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "tas
 SETTINGS = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 """How names of files end that hold a configuration, a tokenizer or a chat template."""
 
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
+"""Whose versions may change a result."""
+
 READERS = 8
 """The most files that are digested at the same time: a disk that is faster than one processor is not kept waiting."""
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """The versions and the machine that a result may depend on."""
+    found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
+    if column_loop.runs(device):
+        found["column loop"] = column_loop.maker()
+    return found | {
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "device": f"{device} ({devices.name_of(device)})",
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -46,13 +46,12 @@ def push(
     dry_run: bool = False,
     trusted: bool = False,
     architecture: str | Path | None = None,
-    bars: bool = False,
 ) -> Pushed:
     """Put a finished output on the hub, by huggingface_hub and its login; where it is then.
 
     repo: owner/name; it is made if it is not there. private: make it so. revision: a branch, made if it is not there.
     overwrite: replace what a repository holds. dry_run: check all that can be checked here, and push nothing. trusted,
-    architecture: as for `inspect`. bars: huggingface_hub's, on stderr.
+    architecture: as for `inspect`.
     Only files that the report lists are pushed, after `verify` has passed; its card may have been edited.
     Raises what `verification.verify` does; InvalidSetting for a name that is none, AccessDenied
     without a login that may write, OutputExists for a repository that holds files, Unreachable without a network.
@@ -70,7 +69,7 @@ def push(
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     if dry_run:
         return Pushed(url, repo, branch, files, size)
-    with _told(repo), _bars(bars):
+    with _told(repo):
         _prepare(api, repo, branch, private, overwrite)
         done = api.upload_folder(
             repo_id=repo,
@@ -146,22 +145,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Within the context huggingface_hub draws its bars, or none."""
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

@@ -19,7 +19,7 @@ from sparsellm.headers import entries_of, unpickled
 from sparsellm.linalg import zeros_in
 from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.places import NotStreamable, Place, Stored, by_rows, named, read_stored
-from sparsellm.records import saved_report
+from sparsellm.records import read_saved_report
 from sparsellm.weights import tied_names
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def planned_layers(folder: Path) -> dict[str, str] | None:
     file = folder / REPORT
     if not file.is_file():
         return None
-    return {layer["name"]: layer["pattern"] for block in saved_report(file)["blocks"] for layer in block["layers"]}
+    return {layer.name: layer.pattern for block in read_saved_report(file).blocks for layer in block.layers}
 
 
 def _other(name: str, trusted: bool) -> Tensors:

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load, save
 from torch import Tensor
 
 from sparsellm.blocks import Block
 from sparsellm.errors import BadCheckpoint, CannotResume
-from sparsellm.methods import BlockResult, EpochResult, LayerResult
-from sparsellm.refinement import Refined
+from sparsellm.methods import BlockResult
 
 FORMAT = 2
 """Of the journal; another number is not read."""
@@ -26,6 +26,9 @@ FORMAT = 2
 
 JOURNAL = "journal.jsonl"
 """The file with the lines."""
+
+block_result = TypeAdapter(BlockResult).validate_python
+"""A block's result from plain data."""
 
 
 class Journal:
@@ -259,12 +262,3 @@ def _flush_folder(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
-
-
-def block_result(data: Mapping[str, Any]) -> BlockResult:
-    """A block's result from plain data."""
-    layers = tuple(LayerResult(**{**layer, "shape": tuple(layer["shape"])}) for layer in data["layers"])
-    epochs = tuple(EpochResult(**epoch) for epoch in data["epochs"])
-    refined = None if data["refined"] is None else Refined(**data["refined"])
-    rest = {"layers": layers, "epochs": epochs, "refined": refined, "moved": tuple(data["moved"])}
-    return BlockResult(**{**data, **rest})

@@ -1,201 +1,157 @@
-"""The words of the command line: every argument and option, with its help and the default that the recipe gives it."""
+"""Arguments and options of the command line. Those that set a field of the recipe are generated from it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
+from sparsellm.recipe_fields import RecipeFields
 
-_MODEL = "Folder of a checkpoint, hub name, demo:opt or demo:llama."
-
-
-def _option(*names: str, panel: str | None = None, default: str | None = None, **words: Any) -> Any:
-    """An option; `default` is what its help shows: the recipe's own default, where the command line's is "not given"."""
-    shown: Any = True if default is None else default
-    return typer.Option(*names, rich_help_panel=panel, show_default=shown, **words)
+_POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
-def _model(*names: str, **words: Any) -> Any:
-    return _option(*names, panel="Model", **words)
+def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for fields of the recipe.
+
+    The command receives as keywords the fields that the user set. Its positional parameters are its arguments, its other
+    keyword-only parameters are further options, which help lists after the generated ones.
+
+    Args:
+        *names: The fields; without any, every field but the model.
+
+    Returns:
+        A decorator for the command's function.
+    """
+    fields = {name: RecipeFields.model_fields[name] for name in names or RecipeFields.model_fields if name != "model"}
+
+    def add_options(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_settings(**values: Any) -> None:
+            # An option that is not given is None, so that it does not override a recipe file.
+            command(**{name: value for name, value in values.items() if name not in fields or value not in (None, [])})
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for name, parameter in signature.parameters.items() if name not in fields]
+        parameters = [
+            *(parameter for parameter in own if parameter.kind is _POSITIONAL),
+            *(_option(name, field) for name, field in fields.items()),
+            *(parameter for parameter in own if parameter.kind is _KEYWORD),
+        ]
+        with_settings.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_settings
+
+    return add_options
 
 
-def _pruning(*names: str, **words: Any) -> Any:
-    return _option(*names, panel="Pruning", **words)
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The parameter of a command that sets a field."""
+    kind, values = _option_type(field.annotation)
+    extra: Any = field.json_schema_extra
+    no_default = field.default is False or field.default in (None, ())
+    option = typer.Option(
+        help=f"{field.description} One of: {', '.join(values)}." if values else field.description,
+        rich_help_panel=extra["panel"],
+        show_default=extra["default_text"] or (False if no_default else str(field.default)),
+        autocompletion=(lambda incomplete: [value for value in values if value.startswith(incomplete)]) if values else None,
+    )
+    return inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[kind, option])
 
 
-def _texts(*names: str, **words: Any) -> Any:
-    return _option(*names, panel="Texts", **words)
+def _option_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of an option's value, and the values that it may have, empty where there are others.
+
+    Values are checked with the recipe, whose message names the nearest one.
+    """
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return str, arguments
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _option_type(next(member for member in arguments if member is not types.NoneType))
+    if get_origin(annotation) is tuple:
+        return list[str], _option_type(arguments[0])[1]
+    return annotation, ()
 
 
-def _machine(*names: str, **words: Any) -> Any:
-    return _option(*names, panel="Machine", **words)
-
-
-def _output(*names: str, **words: Any) -> Any:
-    return _option(*names, panel="Output", **words)
-
-
-def _version(asked: bool) -> None:
-    """Before it is missed that no command was given."""
-    if asked:
+def _print_version(given: bool) -> None:
+    """Eager: runs before a missing command is reported."""
+    if given:
         print(__version__)
         raise typer.Exit
 
 
-Debug = Annotated[bool, _option("--debug", help="Show the traceback of an error.")]
-Version = Annotated[bool, _option("--version", help="Print the version and stop.", is_eager=True, callback=_version)]
+_output = functools.partial(typer.Option, rich_help_panel="Output")
 
-Model = Annotated[str, typer.Argument(help=_MODEL)]
-ModelOrConfig = Annotated[str | None, typer.Argument(help=_MODEL)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)]
+
+Model = Annotated[str, typer.Argument(help=RecipeFields.model_fields["model"].description)]
+ModelOrConfig = Annotated[str | None, typer.Argument(help=RecipeFields.model_fields["model"].description)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+Text = Annotated[list[str] | None, _output(help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo.")]
 
-Revision = Annotated[str | None, _model("--revision", help="Of a hub name: a branch, tag or commit.")]
-TrustRemoteCode = Annotated[
-    bool | None, _model("--trust-remote-code", help="Run the code that the checkpoint brings.", default="False")
+Config = Annotated[str | None, _output(help="Recipe file (YAML); options override its fields.")]
+PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.")]
+Resume = Annotated[
+    bool,
+    _output("--resume", help="Continue an unfinished run; without one, start from the beginning."),
 ]
-Architecture = Annotated[
-    str | None, _model("--architecture", help="YAML that describes the model's form.", default="the table, or what is found")
-]
-
-Method = Annotated[
-    str | None, _pruning(help="sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude.", default="sparsellm")
-]
-Sparsity = Annotated[str | None, _pruning(help="Share removed (70%, 0.7), or N:M (N of every M removed).", default="50%")]
-AsPublished = Annotated[
-    bool | None,
-    _pruning("--as-published/--no-as-published", help="SparseLLM's Algorithm 1: SparseGPT inside, last epoch."),
-]
-Solver = Annotated[str | None, _pruning(help="The solver inside SparseLLM.", default="thorough; sparsegpt as published")]
-Targets = Annotated[
-    str | None, _pruning(help="What layers aim at: teacher (the dense model's outputs) or own.", default="teacher")
-]
-Residual = Annotated[
-    bool | None,
-    _pruning("--residual/--no-residual", help="Layers that write to the stream also repair what it has lost.", default="True"),
-]
-Curvature = Annotated[
-    str | None,
-    _pruning(help="How outputs are weighed by what they cost: none, diagonal, kronecker.", default="kronecker"),
-]
-Horizon = Annotated[
-    str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
-]
-Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="3")]
-Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
-Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
-Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
-Beta = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the activation.", default="0.1")]
-Couple = Annotated[
-    str | None,
-    _pruning(
-        help="Whose layers form one problem: none, feedforward, block or model; as published, also blocks as in --blocks.",
-        default="feedforward",
-    ),
-]
-CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole model's stage (--couple model).", default="300")]
-CoupleWritten = Annotated[
-    int | None,
-    _pruning(help="Windows that the dense model writes for that stage.", default="as many as let it read each about twice"),
-]
-Allocation = Annotated[
-    str | None,
-    _pruning(
-        help="How the sparsity is shared: uniform, owl, dlp, fisher, error, or a YAML file.", default="fisher for sparsellm"
-    ),
-]
-AllocationBounds = Annotated[
-    str | None,
-    _pruning(help="The least and the largest sparsity that a layer may get by owl, dlp, fisher or error, as 60%:95%."),
-]
-Blocks = Annotated[str | None, _pruning(help="all, first-half, 0:12 or 3,5.", default="all")]
-Only = Annotated[list[str] | None, _pruning(help="Prune only layers of this name; * is any text.")]
-Skip = Annotated[list[str] | None, _pruning(help="Leave out layers of this name.")]
-KeepZeros = Annotated[bool | None, _pruning("--keep-zeros", help="Weights that are zero already stay zero.", default="False")]
-TrueSequential = Annotated[
-    bool | None,
-    _pruning(
-        "--true-sequential/--no-true-sequential",
-        help="alps, swift, sparsegpt, wanda: prune layers on what the pruned ones before them in the block write.",
-        default="False",
-    ),
-]
-
-Calibration = Annotated[str | None, _texts(help=".txt, .raw, .json, .jsonl or .parquet; or c4, wikitext2, ptb, demo.")]
-Text = Annotated[list[str] | None, _texts(help="A text: a file, or c4, wikitext2, ptb, demo. May be repeated.")]
-TextField = Annotated[str | None, _texts(help="Field that holds the text.", default="text")]
-Samples = Annotated[int | None, _texts(help="Calibration windows.", default="128")]
-Written = Annotated[int | None, _texts(help="Calibration windows more, that the dense model writes itself.", default="0")]
-Length = Annotated[int | None, _texts(help="Tokens a window.", default="2048, or the model's length if less")]
-Seed = Annotated[int | None, _texts(help="Of the windows' places.", default="0")]
-Evaluate = Annotated[list[str] | None, _texts(help="Measure the perplexity on this text, before and after.")]
-EvaluateLimit = Annotated[int | None, _texts(help="Windows of each text, for a try.", default="all, 256 of C4")]
-Prompt = Annotated[list[str] | None, _texts(help="Let the model continue this, before and after, for the report.")]
-Task = Annotated[
-    list[str] | None,
-    _texts(help="Zero-shot task: boolq, rte, hellaswag, winogrande, arc_easy, arc_challenge, openbookqa, piqa; repeatable."),
-]
-TaskData = Annotated[str | None, _texts(metavar="DIR", help="The tasks' questions, as .jsonl files.", default="from the hub")]
-TaskLimit = Annotated[int | None, _texts(help="Questions of each task, for a try.", default="all")]
-
-Memory = Annotated[str | None, _machine(help="What the run may take, as 16GiB.", default="four fifths of what is free")]
-Stream = Annotated[
-    bool | None,
-    _machine("--stream/--no-stream", help="Read the model block by block.", default="where it takes more than half of that"),
-]
-Device = Annotated[str | None, _machine(help="auto, cpu, cuda, mps.", default="auto")]
-Dtype = Annotated[str | None, _machine(help="auto (as stored), float32, bfloat16, float16.", default="auto")]
-Batch = Annotated[int | None, _machine(help="Windows at a time.", default="about 2,048 tokens")]
-
-Config = Annotated[str | None, _output(help="YAML with the same fields; options win over it.")]
-PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and stop.")]
-Resume = Annotated[bool, _output("--resume", help="Go on with an unfinished output, or start where there is none.")]
-Restart = Annotated[bool, _output("--restart", help="Throw an unfinished output away and start.")]
-Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote all that is in it.")]
+Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start from the beginning.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 Track = Annotated[
-    list[str] | None, _output("--track", help="Also show the run in wandb, tensorboard or trackio; may be repeated.")
+    list[str] | None,
+    _output("--track", help="Tracker to log the run to: wandb, tensorboard, trackio or mlflow."),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
-Against = Annotated[str | None, typer.Option(metavar="DENSE", help="Tell which tensors differ from this model's.")]
+Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
 Dense = Annotated[
     str | None,
-    typer.Option("--against", metavar="DENSE", help="Hold what was not pruned against this model's, bit by bit."),
+    typer.Option("--against", metavar="DENSE", help="Check that all tensors that were not pruned equal this model's."),
 ]
 Expect = Annotated[
     str | None,
-    typer.Option(help="Fail (exit 1) unless the pruned layers have at least this sparsity: each, or its own share of it."),
+    typer.Option(help="Exit with status 1 unless each pruned layer has this sparsity, or the one allocated to it."),
 ]
 
-DemoOutput = Annotated[str | None, typer.Option(help="Folder to write SparseLLM's pruned model to; must not exist.")]
-Family = Annotated[str, typer.Option(help="opt or llama.")]
+DemoOutput = Annotated[str | None, typer.Option(help="Folder to write the model pruned by sparsellm to; must not exist.")]
+Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
 SweepOut = Annotated[
     str | None,
     typer.Argument(
-        metavar="OUT", help="Folder of the sweep; one that is there goes on. Default: the file's name without .yaml."
+        metavar="OUT", help="Folder of the sweep; an existing sweep is continued. Default: the file's name without .yaml."
     ),
 ]
-Smoke = Annotated[bool, typer.Option("--smoke", help="Run the file's small form: small models, a few windows.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
 OnlyCells = Annotated[list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only these cells.")]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Set a field of all cells; AXIS.LABEL=VALUE: what a label stands for."),
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set a field in all cells, or as AXIS.LABEL=VALUE the value of one label."
+    ),
 ]
-Retry = Annotated[bool, typer.Option("--retry", help="Try failed cells again.")]
-ListCells = Annotated[bool, typer.Option("--list", help="List the cells and what has become of each; run nothing.")]
+Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
+ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
 
-Finished = Annotated[str, typer.Argument(metavar="OUT", help="A pruned model's folder, as `prune` wrote it.")]
-Repo = Annotated[str, typer.Argument(metavar="REPO", help="owner/name on the hub; made if it is not there.")]
+Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
+Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, owner/name; created if it does not exist.")]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
 Branch = Annotated[
-    str | None, typer.Option("--revision", help="Branch to push to; made if it is not there.", show_default="main")
+    str | None,
+    typer.Option("--revision", help="Branch to push to; created if it does not exist.", show_default="main"),
 ]
-Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files that REPO holds.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check, tell what would be pushed, and push nothing. Needs no login.")]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
 
-Reported = Annotated[str, typer.Argument(metavar="RUN", help="A pruned model's folder, or a sweep's.")]
-Page = Annotated[str | None, typer.Option("--output", help="The HTML file to write.", show_default="RUN.html, beside RUN")]
-Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Write every plot there too, as SVG and PNG.")]
+Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
+Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
+Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]

@@ -2,109 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import ByteSize, TypeAdapter, ValidationError, field_validator, model_validator
 
 from sparsellm.allocation import select_blocks
-from sparsellm.choices import ALLOCATIONS, COUPLES, METHODS, SOLVERS, TASKS
+from sparsellm.choices import ALLOCATIONS, COUPLES, SOLVERS
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.settings import Window
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.recipe_fields import RecipeFields, SolverName
 
 _ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
 _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
 
-NEWTON = SparseLLM.newton
-"""The usual number of Gauss-Newton rounds."""
+_SIZE = TypeAdapter(ByteSize)
 
 BLOCK_STEPS = 100
 """The usual gradient steps over a block, where it is to be coupled."""
 
 
-class Recipe(BaseModel):
+class Recipe(RecipeFields):
     """Everything that decides a run's result, as on the command line and in YAML. See docs/cli.md for each field."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str = Field(description="folder of a checkpoint, a hub name, or demo:opt or demo:llama")
-    revision: str | None = Field(None, description="of a hub name: a branch, tag or commit")
-    trust_remote_code: bool = Field(False, description="run code that the checkpoint brings")
-    architecture: str | None = Field(
-        None, description="YAML that describes a model's form; default: the table, or what is found"
-    )
-    method: str = Field(
-        "sparsellm", description="what prunes a block: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude"
-    )
-    as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
-    solver: str | None = Field(
-        None, description="the solver inside SparseLLM: thorough, alps, swift, sparsegpt, wanda or magnitude"
-    )
-    sparsity: str = Field("50%", description="share of weights removed, or N:M: N of every M removed")
-    calibration: str | None = Field(None, description="file of text, or c4, wikitext2, ptb, demo")
-    text_field: str | None = Field(None, description="field of the text in .json, .jsonl and .parquet; default: text")
-    samples: int = Field(128, gt=0, description="calibration windows")
-    written: int = Field(0, ge=0, description="calibration windows more, that the dense model writes itself")
-    length: int | None = Field(None, gt=1, description="tokens a window; default: 2048, or the model's length if less")
-    targets: Literal["teacher", "own"] = Field(
-        "teacher", description="what layers aim at: the dense model's outputs, or their own"
-    )
-    residual: bool = Field(True, description="the layers that write to the stream also repair what it has lost")
-    curvature: Literal["none", "diagonal", "kronecker"] = Field(
-        "kronecker", description="how outputs are weighed by what they cost"
-    )
-    horizon: Literal["feedforward", "model"] = Field("model", description="how far errors are followed to weigh them")
-    newton: int = Field(NEWTON, ge=0, description="Gauss-Newton rounds over a feed-forward part, masks held")
-    refine: int | None = Field(
-        None,
-        ge=0,
-        description="gradient steps over a block, masks held, stopped by held-back windows; default: 100 with couple: block",
-    )
-    epochs: int | None = Field(None, gt=0, description="SparseLLM's K; default: 1, and 4 as published")
-    alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
-    couple: str | None = Field(None, description="SparseLLM's Omega: none, feedforward, block or model; default: feedforward")
-    couple_steps: int = Field(300, gt=0, description="gradient steps of the whole model's stage, with couple: model")
-    couple_written: int | None = Field(
-        None,
-        ge=0,
-        description="windows that the dense model writes for that stage; default: as many as let it read each about twice",
-    )
-    allocation: str | None = Field(
-        None,
-        description="how the sparsity is shared: uniform, owl, dlp, fisher, error or a YAML file; default: docs/allocation.md",
-    )
-    allocation_bounds: str | None = Field(
-        None, description="the least and the largest sparsity that owl, dlp, fisher or error may give a layer, as 60%:95%"
-    )
-    blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
-    only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
-    skip: tuple[str, ...] = Field((), description="leave out layers of these names")
-    keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
-    true_sequential: bool = Field(
-        False, description="alps, swift, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
-    )
-    seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
-    batch: int | None = Field(None, gt=0, description="windows at a time; default: about 2,048 tokens")
-    memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
-    stream: bool | None = Field(
-        None, description="read the model block by block; default: where it takes more than half of that memory"
-    )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of the model; auto: as stored")
-    evaluate: tuple[str, ...] = Field((), description="texts to measure the perplexity on, before and after")
-    evaluate_limit: int | None = Field(None, gt=0, description="windows of each text, for a try; default: all, 256 of C4")
-    prompt: tuple[str, ...] = Field((), description="what the model continues, before and after, for the report")
-    task: tuple[str, ...] = Field((), description="zero-shot tasks to measure the accuracy on, before and after")
-    task_data: str | None = Field(None, description="folder of the tasks' questions, as .jsonl; default: from the hub")
-    task_limit: int | None = Field(None, gt=0, description="questions of each task, for a try; default: all")
 
     @field_validator("sparsity", "blocks", "couple", mode="before")
     @classmethod
@@ -120,14 +46,6 @@ class Recipe(BaseModel):
     @classmethod
     def _is_pattern(cls, value: str) -> str:
         return str(parse_pattern(value))
-
-    @field_validator("method", "solver")
-    @classmethod
-    def _is_known(cls, value: str | None, info: ValidationInfo) -> str | None:
-        known = METHODS if info.field_name == "method" else SOLVERS
-        if value is not None and value not in known:
-            raise InvalidSetting(f"`{info.field_name}` is unknown: got {value!r}. {nearest(value, known)}")
-        return value
 
     @model_validator(mode="after")
     def _agrees(self) -> Recipe:
@@ -153,7 +71,7 @@ class Recipe(BaseModel):
                 f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.couple == "none" and (self.newton not in (0, NEWTON) or self.refine):
+        if self.couple == "none" and ((self.newton and self._differs("newton")) or self.refine):
             raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
@@ -186,25 +104,21 @@ class Recipe(BaseModel):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
         return value
 
-    @field_validator("task")
-    @classmethod
-    def _are_tasks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for task in value:
-            if task not in TASKS:
-                raise InvalidSetting(f"`task` is unknown: got {task!r}. {nearest(task, TASKS)}")
-        return value
-
     @field_validator("memory")
     @classmethod
     def _is_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value
+        if value is None:
+            return value
+        with suppress(ValidationError):
+            # ByteSize ignores what follows a unit, so that it reads "1,5GiB" as one byte.
+            if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
+                return value
+        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {value!r}.")
 
     @property
     def memory_bytes(self) -> int | None:
         """What `memory` means, in bytes."""
-        return None if self.memory is None else parse_bytes(self.memory)
+        return None if self.memory is None else _SIZE.validate_python(self.memory)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -229,7 +143,7 @@ class Recipe(BaseModel):
         return self.allocation or ("fisher" if shares else "uniform")
 
     @property
-    def inner(self) -> str:
+    def inner(self) -> SolverName:
         """The name of the solver inside SparseLLM."""
         return self.solver or ("sparsegpt" if self.as_published else "thorough")
 

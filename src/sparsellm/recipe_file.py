@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.json_files import Unreadable, check_value
 from sparsellm.recipe import Recipe
 from sparsellm.yaml_files import read_mapping
@@ -31,7 +31,7 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
     except Unreadable as error:
         raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
     except ValidationError as error:
-        raise InvalidSetting(_explain(error.errors()[0])) from None
+        raise InvalidSetting(explain(error.errors()[0], Recipe.model_fields)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -45,15 +45,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _explain(error: Any) -> str:
-    """One sentence or two for pydantic's first complaint."""
+def explain(error: Any, fields: Collection[str]) -> str:
+    """One sentence or two for pydantic's first complaint. fields: the names that would be right."""
     own = (error.get("ctx") or {}).get("error")
     if isinstance(own, InvalidSetting):
         return str(own)
-    field = str(error["loc"][0]) if error["loc"] else "recipe"
+    field = ".".join(map(str, error["loc"])) or "recipe"
     if error["type"] == "extra_forbidden":
-        return f"Unknown field {field!r}. {nearest(field, Recipe.model_fields)}"
+        return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
     if error["type"] == "literal_error":
         known = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), known)}"
-    return f"`{field}`: {error['msg'].lower()}, got {error['input']!r}."
+    return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."

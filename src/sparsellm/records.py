@@ -1,28 +1,25 @@
-"""What runs and sweeps wrote down about themselves, checked as it is read back: anybody may have changed it since."""
+"""What is measured, and files that runs and sweeps wrote: typed records, checked when read, since anybody may change a file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
 from sparsellm.json_files import read_json
 from sparsellm.patterns import parse_pattern
 
 
-def _drawable(value: Any) -> Any:
-    """A number as it is; raises ValueError for an integer that arrays and plots cannot hold."""
+def _number(value: Any) -> Any:
+    """The words that `report.strict_json` writes for infinity as numbers; refuses integers that arrays cannot hold."""
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError("the integer is too large")
     return value
-
-
-Finite = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_drawable)]
-Number = Finite | Literal["inf", "-inf", "nan"]
-"""A figure as `report.strict_json` writes it."""
 
 
 def _pattern(text: str) -> str:
@@ -31,18 +28,60 @@ def _pattern(text: str) -> str:
     return text
 
 
-class _Form(BaseModel):
-    """Fields that are read again; later versions may write more."""
+Number = Annotated[float, BeforeValidator(_number)]
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0, lt=2**31)]
 
-    model_config = ConfigDict(strict=True)
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A perplexity and what it was measured on.
+
+    value: at least 1; infinite where the loss is beyond what an exponential can hold, as after ruinous pruning.
+    standard_error: of `value`, over windows; None for a single window and for an infinite value.
+    windows, length: how many windows, and tokens a window. source: where they are from. seconds: the measurement took.
+    """
+
+    value: float
+    standard_error: float | None
+    windows: int
+    length: int
+    source: str
+    seconds: float
 
 
-class _Figure(_Form):
+@dataclass(frozen=True)
+class Accuracy:
+    """A task's result. value: the share answered right by the likeliest choice; standard_error: over questions, None for one.
+    normalised: by the choice likeliest for its length in bytes, where lm-eval has that. questions: how many."""
+
+    value: float
+    standard_error: float | None
+    normalised: float | None
+    questions: int
+
+
+class Record(BaseModel, strict=True, extra="allow"):
+    """A part of a file, with the fields that are read again; later versions may write more."""
+
+
+class SavedFigure(Record):
+    """A perplexity or an accuracy."""
+
     value: Number
     standard_error: Finite | None
 
 
-class _Layer(_Form):
+class SavedPair(Record):
+    """What was measured of the dense and of the pruned model."""
+
+    dense: SavedFigure | None = None
+    pruned: SavedFigure | None = None
+
+
+class SavedLayer(Record):
+    """A `LayerResult`."""
+
     name: str
     pattern: Annotated[str, AfterValidator(_pattern)]
     zeros: Annotated[int, Field(ge=0)]
@@ -50,123 +89,108 @@ class _Layer(_Form):
     error: Number
 
 
-class _Step(_Form):
+class SavedStep(Record):
+    """An `EpochResult`."""
+
     step: str
-    epoch: Annotated[int, Field(ge=0, lt=2**31)]
+    epoch: Index
     feed_forward_error: Number
     accepted: bool
     after_weights: Number | None
 
 
-class _Block(_Form):
-    index: Annotated[int, Field(ge=0, lt=2**31)]
+class SavedBlock(Record):
+    """A `BlockResult`."""
+
+    index: Index
     name: str
-    layers: list[_Layer]
-    epochs: list[_Step]
+    layers: list[SavedLayer]
+    epochs: list[SavedStep]
     seconds: Finite
     moved: list[str] = []
 
 
-class _Digests(_Form):
+class SavedDigests(Record):
+    """Digests of an output's files."""
+
     files: dict[str, str]
     tensors: dict[str, dict[str, Any]]
     report: str
 
 
-class _Totals(_Form):
+class SavedTotals(Record):
+    """The run in a few figures."""
+
     pruned_layers: int
     sparsity_of_pruned_layers: Finite
     sparsity_of_model: Finite
 
 
-class _Report(_Form):
+class SavedReport(Record):
+    """A `Report` as `sparsellm.json` holds it."""
+
     recipe: dict[str, Any]
     environment: dict[str, Any]
     calibration: str
-    totals: _Totals
-    perplexity: dict[str, dict[str, _Figure]]
-    tasks: dict[str, dict[str, _Figure]] | None = None
-    samples: dict[str, dict[str, str]] | None = None
+    totals: SavedTotals
+    perplexity: dict[str, SavedPair]
+    tasks: dict[str, SavedPair] = {}
+    samples: dict[str, dict[str, str]] = {}
     notes: list[str]
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite
-    blocks: list[_Block]
+    blocks: list[SavedBlock]
     files: list[str] = []
-    digests: _Digests | None = None
+    digests: SavedDigests | None = None
 
 
-class _Finished(_Form):
-    report: _Report
+class FinishedCell(Record):
+    """A finished cell of a sweep."""
+
+    report: SavedReport
 
 
-class _Failed(_Form):
+class FailedCell(Record):
+    """A failed cell of a sweep."""
+
     error: str
 
 
-class _Cell(_Form):
-    labels: dict[str, str]
-    recipe: dict[str, Any]
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
-class _Published(_Form):
-    source: str
-    measure: str
-    figures: list[Annotated[list[Any], Field(min_length=2, max_length=2)]]
+def read_record(
+    file: Path, model: type[AnyModel], what: str, refusal: type[SparseLLMError] = InvalidSetting
+) -> tuple[AnyModel, dict[str, Any]]:
+    """Read a record.
 
+    Args:
+        file: A file of JSON.
+        model: The form that its content must have.
+        what: What messages call that form.
+        refusal: What is raised for a file that cannot be read.
 
-class _Sweep(_Form):
-    title: str
-    note: str
-    axes: dict[str, list[str]]
-    columns: str | None
-    keep: bool
-    smoke: bool
-    cells: list[_Cell]
-    published: list[_Published]
+    Returns:
+        The record, and the content of the file as it stands there.
 
-    @model_validator(mode="after")
-    def _columns_is_an_axis(self) -> _Sweep:
-        if self.columns is not None and self.columns not in self.axes:
-            raise ValueError("`columns` names no axis")
-        return self
-
-
-_FORMS: Mapping[str, type[_Form]] = {
-    "report of a run": _Report,
-    "finished cell of a sweep": _Finished,
-    "failed cell of a sweep": _Failed,
-    "sweep": _Sweep,
-}
-
-
-def saved_report(file: Path) -> dict[str, Any]:
-    """A run's report; raises BadCheckpoint for one that is not as a run writes it."""
-    return _read(file, "report of a run", BadCheckpoint)
-
-
-def read_finished(file: Path) -> dict[str, Any]:
-    """A cell's file of its result, with `report`; raises InvalidSetting for one that is not as a sweep writes it."""
-    return _read(file, "finished cell of a sweep", InvalidSetting)
-
-
-def read_failed(file: Path) -> dict[str, Any]:
-    """A cell's file of its failure, with `error`; raises InvalidSetting for one that is not as a sweep writes it."""
-    return _read(file, "failed cell of a sweep", InvalidSetting)
-
-
-def read_saved_sweep(file: Path) -> dict[str, Any]:
-    """A sweep's own file; raises InvalidSetting for one that is not as a sweep writes it."""
-    return _read(file, "sweep", InvalidSetting)
-
-
-def _read(file: Path, form: str, refusal: type[SparseLLMError]) -> dict[str, Any]:
-    """The content of a file that has the form."""
+    Raises:
+        refusal: With the first field that is not as it must be.
+    """
     content: dict[str, Any] = read_json(file, refusal)
     try:
-        _FORMS[form].model_validate(content)
+        return model.model_validate(content), content
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         got = printable(repr(first["input"]), 80)
-        raise refusal(f"{file} is damaged: it is not a {form} ({where}: {first['msg']}, got {got}).") from None
-    return content
+        raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
+
+
+def read_saved_report(file: Path) -> SavedReport:
+    """A run's report; raises BadCheckpoint for one that is not as a run writes it."""
+    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[0]
+
+
+def saved_report(file: Path) -> dict[str, Any]:
+    """As `read_saved_report`, the content as it stands in the file: its digest is taken of that."""
+    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[1]

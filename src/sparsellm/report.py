@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
-import torch
-import yaml
+from huggingface_hub import ModelCardData
 
-from sparsellm import __version__, devices
 from sparsellm.coverage import Coverage
+from sparsellm.files import Origin
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.recipe import Recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import Refined
-from sparsellm.solvers import column_loop
 
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
-"""Whose versions may change a result."""
+When = Literal["dense", "pruned"]
 
 HUB = "https://huggingface.co"
 """Where a card's links to a hub name lead."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 """What may be a model's name on the hub; a card that names another as its base is refused there."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The dense model as the card tells of it. name: on the hub, or its folder's; empty for a model without one.
-
-    hub: whether it is a hub name. terms: what the dense model's own card says of licence and language. loader: the class of
-    transformers that loads it.
-    """
-
-    name: str = ""
-    hub: bool = False
-    terms: Mapping[str, Any] = field(default_factory=dict)
-    loader: str = "AutoModelForCausalLM"
 
 
 @dataclass
@@ -54,8 +36,8 @@ class Report:
     resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process since the run began, in bytes. origin: for the card. coverage: how much of the blocks' matrix
-    weights is pruned.
+    peak_memory: of this process so far, in bytes; the command line resets it for each run. origin: for the card. coverage: how
+    much of the blocks' matrix weights is pruned.
     """
 
     recipe: Recipe
@@ -63,9 +45,9 @@ class Report:
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
-    perplexity: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    samples: dict[str, dict[str, str]] = field(default_factory=dict)
+    perplexity: dict[str, dict[When, Perplexity]] = field(default_factory=dict)
+    tasks: dict[str, dict[When, Accuracy]] = field(default_factory=dict)
+    samples: dict[str, dict[When, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     coupled: Refined | None = None
@@ -115,8 +97,8 @@ class Report:
             "calibration": self.calibration,
             "totals": self.totals(),
             "coverage": self.coverage.to_dict() if self.coverage else None,
-            "perplexity": self.perplexity,
-            "tasks": self.tasks,
+            "perplexity": _measured(self.perplexity),
+            "tasks": _measured(self.tasks),
             "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
@@ -129,14 +111,16 @@ class Report:
         """The report as strict JSON."""
         return strict_json(self.to_dict())
 
-    def _front_matter(self) -> dict[str, Any]:
+    def _metadata(self) -> ModelCardData:
         """What the hub reads of the card."""
         sees = self.origin.loader == "AutoModelForImageTextToText"
-        found: dict[str, Any] = {"library_name": "transformers"}
-        found["pipeline_tag"] = "image-text-to-text" if sees else "text-generation"
-        if HUB_NAME.fullmatch(self.origin.name):
-            found["base_model"] = self.origin.name
-        return found | dict(self.origin.terms) | {"tags": ["sparsellm", "pruning", "sparse"]}
+        return ModelCardData(
+            base_model=self.origin.name if HUB_NAME.fullmatch(self.origin.name) else None,
+            library_name="transformers",
+            pipeline_tag="image-text-to-text" if sees else "text-generation",
+            tags=["sparsellm", "pruning", "sparse"],
+            **self.origin.terms,
+        )
 
     def _loading(self) -> list[str]:
         """How to load the model, as lines of the card."""
@@ -168,7 +152,7 @@ class Report:
         recipe = self.recipe
         lines = [
             "---",
-            *yaml.safe_dump(self._front_matter(), sort_keys=False, allow_unicode=True).splitlines(),
+            self._metadata().to_yaml(),
             "---",
             "",
             f"# {plain(PurePath(recipe.model).name)}, pruned",
@@ -192,8 +176,8 @@ class Report:
             lines.append("")
         if self.tasks:
             lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
-            for task, values in self.tasks.items():
-                lines.append(f"| {plain(task)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
+            for task, both in self.tasks.items():
+                lines.append(f"| {plain(task)} | {_plus_minus(both.get('dense'))} | {_plus_minus(both.get('pruned'))} |")
             lines.append("")
         lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
@@ -225,22 +209,13 @@ def _block(block: BlockResult) -> dict[str, Any]:
     return data
 
 
-def _plus_minus(value: dict[str, Any] | None) -> str:
-    """A measured perplexity with its standard error."""
-    if not value:
+def _measured(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
+    """Results by text or task as plain data."""
+    return {name: {when: asdict(result) for when, result in both.items()} for name, both in results.items()}
+
+
+def _plus_minus(result: Perplexity | Accuracy | None) -> str:
+    """A result with its standard error."""
+    if result is None:
         return "not measured"
-    error = value["standard_error"]
-    return f"{value['value']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """The versions and the machine that a result may depend on."""
-    found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
-    if column_loop.runs(device):
-        found["column loop"] = column_loop.maker()
-    return found | {
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "device": f"{device} ({devices.name_of(device)})",
-        "threads": str(torch.get_num_threads()),
-    }
+    return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")

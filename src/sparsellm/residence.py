@@ -50,7 +50,7 @@ def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, 
 
     files: whether the run may keep files; if not, the model must fit.
     """
-    memory = recipe.memory_bytes or int(SHARE * (available(device) or 2**63))
+    memory = recipe.memory_bytes or int(SHARE * available(device))
     size = resident_bytes(recipe, source)
     told = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
     wanted = size > RESIDENT_SHARE * memory if recipe.stream is None else recipe.stream

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,21 @@ from sparsellm.errors import NonFinite
 from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
+from sparsellm.fingerprint import environment
 from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
 from sparsellm.loaded_model import Residence
 from sparsellm.log import LOG, Log
-from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
+from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
-from sparsellm.pages import keep_pages, return_pages
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
-from sparsellm.report import Report, environment
+from sparsellm.report import Report, When
 from sparsellm.residence import Place, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
@@ -122,8 +123,6 @@ def run(
     called by those who watch it; its output's name, or its model's, if not given.
     All that can be refused is refused before the weights are read.
     """
-    keep_pages()
-    forget_peak()
     log = Log()
     say = each(log, observe)
     started = time.perf_counter()
@@ -132,12 +131,11 @@ def run(
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
     place, batch, journal = begin(recipe, ready, report, say, work)
-    if place.tight:
-        return_pages()
     give_back()  # what tokenising took
     if work and distributed.leads():
         log.keep(work.folder / LOG)
-    say(Begun(name or (work.output.name if work else PurePath(recipe.model).name), recipe, report.environment))
+    called = name or (work.output.name if work else PurePath(recipe.model).name)
+    say(Begun(called, recipe, report.environment, place.tight))
     home = _load(ready, work, place, report, say)
     measure = partial(_measure, ready, report, say)
     measure(home, "dense", shared)
@@ -200,7 +198,7 @@ def _measure(
     report: Report,
     say: Observer,
     home: Residence,
-    when: Literal["dense", "pruned"],
+    when: When,
     shared: Shared | None = None,
 ) -> None:
     """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
@@ -211,9 +209,9 @@ def _measure(
                 return asdict(measure_perplexity(home, test, text))
 
             known = _circumstances(ready.source, home, test, None, report)
-            found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
-            report.perplexity.setdefault(text, {})[when] = found
-            say(Measured("perplexity", text, when, found["value"], found["standard_error"]))
+            values = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
+            perplexity = report.perplexity.setdefault(text, {})[when] = Perplexity(**values)
+            say(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
         with phase(f"measuring {when}", report, say):
@@ -224,10 +222,9 @@ def _measure(
 
             known = _circumstances(ready.source, home, torch.empty(0, dtype=torch.long), None, report)
             named = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
-            found = shared.value(known, named, ask) if shared and known else ask()
-            for task, accuracy in found.items():
-                report.tasks.setdefault(task, {})[when] = accuracy
-                say(Measured("accuracy", task, when, accuracy["value"], accuracy["standard_error"]))
+            for task, values in (shared.value(known, named, ask) if shared and known else ask()).items():
+                accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
+                say(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
         with phase("writing samples", report, say):
             report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)

@@ -9,11 +9,11 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from filelock import FileLock, Timeout
 
@@ -21,12 +21,11 @@ from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.events import Note, Observer, Stage
 from sparsellm.export import check_output
 from sparsellm.journal import durable
-from sparsellm.recipe_file import read_recipe
-from sparsellm.records import read_failed, read_finished, read_saved_sweep
+from sparsellm.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.report import strict_json
 from sparsellm.run import Result, run
 from sparsellm.sharing import Shared
-from sparsellm.sweep_file import Cell, Published, Sweep
+from sparsellm.sweep_file import Cell, Sweep
 from sparsellm.work import working
 
 SWEEP = "sweep.json"
@@ -40,18 +39,19 @@ OF_THE_MACHINE = ("device", "memory", "stream", "batch")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a cell. report: of its run, as `Report.to_dict` gives it, when finished. error: why it failed."""
+    """What has become of a cell. report: of its run, when finished. error: why it failed."""
 
     cell: Cell
     state: State
-    report: Mapping[str, Any] | None = None
+    report: SavedReport | None = None
     error: str = ""
 
 
 class CellFolder:
-    """The folder of one cell: `result.json` once it is finished, `failed.json` once it failed, its unfinished work before.
+    """The folder of one cell.
 
-    name: what the cell's run is called among those of other sweeps.
+    name: what the cell's run is called among those of other sweeps. result, failure: files that are there once the cell is
+    finished, or failed. model: where the run works, and where its pruned model stands if it is kept.
     """
 
     def __init__(self, folder: Path, cell: Cell) -> None:
@@ -61,21 +61,7 @@ class CellFolder:
         self.cell = cell
         self.name = f"{folder.name}, {cell.name}"
         self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
-
-    @property
-    def result(self) -> Path:
-        """There once the cell is finished."""
-        return self.folder / "result.json"
-
-    @property
-    def failure(self) -> Path:
-        """There once the cell failed."""
-        return self.folder / "failed.json"
-
-    @property
-    def model(self) -> Path:
-        """Where the run works, and where its pruned model stands if it is kept."""
-        return self.folder / "model"
+        self.result, self.failure, self.model = (self.folder / name for name in ("result.json", "failed.json", "model"))
 
     @contextmanager
     def taken(self) -> Iterator[bool]:
@@ -97,9 +83,9 @@ class CellFolder:
     def outcome(self) -> Outcome:
         """What has become of the cell so far."""
         if self.result.exists():
-            return Outcome(self.cell, "finished", report=read_finished(self.result)["report"])
+            return Outcome(self.cell, "finished", read_record(self.result, FinishedCell, "finished cell of a sweep")[0].report)
         if self.failure.exists():
-            return Outcome(self.cell, "failed", error=read_failed(self.failure)["error"])
+            return Outcome(self.cell, "failed", error=read_record(self.failure, FailedCell, "failed cell of a sweep")[0].error)
         if not self.folder.exists():
             return Outcome(self.cell, "open")
         with self.taken() as free:
@@ -171,14 +157,7 @@ def is_sweep(folder: str | Path) -> bool:
 
 def saved_sweep(folder: str | Path) -> Sweep:
     """The sweep that was run into a folder, as it was last run there."""
-    told = read_saved_sweep(Path(folder) / SWEEP)
-    cells = tuple(Cell(cell["labels"], read_recipe(cell["recipe"])) for cell in told["cells"])
-    axes = {name: tuple(labels) for name, labels in told["axes"].items()}
-    published = tuple(
-        Published(x["source"], x["measure"], {frozenset(where.items()): value for where, value in x["figures"]})
-        for x in told["published"]
-    )
-    return Sweep(told["title"], told["note"], axes, cells, told["columns"], told["keep"], published, told["smoke"])
+    return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
 
 
 def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str | None, keep: bool) -> Result:
@@ -211,11 +190,4 @@ def _open(home: Path, sweep: Sweep) -> None:
     if sweep.smoke != (saved_sweep(home).smoke if is_sweep(home) else sweep.smoke):
         raise InvalidSetting(f"{home} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
     home.mkdir(parents=True, exist_ok=True)
-    cells = [{"labels": dict(cell.labels), "recipe": cell.recipe.model_dump(mode="json")} for cell in sweep.cells]
-    told = {"format": 1, "title": sweep.title, "note": sweep.note, "axes": {name: list(x) for name, x in sweep.axes.items()}}
-    told |= {"columns": sweep.columns, "keep": sweep.keep, "smoke": sweep.smoke, "cells": cells}
-    told["published"] = [
-        {"source": x.source, "measure": x.measure, "figures": [[dict(sorted(at)), value] for at, value in x.figures.items()]}
-        for x in sweep.published
-    ]
-    durable(home / SWEEP, (strict_json(told) + "\n").encode())
+    durable(home / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())

@@ -1,16 +1,20 @@
-"""Runs in Weights & Biases, TensorBoard, Trackio, or a tracker of one's own. Tracking never changes a result."""
+"""The figures of a run in the trackers of `accelerate.tracking`, or in one of the user's own. No tracker changes a result."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
+from itertools import count
 from pathlib import Path, PurePath
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import clear_environment
 
 from sparsellm import devices
 from sparsellm.errors import InvalidSetting, MissingPackage, nearest
@@ -23,69 +27,63 @@ from sparsellm.pruning import COUPLING
 from sparsellm.refinement import Refined
 
 PROJECT = "sparsellm"
-"""What the runs stand under where the tracker's own settings name no project."""
+"""The project or experiment of the runs, where the tracker's own settings name none."""
 
 RUNS = Path("runs")
-"""Where TensorBoard's files go, in the present folder: what its own writers take too."""
+"""Where trackers that write files (TensorBoard) put them, below the current folder."""
+
+RUN_NAME = {"wandb": "name", "trackio": "name", "mlflow": "run_name", "swanlab": "experiment_name", "clearml": "task_name"}
+"""The argument of each tracker's class that names the run within its project; the other classes take none."""
+
+TAKES_TEXT = ("tensorboard", "wandb", "trackio", "comet_ml")
+"""Trackers that log text besides numbers."""
 
 GIB = 1024**3
 
 
-@runtime_checkable
-class Tracker(Protocol):
-    """What it takes to be a tracker. It may raise what it likes: the run goes on without it."""
-
-    def begin(self, name: str, settings: Mapping[str, Any]) -> str | None:
-        """A run begins. settings: its recipe's fields, and its `environment`. Returns where the run can be seen, or nothing."""
-        ...
-
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Figures and notes, by names such as "error/fc1". step: the block's number; it does not fall within a run."""
-        ...
-
-    def end(self) -> None:
-        """The run is over, or was cut off. Another may begin."""
-        ...
-
-
 class Tracked:
-    """An observer that hands a run's figures to trackers; of several runs, one after the other.
+    """An observer that logs runs to trackers, one run after the other.
 
-    trackers: own ones, or names of `TRACKERS`. say: told where a run can be seen, and once of each tracker that fails, which is
-    left out from then on; without it a warning tells of that. As a context manager it ends what an error cut off.
-    Raises InvalidSetting for an unknown name and for a tracker that wants a login, MissingPackage for one not installed.
+    As a context manager it finishes a run that an error ended. A tracker that raises is reported once and left out afterwards.
+
+    Args:
+        trackers: Names that `accelerate.tracking` knows, such as "wandb", or instances of its `GeneralTracker`. An instance is
+            started and finished once for each run.
+        say: Receives a note with the place of each run, and a note for each tracker that fails, in place of a warning.
+
+    Raises:
+        InvalidSetting: For an unknown name, and for wandb without a login.
+        MissingPackage: For a tracker that is not installed.
     """
 
-    def __init__(self, *trackers: Tracker | str, say: Observer | None = None) -> None:
-        once = [one for number, one in enumerate(trackers) if one not in trackers[:number]]
-        self._trackers = [tracker_called(one) if isinstance(one, str) else one for one in once]
+    def __init__(self, *trackers: GeneralTracker | str, say: Observer | None = None) -> None:
+        self._trackers = list(dict.fromkeys(trackers))
+        for tracker in self._trackers:
+            if isinstance(tracker, str):
+                check_tracker(tracker)
         self._say = say
-        self._open: list[Tracker] = []
-        self._stage, self._step, self._notes = "", 0, 0
-        self._early: list[Note] = []
+        self._open: dict[GeneralTracker | str, GeneralTracker] = {}
+        self._notes: list[str] = []
+        self._stage, self._step = "", 0
 
     def __enter__(self) -> Tracked:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and self._open:
-            self(Note(f"cut off: {first_line(error)}"))
-        self._end()
+        if error is not None:
+            self._notes.append(f"cut off: {first_line(error)}")
+        self._finish()
 
     def __call__(self, event: Event) -> None:
-        """Take in one event."""
+        """Log one event; notes are logged at the end of the run."""
         if isinstance(event, Begun):
-            self._begin(event)
+            self._start(event)
         elif isinstance(event, Stage):
             self._stage = event.name
-            if event.name == OPENING:  # of another run; the last one may have failed
-                self._end()
+            if event.name == OPENING:  # of the next run; the one before may have failed
+                self._finish()
         elif isinstance(event, Note):
-            if self._open:
-                self._notes += 1
-                self._log({f"note/{self._notes}": event.text})
-            else:
-                self._early.append(event)
+            self._notes.append(event.text)
         elif isinstance(event, BlockResult):
             self._step = event.index
             self._log(figures(event))
@@ -97,45 +95,96 @@ class Tracked:
             self._log({name: event.value, **error})
         elif isinstance(event, Ended):
             self._log({f"total/{name}": value for name, value in {**event.totals, "seconds": event.seconds}.items()})
-            self._end()
+            self._finish()
 
-    def _begin(self, run: Begun) -> None:
-        """Begin the run in every tracker, and say where."""
-        self._stage, self._step, self._notes = "", 0, 0
-        self._open = list(self._trackers)
-        settings = {**run.recipe.model_dump(mode="json"), "environment": dict(run.environment)}
+    def _start(self, run: Begun) -> None:
+        """Start the run in every tracker."""
+        settings = {"run": run.name, **run.recipe.model_dump(mode="json", exclude_none=True)}
+        settings |= {f"environment/{name}": value for name, value in run.environment.items()}
+        plain = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in settings.items()}
 
-        def begin(tracker: Tracker) -> None:
-            where = tracker.begin(run.name, settings)
-            if where and self._say:
-                self._say(Note(f"tracked by {type(tracker).__name__}: {where}"))
+        def start(tracker: GeneralTracker | str) -> None:
+            started = self._open[tracker] = start_tracker(tracker, run.name, plain)
+            where = getattr(started, "logging_dir", None) or getattr(started.tracker, "url", None)
+            if self._say:
+                self._say(Note(f"tracked by {started.name}" + (f": {where}" if where else "")))
 
-        self._each(begin)
-        early, self._early = self._early, []
-        for note in early:
-            self(note)
+        self._step = 0
+        self._each(self._trackers, start)
 
-    def _log(self, values: Mapping[str, float | str]) -> None:
-        self._each(lambda tracker: tracker.log(values, self._step))
+    def _log(self, values: Mapping[str, float]) -> None:
+        """Log figures at the current step."""
+        self._each(self._open, lambda tracker: self._open[tracker].log(dict(values), step=self._step))
 
-    def _end(self) -> None:
-        self._each(lambda tracker: tracker.end())
-        self._open, self._early = [], []
+    def _finish(self) -> None:
+        """Log the notes and finish the run in every tracker."""
+        notes = {f"note/{number}": text for number, text in enumerate(self._notes, 1)}
 
-    def _each(self, what: Callable[[Tracker], object]) -> None:
-        """Do something with every tracker of the open run; one that fails is told of and left out."""
-        for tracker in self._open:
+        def finish(tracker: GeneralTracker | str) -> None:
+            if notes and (tracker in TAKES_TEXT or not isinstance(tracker, str)):
+                self._open[tracker].log(notes, step=self._step)
+            self._open[tracker].finish()
+            if tracker == "trackio":  # else it finishes the run once more when Python exits, and says so on stdout
+                import trackio
+
+                trackio.finish()
+
+        self._each(self._open, finish)
+        self._open, self._notes = {}, []
+
+    def _each(self, trackers: Iterable[GeneralTracker | str], action: Callable[[GeneralTracker | str], object]) -> None:
+        """Call `action` with every tracker; one that fails is reported and left out."""
+        for tracker in list(trackers):
             try:
-                what(tracker)
+                with _process_state(), redirect_stdout(StringIO()) if isinstance(tracker, str) else nullcontext():
+                    action(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self._open = [one for one in self._open if one is not tracker]
-                why = f"{type(error).__name__}: {first_line(error)}"
-                told = f"{type(tracker).__name__} failed and is left out from here on ({why})"
+                self._open.pop(tracker, None)
+                name = tracker if isinstance(tracker, str) else tracker.name
+                text = f"The tracker {name} failed and is left out from here on ({type(error).__name__}: {first_line(error)})"
                 if self._say:
-                    self._say(Note(told))
+                    self._say(Note(text))
                 else:
-                    warnings.warn(told, RuntimeWarning, stacklevel=2)
+                    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def check_tracker(name: str) -> None:
+    """Raise InvalidSetting for an unknown tracker and for wandb without a login, MissingPackage for one not installed."""
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise InvalidSetting(f"`track` got {name!r}. {nearest(name, LOGGER_TYPE_TO_CLASS)}")
+    if name not in map(str, get_available_trackers()):
+        raise MissingPackage(f"The tracker {name} is not installed: pip install {name}")
+    if name == "wandb":
+        import wandb
+
+        try:
+            mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+            known = mode != "online" or wandb.login(prompt=False)
+        except Exception as error:  # of many kinds, from its own service process
+            raise InvalidSetting(f"wandb cannot be used: {first_line(error)}. Set WANDB_MODE=offline to do without.") from error
+        if not known:
+            raise InvalidSetting("wandb has no login. Run `wandb login`, or set WANDB_MODE=offline.")
+
+
+def start_tracker(tracker: GeneralTracker | str, run: str, settings: dict[str, Any]) -> GeneralTracker:
+    """The tracker with a run of that name started and its settings stored."""
+    options: dict[str, Any] = {}
+    if isinstance(tracker, str):
+        made = LOGGER_TYPE_TO_CLASS[tracker]
+        project, options = PROJECT, {RUN_NAME[tracker]: run} if tracker in RUN_NAME else {}
+        if tracker in ("wandb", "trackio"):  # what accelerate stores later would go to the run that the program began last
+            options["config"] = settings
+        if tracker == "wandb":
+            import wandb
+
+            project = wandb.setup().settings.project or PROJECT
+            options |= {"reinit": "create_new", "settings": {"silent": True, "console": "off"}}
+        tracker = made(_free_name(run), RUNS) if made.requires_logging_directory else made(project, **options)
+    tracker.start()
+    if "config" not in options:
+        tracker.store_init_configuration(settings)
+    return tracker
 
 
 def figures(block: BlockResult) -> dict[str, float]:
@@ -161,106 +210,26 @@ def figures(block: BlockResult) -> dict[str, float]:
     return found
 
 
-def tracker_called(name: str) -> Tracker:
-    """The tracker of that name, ready to begin a run.
+def _free_name(run: str) -> str:
+    """A name for a run's folder in `RUNS` that is not taken: NAME, NAME-2, and so on."""
+    plain = re.sub(r"[^\w.]+", "-", run).strip("-.")[:80] or PROJECT
+    names = (plain if number == 1 else f"{plain}-{number}" for number in count(1))
+    return next(name for name in names if not (RUNS / name).exists())
 
-    Raises InvalidSetting for an unknown name and for one that wants a login, MissingPackage for one that is not installed.
+
+@contextmanager
+def _process_state() -> Iterator[None]:
+    """Give accelerate's trackers the process state that they ask for: a single process.
+
+    Made from the environment of a launcher, it would start a process group and set torch's threads. It is reset afterwards, so
+    that an `Accelerator` made later in this process chooses for itself.
     """
-    if name not in TRACKERS:
-        raise InvalidSetting(f"`track` got {name!r}. {nearest(name, TRACKERS)}")
+    initialized = bool(PartialState._shared_state)
+    if not initialized:
+        with clear_environment():
+            PartialState(cpu=True)
     try:
-        version(name)
-    except PackageNotFoundError:
-        raise MissingPackage(f'The tracker {name} is not installed: pip install "sparsellm[{name}]".') from None
-    return TRACKERS[name]()
-
-
-class WandB:
-    """Weights & Biases, by its own settings: WANDB_PROJECT, WANDB_MODE=offline, and the rest."""
-
-    def __init__(self) -> None:
-        import wandb
-
-        try:
-            mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
-            known = mode != "online" or wandb.login(prompt=False)
-        except Exception as error:  # of many kinds, from its own service process
-            raise InvalidSetting(f"wandb cannot be used: {first_line(error)}. Set WANDB_MODE=offline to do without.") from error
-        if not known:
-            raise InvalidSetting("wandb has no login. Run `wandb login`, or set WANDB_MODE=offline.")
-
-    def begin(self, name: str, settings: Mapping[str, Any]) -> str | None:
-        """A run of its own beside any that the program has already."""
-        import wandb
-
-        quiet = wandb.Settings(silent=True, console="off")
-        project = None if wandb.setup().settings.project else PROJECT
-        self._run = wandb.init(project=project, name=name, config=dict(settings), reinit="create_new", settings=quiet)
-        folder = Path(self._run.dir).parent
-        return None if self._run.disabled else self._run.url or f"{folder} (wandb sync {folder})"
-
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Add to the step's row."""
-        self._run.log(dict(values), step=step)
-
-    def end(self) -> None:
-        """Wait until all is sent, or written where it is offline."""
-        self._run.finish()
-
-
-class TensorBoard:
-    """An event file in `runs/NAME` of the present folder, or `runs/NAME-2` and so on where that is taken."""
-
-    def begin(self, name: str, settings: Mapping[str, Any]) -> str:
-        """Make the folder, and write the settings as text."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        plain = re.sub(r"[^\w.]+", "-", name).strip("-.")[:80] or PROJECT
-        for number in range(1, 10_000):
-            folder = RUNS / (plain if number == 1 else f"{plain}-{number}")
-            try:
-                folder.mkdir(parents=True)
-                break
-            except FileExistsError:  # of an earlier run, or another process
-                continue
-        self._writer = SummaryWriter(folder)
-        rows = [f"| {field} | {value} |" for field, value in settings.items()]
-        self._writer.add_text("settings", "\n".join(["| field | value |", "|---|---|", *rows]), 0)
-        return f"{folder} (tensorboard --logdir {RUNS})"
-
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Write figures as scalars and notes as text, on the disk when this returns."""
-        for name, value in values.items():
-            (self._writer.add_text if isinstance(value, str) else self._writer.add_scalar)(name, value, step)
-        self._writer.flush()
-
-    def end(self) -> None:
-        """Close the file."""
-        self._writer.close()
-
-
-class Trackio:
-    """Trackio's database on this machine, by its own settings: TRACKIO_DIR and the rest."""
-
-    def begin(self, name: str, settings: Mapping[str, Any]) -> str:
-        """A new run of the project."""
-        import trackio
-
-        with redirect_stdout(StringIO()):  # stdout is for data
-            self._run = trackio.init(project=PROJECT, name=name, config=dict(settings))
-        return f"trackio show --project {PROJECT}"
-
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Add to the step's figures."""
-        self._run.log(dict(values), step=step)
-
-    def end(self) -> None:
-        """Wait until all is written."""
-        import trackio
-
-        with redirect_stdout(StringIO()):
-            trackio.finish()
-
-
-TRACKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandB, "tensorboard": TensorBoard, "trackio": Trackio}
-"""By the name that --track takes, which is the package's and the extra's."""
+        yield
+    finally:
+        if not initialized:
+            PartialState._reset_state()

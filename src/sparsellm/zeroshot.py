@@ -7,9 +7,9 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,12 @@ import yaml
 
 from sparsellm import distributed
 from sparsellm.checkpoint import compute_dtype
-from sparsellm.choices import TASKS
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
 from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
+from sparsellm.recipe_fields import TaskName
+from sparsellm.records import Accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SPLITS: dict[TaskName, str] = {
+    "boolq": "validation",
+    "rte": "validation",
+    "hellaswag": "validation",
+    "winogrande": "validation",
+    "arc_easy": "test",
+    "arc_challenge": "test",
+    "openbookqa": "test",
+    "piqa": "validation",
+}
+"""The split that lm-eval evaluates, by task. The first seven tasks are the SparseLLM paper's."""
+
 BATCH = 8
 """Requests at a time. They are padded, so another number changes the last bits of the scores."""
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """A task's result. value: the share answered right by the likeliest choice; standard_error: over questions, None for one.
-    normalised: by the choice likeliest for its length in bytes, where lm-eval has that. questions: how many."""
-
-    value: float
-    standard_error: float | None
-    normalised: float | None
-    questions: int
-
-
-def prepared(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, Any]]:
+def prepared(tasks: Sequence[TaskName], folder: str | None) -> dict[str, dict[str, Any]]:
     """By task, what is to be changed of lm-eval's own definition: nothing, or where its local file is.
 
     Raises MissingPackage without lm-eval, and BadText for a task whose file the folder lacks, or that cannot be read.
@@ -56,9 +58,9 @@ def prepared(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, An
     return {task: {} if folder is None else _local(task, Path(folder).expanduser()) for task in tasks}
 
 
-def _local(task: str, folder: Path) -> dict[str, Any]:
+def _local(task: TaskName, folder: Path) -> dict[str, Any]:
     """What makes a task read its questions from a file of the folder, one JSON object a line, fields as on the hub."""
-    part = TASKS[task]
+    part = SPLITS[task]
     found = sorted(folder.glob(f"{task}*{part}*.jsonl"))
     if len(found) != 1:
         what = f"none of {folder}'s files is called" if not found else f"{len(found)} files of {folder} are called"
@@ -79,7 +81,7 @@ def _local(task: str, folder: Path) -> dict[str, Any]:
 def accuracies(
     home: Residence,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
+    tasks: Sequence[TaskName],
     folder: str | None = None,
     limit: int | None = None,
 ) -> dict[str, Accuracy]:
@@ -103,7 +105,7 @@ def accuracies(
 
 
 def _evaluated(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[str, Mapping[str, Any]], limit: int | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[TaskName, Mapping[str, Any]], limit: int | None
 ) -> dict[str, Any]:
     """lm-eval's own results."""
     from jinja2 import UndefinedError
@@ -149,11 +151,11 @@ def _accuracy(results: Mapping[str, Any], questions: int) -> Accuracy:
     return Accuracy(results["acc,none"], error if known else None, results.get("acc_norm,none"), questions)
 
 
-def mean(found: Mapping[str, Mapping[str, Any]]) -> tuple[float, float | None]:
-    """The mean accuracy over tasks, each counting the same, and its standard error."""
-    errors = [x["standard_error"] for x in found.values()]
-    error = None if None in errors else math.sqrt(sum(x**2 for x in errors)) / len(errors)
-    return sum(x["value"] for x in found.values()) / len(found), error
+def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """The mean over tasks of accuracies, each given with its standard error, and its own standard error."""
+    squares = [error**2 for _, error in accuracies if error is not None]
+    error = math.sqrt(sum(squares)) / len(squares) if len(squares) == len(accuracies) else None
+    return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
 @contextmanager

@@ -6,18 +6,24 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from sparsellm.choices import METHODS, SOLVERS
+from sparsellm.choices import ALLOCATIONS, METHODS, SOLVERS
 from sparsellm.cli import app
+from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.options import recipe_options
 from sparsellm.recipe import Recipe
+from sparsellm.recipe_fields import MethodName, SolverName, TaskName
+from sparsellm.zeroshot import SPLITS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+OWN = {("push", "revision"), ("sweep", "only")}
+"""Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "track", "as_json"}
 
 
@@ -48,20 +54,51 @@ def test_prune_has_an_option_for_every_field_of_the_recipe() -> None:
     assert {f"--{field.replace('_', '-')}" for field in Recipe.model_fields if field != "model"} <= spelled
 
 
-def test_shown_defaults_are_the_recipe_s() -> None:
-    """Options default to nothing, so that a recipe file counts; what help shows as their default must be the recipe's."""
-    words = {None: set(), False: set(), (): set()}
-    for parameter in COMMANDS["prune"].params:
-        shown = parameter.show_default
-        if parameter.name in Recipe.model_fields and isinstance(shown, str):
-            default = Recipe.model_fields[parameter.name].default
-            assert default in words or shown == str(default), f"{parameter.name}: help shows {shown}, the recipe has {default}"
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_for_fields_show_the_description_and_default_of_the_field(name: str) -> None:
+    """Their default is None, so that a recipe file counts; help shows the recipe's."""
+    for parameter in COMMANDS[name].params:
+        field = Recipe.model_fields.get(parameter.name)
+        if parameter.param_type_name == "option" and field is not None and (name, parameter.name) not in OWN:
+            assert parameter.default is None
+            assert parameter.help.startswith(field.description), parameter.name
+            if field.default not in (None, False, ()):
+                assert parameter.show_default == str(field.default), parameter.name
 
 
-def test_help_names_every_method_and_solver() -> None:
-    listed = {parameter.name: parameter.help for parameter in COMMANDS["prune"].params}
-    assert all(method in listed["method"] for method in METHODS)
-    assert set(METHODS) == {"sparsellm", *SOLVERS}
+def test_value_lists_hold_every_name() -> None:
+    assert set(get_args(SolverName)) == set(SOLVERS)
+    assert set(get_args(MethodName)) == set(METHODS)
+    assert set(get_args(TaskName)) == set(SPLITS)
+    assert all(rule in (Recipe.model_fields["allocation"].description or "") for rule in ALLOCATIONS)
+
+
+def test_gauss_newton_steps_default_to_the_method_s() -> None:
+    assert Recipe.model_fields["newton"].default == SparseLLM.newton
+
+
+def test_help_lists_the_values_of_a_field_and_completion_offers_them() -> None:
+    parameters = {parameter.name: parameter for parameter in COMMANDS["prune"].params}
+    assert "One of: auto, float32, bfloat16, float16." in parameters["dtype"].help
+    context = COMMANDS["prune"].make_context("prune", [])
+    for name, start, expected in (("dtype", "b", ["bfloat16"]), ("task", "arc", ["arc_easy", "arc_challenge"])):
+        assert [item.value for item in parameters[name].shell_complete(context, start)] == expected
+    assert parameters["seed"].shell_complete(context, "") == []
+
+
+def test_recipe_options_pass_on_only_what_was_given() -> None:
+    received: list[dict[str, Any]] = []
+
+    @recipe_options("seed", "keep_zeros", "only", "device")
+    def command(context: typer.Context, *, device: str = "cpu", **settings: Any) -> None:
+        received.append({"device": device} | settings)
+
+    program = typer.Typer()
+    program.command()(command)
+    for line in ([], ["--seed", "0", "--no-keep-zeros", "--only", "a", "--only", "b", "--device", "cuda"]):
+        assert CliRunner().invoke(program, line).exit_code == 0
+    assert received == [{"device": "cpu"}, {"device": "cuda", "seed": 0, "keep_zeros": False, "only": ["a", "b"]}]
+    assert CliRunner().invoke(program, ["--sparsity", "50%"]).exit_code == 2
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -55,7 +55,7 @@ def test_every_example_runs(
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing, no connection is tried; examples may build on earlier ones."""
     if "--track tensorboard" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("tensorboard", reason='the page uses it: pip install "sparsellm[tensorboard]"')
+        pytest.importorskip("tensorboard", reason="the page uses it: pip install tensorboard")
     monkeypatch.chdir(tmp_path)
     tried: list[object] = []
 

@@ -36,13 +36,6 @@ def setting(**fields: Any) -> Change:
     return lambda header: {**header, "model.norm.weight": {**header["model.norm.weight"], **fields}}
 
 
-def twice(header: dict[str, Any]) -> bytes:
-    """The first name a second time."""
-    return (
-        json.dumps(header).encode()[:-1] + b', "model.norm.weight": ' + json.dumps(header["model.norm.weight"]).encode() + b"}"
-    )
-
-
 def shifted(header: dict[str, Any]) -> dict[str, Any]:
     """Two tensors that lie in the same bytes."""
     first, second = [key for key in header if key.endswith("self_attn.q_proj.weight")][:2]
@@ -54,7 +47,6 @@ HEADERS: dict[str, Change] = {
     "nested": lambda _: b"[" * 100_000,
     "a list": lambda _: [],
     "null": lambda _: None,
-    "a name twice": twice,
     "half a character": lambda header: {**header, "\ud800": header["model.norm.weight"]},
     "an entry that is a list": lambda header: {**header, "model.norm.weight": [1]},
     "an entry without offsets": lambda header: {**header, "model.norm.weight": {"dtype": "F32", "shape": [32]}},

@@ -39,7 +39,9 @@ def test_every_event_is_a_line(tiny: dict[str, Path], text_file: Path, tmp_path:
     assert ran.exit_code == 0, ran.stderr
     found, report = lines_of((out / LOG).read_text(encoding="utf-8")), report_of(out)
     by_kind = {kind: [x["fields"] for x in found if x["event"] == kind] for kind in {x["event"] for x in found}}
-    assert by_kind["Begun"] == [{"name": "out", "recipe": report["recipe"], "environment": report["environment"]}]
+    assert by_kind["Begun"] == [
+        {"name": "out", "recipe": report["recipe"], "environment": report["environment"], "tight": False}
+    ]
     layers = [layer for block in report["blocks"] for layer in block["layers"]]
     assert [(x["name"], x["zeros"], x["error"]) for x in by_kind["LayerResult"]] == [
         (x["name"], x["zeros"], x["error"]) for x in layers

@@ -24,9 +24,9 @@ def test_every_recipe_reads_and_every_figure_has_its_cell(path: Path) -> None:
     sweep = read_sweep(path)
     for published in sweep.published:
         assert "NeurIPS 2024" in published.source
-        for where, value in published.figures.items():
-            cells = [cell for cell in sweep.cells if where <= set(cell.labels.items())]
-            assert len(cells) == 1, dict(where)
+        for where, value in published.figures:
+            cells = [cell for cell in sweep.cells if where.items() <= cell.labels.items()]
+            assert len(cells) == 1, where
             assert value > 0
     assert {cell.recipe.blocks for cell in sweep.cells} in ({"first-half", "all"}, {"all"})
     small = read_sweep(path, smoke=True)

@@ -22,6 +22,7 @@ import sparsellm
 from sparsellm.markdown import fenced, plain
 from sparsellm.publication import Paths
 from sparsellm.recipe import Recipe
+from sparsellm.records import Accuracy, Perplexity
 from sparsellm.report import Report
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -132,8 +133,8 @@ def card_of(text: str) -> str:
     """The card of a run in which everything that can be named is named by a text."""
     recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), skip=(text,))
     report = Report(recipe, {"sparsellm": "0"}, calibration=f"4 windows of {text}", notes=[text])
-    report.perplexity = {text: {"dense": {"value": 1.0, "standard_error": None}}}
-    report.tasks = {text: {"pruned": {"value": 0.5, "standard_error": None}}}
+    report.perplexity = {text: {"dense": Perplexity(1.0, None, 1, 8, text, 0.0)}}
+    report.tasks = {text: {"pruned": Accuracy(0.5, None, None, 4)}}
     report.origin = type(report.origin)(text, hub=True, terms={"license": text, "language": [text]})
     return report.to_markdown()
 

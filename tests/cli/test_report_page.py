@@ -122,7 +122,7 @@ def test_the_page_of_a_sweep(sweep_folder: Path) -> None:
     assert sum(name.startswith("grid-0-") for name in names) == 6
     assert {"depth", "epochs", "seconds"} <= set(names)
     depth = next(plot for plot in found if plot.name == "depth")
-    assert depth.svg.count('id="axes_') == 3, "a panel for each sparsity of the one model that could be pruned"
+    assert depth.inline().count('id="depth-axes_') == 3, "a panel for each sparsity of the one model that could be pruned"
     assert "Small &amp; wide" in text
     assert "A &amp; B &lt;2024&gt;" in text
     assert "There is no folder" in text

@@ -26,6 +26,7 @@ from sparsellm.display import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
 from sparsellm.recipe_file import read_recipe
+from sparsellm.records import SavedReport
 from sparsellm.sweep_file import Sweep, read_sweep
 from sparsellm.sweeping import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 
@@ -58,15 +59,15 @@ def told(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     found = []
     for outcome in outcomes:
         assert outcome.report is not None, outcome.error
-        report = json.loads(json.dumps(outcome.report))
+        report = outcome.report.model_dump()
         del report["seconds"], report["peak_memory_bytes"]
         for block in report["blocks"]:
             del block["seconds"]
             for layer in block["layers"]:
                 del layer["seconds"]
-        for values in report["perplexity"].values():
-            for value in values.values():
-                del value["seconds"]
+        for both in report["perplexity"].values():
+            for perplexity in both.values():
+                del perplexity["seconds"]
         found.append(report)
     return found
 
@@ -93,7 +94,7 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"axes": {"method": []}}, "The axis `method` .* is empty"),
+        ({"axes": {"method": []}}, "The axis `method` is empty"),
         ({"axes": {}}, "has no axes"),
         ({"axes": {"sparsity": ["70%", 0.7]}}, "two values of one name, '70%'"),
         (
@@ -102,12 +103,12 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
         ),
         ({"axes": {"metod": ["wanda"]}}, "unknown field: 'metod'. Did you mean 'method'"),
         ({"axes": {"method": "wanda"}}, "must be a list"),
-        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes .* set `seed`"),
+        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes set `seed`"),
         ({"leave_out": [{"model": "demo:opt"}]}, "leaves out every cell"),
         ({"leave_out": [{"modle": "x"}]}, "unknown axis: 'modle'"),
-        ({"axis": {}}, "unknown field: 'axis'. Did you mean 'axes'"),
+        ({"axis": {}}, "Unknown field 'axis'. Did you mean 'axes'"),
         ({"axes": {"method": ["wanda", "sparsgpt"], "model": ["demo:opt"]}}, "sparsgpt.*Did you mean 'sparsegpt'"),
-        ({"recipe": "x"}, "`recipe` must hold"),
+        ({"recipe": "x"}, "`recipe`: .* valid dictionary, got 'x'"),
         ({"columns": "speed"}, "unknown axis: 'speed'"),
     ],
 )
@@ -152,7 +153,8 @@ def test_cells_come_out_as_single_runs_do(small: Callable[..., Sweep], tmp_path:
     sweep = small({"model": [small().cells[0].recipe.model], "sparsity": ["60%", "80%"]})
     outcomes = run_sweep(sweep, tmp_path / "out", quiet)
     alone = [run.run(cell.recipe).report for cell in sweep.cells]
-    single = [Outcome(cell, "finished", json.loads(report.to_json())) for cell, report in zip(sweep.cells, alone, strict=True)]
+    reports = [SavedReport.model_validate_json(report.to_json()) for report in alone]
+    single = [Outcome(cell, "finished", report) for cell, report in zip(sweep.cells, reports, strict=True)]
     assert told(outcomes) == told(single)
 
 
@@ -161,7 +163,7 @@ def test_what_the_dense_model_shows_is_found_once(
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
     each, share = pruning.each_sensitivity, pruning.share_out
-    measured = run.Residence.measured
+    measured = run.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any, **named: Any) -> Any:
@@ -172,7 +174,7 @@ def test_what_the_dense_model_shows_is_found_once(
 
     monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
     monkeypatch.setattr(pruning, "share_out", count("shares", share))
-    monkeypatch.setattr(run.Residence, "measured", count("perplexities", measured))
+    monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "alpha": [0.1, 0.2], "sparsity": ["60%", "80%"]}, method="sparsellm"
     )
@@ -279,11 +281,16 @@ def with_figures(tmp_path: Path, **parts: Any) -> tuple[Sweep, list[Outcome]]:
     for number, cell in enumerate(sweep.cells):
         report = {
             "perplexity": {"te_xt": {"pruned": {"value": 10.0 + number, "standard_error": 0.5}}},
-            "totals": {"sparsity_of_pruned_layers": 0.7},
+            "totals": {"pruned_layers": 6, "sparsity_of_pruned_layers": 0.7, "sparsity_of_model": 0.5},
+            "recipe": {},
+            "environment": {},
+            "calibration": "",
+            "notes": [],
             "seconds": {},
+            "peak_memory_bytes": 0,
             "blocks": [],
         }
-        outcomes.append(Outcome(cell, "finished", report))
+        outcomes.append(Outcome(cell, "finished", SavedReport.model_validate(report)))
     outcomes[-1] = Outcome(sweep.cells[-1], "failed", error="out of luck")
     return sweep, outcomes
 
@@ -293,7 +300,12 @@ def test_figures_beside_the_paper_s(tmp_path: Path) -> None:
     rows = table(sweep, outcomes)
     assert len(rows) == 4
     figure = rows[2].figures["perplexity te_xt"]  # seeds 6, 7, 8: mean 17, deviation 1
-    assert (figure.value, figure.error, figure.published, figure.ratio) == (17.0, pytest.approx(1 / 3**0.5), 20.0, 0.85)
+    assert (figure.value, figure.standard_error, figure.published, figure.ratio) == (
+        17.0,
+        pytest.approx(1 / 3**0.5),
+        20.0,
+        0.85,
+    )
     assert rows[3].seeds == 2
     assert rows[3].trouble == "failed"
     assert rows[0].figures["perplexity te_xt"].published is None
@@ -325,7 +337,7 @@ def test_a_published_figure_must_have_its_cell(tmp_path: Path) -> None:
     entry = {"source": "x", "measure": "perplexity", "axes": ["method"], "values": {"wnada": 1}}
     with pytest.raises(InvalidSetting, match="unknown label of `method`: 'wnada'"):
         read_sweep(written(tmp_path, published=[entry]))
-    with pytest.raises(InvalidSetting, match="must have source, measure, axes, values"):
+    with pytest.raises(InvalidSetting, match=r"`published\.0\.measure`: field required"):
         read_sweep(written(tmp_path, published=[{"source": "x"}]))
 
 

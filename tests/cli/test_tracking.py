@@ -8,48 +8,61 @@ import sqlite3
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from typer.testing import Result
 
 import sparsellm
 from sparsellm import tracking
 from sparsellm.errors import InvalidSetting, MissingPackage
-from sparsellm.events import Note
+from sparsellm.events import Begun, Note
 from sparsellm.journal import Journal
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.tracking import TRACKERS, Tracked, Tracker
+from sparsellm.recipe_file import read_recipe
+from sparsellm.tracking import Tracked
 from tests.conftest import report_of
 
 Command = Callable[..., Result]
 QUICK = ("--samples", 8, "--length", 32)
 
 
-class Recorder:
-    """A tracker that keeps what it is told; it fails in the calls named."""
+class Recorder(GeneralTracker):
+    """A tracker that keeps what it is given; it fails in the calls named."""
+
+    name = "recorder"
+    requires_logging_directory = False
+    tracker = None
 
     def __init__(self, *failing: str) -> None:
+        super().__init__()
         self.failing = failing
-        self.runs: list[tuple[str, dict[str, Any], list[tuple[int, dict[str, Any]]]]] = []
-        self.ended = 0
+        self.runs: list[tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = []
+        self.started = self.finished = 0
 
-    def begin(self, name: str, settings: Mapping[str, Any]) -> str | None:
-        self.check("begin")
-        self.runs.append((name, dict(settings), []))
-        return "here"
+    def start(self) -> None:
+        self.check("start")
+        self.started += 1
 
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.runs.append((values, []))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         self.check("log")
-        assert len(self.runs) == self.ended + 1
-        self.runs[-1][2].append((step, dict(values)))
+        assert len(self.runs) == self.started == self.finished + 1
+        assert step is not None
+        self.runs[-1][1].append((step, values))
 
-    def end(self) -> None:
-        self.check("end")
-        self.ended += 1
+    def finish(self) -> None:
+        self.check("finish")
+        self.finished += 1
 
     def check(self, call: str) -> None:
         if call in self.failing:
@@ -69,11 +82,13 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
     own, said = Recorder(), []
     settings = {"calibration": text_file, "samples": 1, "length": 32, "epochs": 2, "evaluate": (str(text_file),)}
-    assert isinstance(own, Tracker)
     report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
-    ((name, told, rows),) = own.runs
-    assert (name, own.ended) == (tiny["llama"].name, 1)
-    assert told == {**report.recipe.model_dump(mode="json"), "environment": report.environment}
+    ((stored, rows),) = own.runs
+    assert own.finished == 1
+    assert stored["run"] == tiny["llama"].name
+    assert (stored["samples"], stored["evaluate"], "length" in stored) == (1, str([str(text_file)]), True)
+    assert {name: stored[f"environment/{name}"] for name in report.environment} == report.environment
+    assert all(isinstance(value, (bool, int, float, str)) for value in stored.values())
     charts = by_name(rows)
     for kind in ("self_attn.q_proj", "mlp.down_proj"):
         layers = [layer for layer in report.layers if layer.name.endswith(kind)]
@@ -86,12 +101,13 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     assert all(value > 0 for _, value in charts["block/peak-memory-GiB"])
     figures = report.perplexity[str(text_file)]
     for step, when in ((0, "dense"), (2, "pruned")):
-        assert charts[f"perplexity/words.txt-{when}"] == [(step, figures[when]["value"])]
-        assert charts[f"perplexity/words.txt-{when}-standard-error"] == [(step, figures[when]["standard_error"])]
+        assert charts[f"perplexity/words.txt-{when}"] == [(step, figures[when].value)]
+        assert charts[f"perplexity/words.txt-{when}-standard-error"] == [(step, figures[when].standard_error)]
     assert charts["total/zeros"] == [(2, report.zeros)]
     assert [values[0][1] for name, values in charts.items() if name.startswith("note/")] == report.notes != []
     assert [step for step, _ in rows] == sorted(step for step, _ in rows)
-    assert said == [Note("tracked by Recorder: here")]
+    assert said == [Note("tracked by recorder")]
+    assert not PartialState._shared_state  # accelerate's state is not left behind
 
 
 def test_experts_share_a_chart() -> None:
@@ -106,7 +122,7 @@ def test_experts_share_a_chart() -> None:
     assert not any(".4." in name or ".0." in name for name in found)
 
 
-@pytest.mark.parametrize("call", ["begin", "log", "end"])
+@pytest.mark.parametrize("call", ["start", "log", "finish"])
 def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path]) -> None:
     """It is told of once and left out; another one goes on, and the model is that of a run that nobody watches."""
     bad, good, said = Recorder(call), Recorder(), []
@@ -114,11 +130,12 @@ def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path
     plain = sparsellm.prune(tiny["opt"], method="magnitude")
     assert watched.report.to_markdown() == plain.report.to_markdown()
     told = [event.text for event in said if "failed" in event.text]
-    assert len(told) == 1
-    assert told[0] == ("Recorder failed and is left out from here on (ConnectionError: the tracker's server went away)")
-    assert good.ended == 1
-    assert len(good.runs[0][2]) == 4
-    with pytest.warns(RuntimeWarning, match="Recorder failed and is left out"):
+    assert (
+        told[0] == "The tracker recorder failed and is left out from here on (ConnectionError: the tracker's server went away)"
+    )
+    assert good.finished == 1
+    assert len(good.runs[0][1]) == 4
+    with pytest.warns(RuntimeWarning, match="tracker recorder failed and is left out"):
         sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(Recorder(call)))
 
 
@@ -131,71 +148,91 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
 
     with pytest.raises(InvalidSetting), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", only="fc9", observe=tracked)
-    assert (own.runs, own.ended) == ([], 0)
+    assert (own.runs, own.started) == ([], 0)
     monkeypatch.setattr("sparsellm.pruning.prune_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
-    assert own.ended == 1
-    assert by_name(own.runs[0][2])["note/1"] == [(0, "cut off: KeyboardInterrupt")]
+    assert own.finished == 1
+    assert list(by_name(own.runs[0][1]).values())[-1] == [(0, "cut off: KeyboardInterrupt")]
 
 
-def test_each_cell_of_a_sweep_is_a_run(
-    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """What the command line takes for the tracker "own"."""
+    recorder = Recorder()
+
+    class Registered:
+        requires_logging_directory = False
+
+        def __new__(cls, project: str) -> Recorder:  # type: ignore[misc]
+            assert project == "sparsellm"
+            return recorder
+
+    monkeypatch.setattr("sparsellm.tracking.get_available_trackers", lambda: ["own"])
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", Registered)
+    return recorder
+
+
+def test_each_cell_of_a_sweep_is_a_run(tiny: dict[str, Path], tmp_path: Path, command: Command, own: Recorder) -> None:
     """By its name; a cell that fails is ended, with why as a note, and what the next is told is not put down to it."""
-    own = Recorder()
-    monkeypatch.setitem(TRACKERS, "wandb", lambda: own)
-    monkeypatch.setattr("sparsellm.tracking.version", lambda name: "1")
     file = tmp_path / "s.yaml"
     file.write_text(f"recipe: {{model: '{tiny['opt']}', method: magnitude}}\naxes: {{sparsity: [50%, 5:7, 2:4]}}\n")
-    ran = command("sweep", file, tmp_path / "out", "--track", "wandb", "--track", "wandb")
+    ran = command("sweep", file, tmp_path / "out", "--track", "own", "--track", "own")
     assert ran.exit_code == 1  # 5:7 does not divide
-    assert [name for name, _, _ in own.runs] == ["out, 50%", "out, 2:4"]
-    assert own.ended == 2
-    assert [rows[-1][1]["total/sparsity_of_pruned_layers"] for _, _, rows in own.runs] == [0.5, 0.5]
-    assert not any("note/1" in values for _, _, rows in own.runs for _, values in rows)
+    assert [stored["run"] for stored, _ in own.runs] == ["out, 50%", "out, 2:4"]
+    assert own.finished == 2
+    assert [rows[-1][1]["total/sparsity_of_pruned_layers"] for _, rows in own.runs] == [0.5, 0.5]
+    assert not any("note/1" in values for _, rows in own.runs for _, values in rows)
 
 
 def test_a_resumed_run_has_whole_charts(
-    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    tiny: dict[str, Path], tmp_path: Path, command: Command, own: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that were finished before are told too."""
-    own, plain = Recorder(), Journal.keep
-    monkeypatch.setitem(TRACKERS, "wandb", lambda: own)
-    monkeypatch.setattr("sparsellm.tracking.version", lambda name: "1")
+    plain = Journal.keep
 
     def keep(self: Any, block: Any, result: Any) -> Path:
         if block.index == 2:
             raise KeyboardInterrupt
         return plain(self, block, result)
 
-    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--track", "wandb")
+    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--track", "own")
     monkeypatch.setattr("sparsellm.journal.Journal.keep", keep)
     assert command(*words).exit_code == 130
     monkeypatch.setattr("sparsellm.journal.Journal.keep", plain)
     assert command(*words, "--resume").exit_code == 0
-    charts = [by_name(rows)["error/fc1"] for _, _, rows in own.runs]
+    charts = [by_name(rows)["error/fc1"] for _, rows in own.runs]
     assert [len(chart) for chart in charts] == [2, 3]
     assert charts[1][:2] == charts[0]
-    assert own.ended == 2
+    assert own.finished == 2
 
 
 def test_what_cannot_track_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown name with the nearest known one; a missing package with how to install it."""
-
-    def missing(name: str) -> str:
-        raise tracking.PackageNotFoundError(name)
-
     with pytest.raises(InvalidSetting, match=r"`track` got 'tensorbord'.*'tensorboard'"):
         Tracked("tensorbord")
-    monkeypatch.setattr("sparsellm.tracking.version", missing)
-    with pytest.raises(MissingPackage, match=r'The tracker trackio is not installed: pip install "sparsellm\[trackio\]"'):
+    monkeypatch.setattr("sparsellm.tracking.get_available_trackers", list)
+    with pytest.raises(MissingPackage, match=r"The tracker trackio is not installed: pip install trackio"):
         Tracked("trackio")
 
 
+def test_a_launcher_s_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group, no other number of threads: accelerate is told that this process is alone."""
+    own, threads = Recorder(), torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    recipe = read_recipe({"model": "demo:opt", "method": "magnitude"})
+    Tracked(own)(Begun("one", recipe, {"torch": "2"}))
+    assert own.started == 1
+    assert os.environ["LOCAL_RANK"] == "0"
+    assert not torch.distributed.is_initialized()
+    assert torch.get_num_threads() == threads
+
+
 needs = {
-    name: pytest.mark.skipif(find_spec(name) is None, reason=f'{name} is not installed: pip install "sparsellm[{name}]"')
-    for name in TRACKERS
+    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed: pip install {name}")
+    for name in ("tensorboard", "wandb", "trackio", "mlflow")
 }
 
 
@@ -230,17 +267,16 @@ def test_tensorboard(place: Path, tiny: dict[str, Path], text_file: Path) -> Non
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     report, told = pruned("tensorboard", tiny["opt"], text_file)
-    assert "tracked by TensorBoard: runs/out (tensorboard --logdir runs)" in told
+    assert "tracked by tensorboard: runs/out" in told
     found = EventAccumulator(str(place / "runs" / "out"))
     found.Reload()
     scalars = [(event.step, event.value) for event in found.Scalars("error/fc2")]
     assert scalars == [(step, pytest.approx(error)) for step, error in enumerate(errors(report, "fc2"))]
     assert found.Scalars("perplexity/words.txt-pruned")[0].step == 2
-    text = found.Tensors("settings/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "| samples | 8 |" in text
-    again = tracking.TensorBoard()
-    assert again.begin("out", {}).startswith("runs/out-2 ")
-    again.end()
+    assert found.Tensors("note/1/text_summary")
+    (settings,) = place.glob("runs/out/*/hparams.yml")
+    assert yaml.safe_load(settings.read_text())["samples"] == 8
+    assert tracking._free_name("out") == "out-2"
 
 
 def records(file: Path) -> Iterator[Any]:
@@ -266,7 +302,7 @@ def records(file: Path) -> Iterator[Any]:
 def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Without a login: configuration and history, read back from the file."""
     report, told = pruned("wandb", tiny["opt"], text_file)
-    assert "tracked by WandB: " in told
+    assert "tracked by wandb" in told
     (file,) = place.glob("wandb/offline-run-*/run-*.wandb")
     config: dict[str, Any] = {}
     history: dict[str, list[Any]] = {}
@@ -277,7 +313,7 @@ def test_wandb_offline(place: Path, tiny: dict[str, Path], text_file: Path) -> N
         for item in record.history.item:
             history.setdefault(item.key or "/".join(item.nested_key), []).append(json.loads(item.value_json))
     assert config["samples"] == 8
-    assert config["environment"] == report["environment"]
+    assert config["environment/torch"] == report["environment"]["torch"]
     assert history["error/fc2"] == pytest.approx(errors(report, "fc2"))
     assert len(history["perplexity/words.txt-pruned"]) == 1
 
@@ -299,7 +335,7 @@ def test_wandb_without_a_login_is_refused(place: Path) -> None:
 def test_trackio(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
     """Metrics and configuration, read back from its database."""
     report, told = pruned("trackio", tiny["opt"], text_file)
-    assert "tracked by Trackio: trackio show --project sparsellm" in told
+    assert "tracked by trackio" in told
     with sqlite3.connect(place / "trackio" / "sparsellm.db") as database:
         rows = [
             (step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics order by id")
@@ -307,3 +343,20 @@ def test_trackio(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
         (config,) = database.execute("select config from configs")
     assert by_name(rows)["error/fc2"] == list(enumerate(errors(report, "fc2")))
     assert json.loads(config[0])["samples"] == 8
+
+
+@needs["mlflow"]
+@pytest.mark.long
+def test_mlflow(place: Path, tiny: dict[str, Path], text_file: Path) -> None:
+    """Metrics and parameters, read back from its store on this machine."""
+    from mlflow import MlflowClient
+
+    report, told = pruned("mlflow", tiny["opt"], text_file)
+    assert "tracked by mlflow" in told
+    client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("sparsellm")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["samples"]) == ("out", "FINISHED", "8")
+    history = sorted(client.get_metric_history(run.info.run_id, "error/fc2"), key=lambda metric: metric.step)
+    assert [(metric.step, metric.value) for metric in history] == list(enumerate(errors(report, "fc2")))

@@ -30,7 +30,7 @@ from sparsellm.patterns import parse_pattern
 from sparsellm.preparation import check_vocabulary
 from sparsellm.recipe import Recipe
 from sparsellm.recipe_file import read_recipe
-from sparsellm.records import saved_report
+from sparsellm.records import read_saved_report
 from sparsellm.sweep_file import read_sweep
 from sparsellm.sweeping import CellFolder, saved_sweep
 from sparsellm.sweeping import _open as save_sweep
@@ -170,7 +170,7 @@ def test_reports(copied: Path) -> None:
     def read() -> None:
         foreign_file(copied, {"config.json"})
         planned_layers(copied)
-        measures(saved_report(file))
+        measures(read_saved_report(file))
         finished_report(copied)
 
     fuzz(file, values(file), read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from typer.testing import Result
 from sparsellm import distillation, prune
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint
-from sparsellm.errors import SparseLLMError, TooLarge
+from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
+from sparsellm.events import Begun
 from sparsellm.memory import (
     COPIES,
     available,
@@ -31,7 +33,9 @@ from sparsellm.memory import (
     trained_bytes,
 )
 from sparsellm.meter import Meter
+from sparsellm.pages import manage_memory
 from sparsellm.patterns import parse_pattern
+from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import Descent
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -88,6 +92,26 @@ def test_pages_are_kept_for_what_is_freed_and_taken_again() -> None:
     assert faults("keep", MALLOC_TRIM_THRESHOLD_="0", THP_MEM_ALLOC_ENABLE="0") > 4 * once
 
 
+def test_only_the_command_line_changes_the_process(
+    tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prune` of Python sets no variable, no threshold of the heap and no peak; `sparsellm prune` does."""
+    called: list[str] = []
+    for name in ("keep_pages", "return_pages", "reset_peak"):
+        monkeypatch.setattr(f"sparsellm.pages.{name}", lambda name=name: called.append(name))
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    result = prune(tiny["opt"], method="magnitude")
+    assert result.report.peak_memory > 0
+    assert (called, "THP_MEM_ALLOC_ENABLE" in os.environ) == ([], False)
+    assert command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude").exit_code == 0
+    assert called == ["keep_pages", "reset_peak"]
+    recipe = result.report.recipe
+    manage_memory(Begun("one", recipe, {}))
+    assert called == ["keep_pages", "reset_peak"]
+    manage_memory(Begun("one", recipe, {}, tight=True))
+    assert called == ["keep_pages", "reset_peak", "return_pages"]
+
+
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
@@ -109,62 +133,40 @@ def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dic
     return folders
 
 
+def test_human_bytes() -> None:
+    """With the unit that leaves few digits."""
+    assert [human_bytes(count) for count in (0, 1023, 51712, 5.25 * 2**30)] == ["0 B", "1023 B", "50.5 KiB", "5.2 GiB"]
+
+
+def test_sizes_in_words() -> None:
+    """Decimal and binary units, with their fraction; the recipe keeps what was written."""
+    sizes = {"16GiB": 16 * 2**30, "500MB": 500 * 10**6, "1.5 gib": 3 * 2**29, "2T": 2 * 10**12}
+    for words, count in sizes.items():
+        recipe = read_recipe({"model": "demo:opt", "method": "magnitude", "memory": words})
+        assert (recipe.memory_bytes, recipe.memory) == (count, words)
+
+
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (51712, "50.5 KiB"), (100 * 1024, "100 KiB"),
-        (1024**2, "1.0 MiB"),
-        (5.25 * 1024**3, "5.2 GiB"), (640 * 1024**3, "640 GiB"), (2 * 1024**4, "2.0 TiB"), (2048 * 1024**4, "2048 TiB"),
-    ],
-)  # fmt: skip
-def test_human_bytes(count: float, text: str) -> None:
-    """Three digits or so, with the unit that makes them few."""
-    assert human_bytes(count) == text
+    "words", ["", "16", "GiB", "1,5GiB", "-1GB", "0GB", "1e3GB", "16 GiBs", "1.2.3GB", "10000000EiB", "16GiB 3"]
+)
+def test_sizes_that_are_none(words: str) -> None:
+    """Are refused in one message, a plain number and a decimal comma among them."""
+    with pytest.raises(InvalidSetting, match=re.escape(f"`memory` must be a size such as 16GiB or 500MB, got {words!r}.")):
+        read_recipe({"model": "demo:opt", "method": "magnitude", "memory": words})
 
 
 def test_available_here() -> None:
     """This machine tells, and tells no more than it has."""
     found = available(CPU)
-    assert found is not None
     assert 0 < found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize(
-    ("told", "pages", "wanted"),
-    [
-        ("MemTotal:   9 kB\nMemFree:   1 kB\nMemAvailable:   7 kB\n", OSError(), 7168),
-        ("MemTotal:   9 kB\n", {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 5}, 15),
-        (FileNotFoundError(), {"SC_AVPHYS_PAGES": 3, "SC_PAGE_SIZE": 5}, 15),
-        ("MemAvailable:   many\n", ValueError(), None),
-        (PermissionError(), AttributeError(), None),
-    ],
-)
-def test_available_elsewhere(
-    told: str | OSError, pages: dict[str, int] | Exception, wanted: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What Linux tells, else what POSIX does, else nothing; where nothing is told nothing is refused."""
-
-    def read(*_: object, **__: object) -> str:
-        if isinstance(told, OSError):
-            raise told
-        return told
-
-    def ask(name: str) -> int:
-        if isinstance(pages, Exception):
-            raise pages
-        return pages[name]
-
-    monkeypatch.setattr(Path, "read_text", read)
-    monkeypatch.setattr(os, "sysconf", ask)
-    assert available(CPU) == wanted
-    if wanted is None:
-        check_fits(10**18, CPU, "All", "Nothing.")
-    else:
-        check_fits(wanted, CPU, "All", "Nothing.")
-        with pytest.raises(
-            TooLarge, match=rf"^All needs {wanted + 1:,} bytes .* on cpu, and {wanted:,} are free\. Ask less\.$"
-        ):
-            check_fits(wanted + 1, CPU, "All", "Ask less.")
+def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte more than is free is refused, with both numbers."""
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: 7168)
+    check_fits(7168, CPU, "All", "Nothing.")
+    with pytest.raises(TooLarge, match=r"^All needs 7,169 bytes of memory on cpu, and 7,168 are free\. Ask less\.$"):
+        check_fits(7169, CPU, "All", "Ask less.")
 
 
 def test_available_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +363,7 @@ def test_few_windows_are_coupled_too(loud: dict[str, Path], text_file: Path, tmp
 
 def told(words: str) -> list[int]:
     """Numbers that a process of its own prints."""
-    words = f"import torch; from sparsellm.memory import forget_peak, peak_memory; {words}"
+    words = f"import torch; from sparsellm.memory import peak_memory; from sparsellm.pages import reset_peak; {words}"
     found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout
     return [int(word) for word in found.split()]
 
@@ -374,7 +376,7 @@ def test_the_peak_is_this_process_s_own() -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not forget a peak")
-def test_a_peak_is_forgotten() -> None:
+def test_a_peak_is_reset() -> None:
     """What came before a run is not counted as its own."""
-    before, after = told("torch.ones(2**28); print(peak_memory()); forget_peak(); print(peak_memory())")
+    before, after = told("torch.ones(2**28); print(peak_memory()); reset_peak(); print(peak_memory())")
     assert before > 2**30 > after > 2**24

@@ -6,8 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-
-from sparsellm.memory import parse_bytes
+from pydantic import ByteSize, TypeAdapter
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,4 +27,4 @@ def test_a_run_keeps_within_its_budget(
     benchmark = importlib.import_module("memory_budget")
     found, by_block = benchmark.prune(tmp_path, blocks, 1024, budget, ("--method", "sparsegpt"))
     assert by_block is streamed
-    assert found["peak"] - found["imports"] <= 1.1 * parse_bytes(budget)
+    assert found["peak"] - found["imports"] <= 1.1 * TypeAdapter(ByteSize).validate_python(budget)

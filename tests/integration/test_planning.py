@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path], text_file: Path,
     assert list(tmp_path.iterdir()) == []
     assert command("prune", folders["llama"], tmp_path / "out", *words, *tight[:-1], 1).exit_code == 0
     ran = command("prune", folders["llama"], tmp_path / "other", *words, "--memory", "1MB")
-    told = refused(ran, ", with one window at a time, and 977 KiB may be taken. Pass --memory ")
+    told = refused(ran, ", with one window at a time, and 976.6 KiB may be taken. Pass --memory ")
     enough = told.split("--memory ")[1].rstrip(".")
     assert command("prune", folders["llama"], tmp_path / "other", *words, "--memory", enough).exit_code == 0
 

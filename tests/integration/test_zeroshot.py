@@ -13,11 +13,10 @@ import pytest
 from typer.testing import Result
 
 from sparsellm import zeroshot
-from sparsellm.choices import TASKS
-from sparsellm.errors import BadText, MissingPackage
+from sparsellm.errors import BadText, InvalidSetting, MissingPackage
 from sparsellm.measuring import measure
-from sparsellm.recipe import Recipe
-from sparsellm.zeroshot import definition, mean, prepared
+from sparsellm.recipe_file import read_recipe
+from sparsellm.zeroshot import SPLITS, definition, mean, prepared
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None
@@ -126,15 +125,14 @@ def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: 
 
 
 def test_the_mean_and_its_error() -> None:
-    found = {"a": {"value": 0.5, "standard_error": 0.03}, "b": {"value": 0.7, "standard_error": 0.04}}
-    assert mean(found) == (pytest.approx(0.6), pytest.approx(0.025))
-    assert mean({"a": {"value": 0.5, "standard_error": None}}) == (0.5, None)
+    assert mean([(0.5, 0.03), (0.7, 0.04)]) == (pytest.approx(0.6), pytest.approx(0.025))
+    assert mean([(0.5, None), (0.7, 0.04)]) == (pytest.approx(0.6), None)
 
 
 def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'hellaswag'"):
-        Recipe(model="x", method="magnitude", task="helaswag")
-    assert set(PAPER) < set(TASKS)
+    with pytest.raises(InvalidSetting, match=r"`task` is unknown: got 'helaswag'\. Did you mean 'hellaswag'"):
+        read_recipe({"model": "x", "method": "magnitude", "task": "helaswag"})
+    assert set(PAPER) < set(SPLITS)
 
 
 @WITH
@@ -156,13 +154,13 @@ def test_a_task_without_its_data_is_told_before_any_work(tiny: dict[str, Path], 
 def test_other_fields_are_told(tiny: dict[str, Path], questions: Path) -> None:
     (questions / "rte_validation.jsonl").write_text('{"premise": "a", "hypothesis": "b"}\n', encoding="utf-8")
     with pytest.raises(BadText, match="fields must be as on the hub"):
-        measure(str(tiny["opt"]), [], tasks=["rte"], task_data=str(questions))
+        measure(str(tiny["opt"]), task=["rte"], task_data=str(questions))
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Path]) -> None:
     monkeypatch.setattr(zeroshot, "find_spec", lambda _: None)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[eval\]'"):
-        measure(str(tiny["opt"]), [], tasks=["boolq"])
+        measure(str(tiny["opt"]), task=["boolq"])
 
 
 def test_nothing_to_measure_on_is_wrong_usage(tiny: dict[str, Path], command: Command) -> None:

@@ -86,14 +86,15 @@ STOREYS = {
         "demo/text",
         "texts",
         "calibration",
+        "recipe_fields",
         "choices",
         "recipe",
         "recipe_file",
         "records",
         "markdown",
+        "files",
         "report",
         "architecture_file",
-        "files",
         "digests",
         "publication",
         "model_classes",
@@ -107,7 +108,6 @@ STOREYS = {
         "export",
         "events",
         "log",
-        "pages",
         "residence",
         "first_pass",
         "generation",
@@ -133,10 +133,10 @@ STOREYS = {
         "comparison",
         "drawing",
         "plots",
-        "panels",
         "sweep_plots",
         "page",
         "hub",
+        "pages",
         "display",
         "options",
         "commands/__init__",
@@ -154,7 +154,7 @@ STOREY = {file: storey for storey, files in STOREYS.items() for file in files}
 QUIET = [file for file in ORDER if STOREY[file] != "Words"]
 
 SPEAKING = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
-SPEAKING |= {"wandb", "tensorboard", "trackio"}
+SPEAKING |= {"wandb", "trackio"}
 """Libraries that print, log, or reach for the network."""
 
 
@@ -268,9 +268,16 @@ def test_modules_know_no_patterns_and_no_solvers(file: str) -> None:
             assert not files_of(name) & foreign, f"{file}.py imports {name}"
 
 
-@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.cli"])
+@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.recipe_fields", "sparsellm.cli"])
 def test_import_is_light(name: str) -> None:
     """What the heavy libraries cost is paid by the command that needs them."""
     code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not loaded, f"import {name} loads {loaded}"
+
+
+def test_opening_a_checkpoint_imports_no_method() -> None:
+    code = "import sys, sparsellm.checkpoint; print(*(name for name in sys.modules if name.startswith('sparsellm.')))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "sparsellm.checkpoint" in loaded
+    assert not [name for name in loaded if "method" in name or "solver" in name]

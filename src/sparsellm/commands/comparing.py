@@ -13,20 +13,22 @@ from sparsellm import options
 from sparsellm.commands import print_json, silent, stderr, stdout, told
 
 
+@options.recipe_options("device")
 def sweep(
     context: typer.Context,
     file: options.SweepFile,
     output: options.SweepOut = None,
+    *,
     smoke: options.Smoke = False,
     only: options.OnlyCells = None,
     changes: options.Changes = None,
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
-    device: options.Device = None,
     track: options.Track = None,
     as_json: options.Json = False,
+    device: str | None = None,
 ) -> None:
-    """Run every cell of a sweep, and compare. A killed sweep goes on; several processes may work on one folder.
+    """Run every cell of a sweep and compare the results. A killed sweep is continued; several processes can share one folder.
 
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
@@ -36,6 +38,7 @@ def sweep(
         from sparsellm.display import Progress, show
         from sparsellm.display import table as shown
         from sparsellm.events import each
+        from sparsellm.pages import manage_memory
         from sparsellm.sweep_file import read_sweep
         from sparsellm.sweeping import read_outcomes, run_sweep
         from sparsellm.tracking import Tracked
@@ -49,7 +52,7 @@ def sweep(
             return
         number, count = distributed.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
         with Progress(silent if number else stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
-            observe = each(progress, tracked)
+            observe = each(manage_memory, progress, tracked)
             outcomes = run_sweep(
                 cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
             )
@@ -81,7 +84,7 @@ def report(
     output: options.Page = None,
     figures: options.Figures = None,
 ) -> None:
-    """Explain a run or a sweep in one HTML file: words, tables and plots. It fetches nothing, and works from a file.
+    """Write a run or a sweep as one HTML file with text, tables and plots, which needs no network.
 
     Example: sparsellm report opt-70
     """
@@ -92,7 +95,7 @@ def report(
         file = Path(output or f"{Path(run)}.html")  # beside a run's folder: within, `--overwrite` would find a foreign file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page, encoding="utf-8")
-        written = write_figures(plots, figures) if figures else []
         stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)
-        if written:
+        if figures:
+            write_figures(plots, figures)
             stdout.print(f"Wrote {len(plots)} plots as SVG and PNG to {figures}.", highlight=False, soft_wrap=True)

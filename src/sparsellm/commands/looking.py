@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from typing import Any
 
 import typer
 from rich.text import Text
@@ -10,25 +12,19 @@ from rich.text import Text
 from sparsellm import options
 from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
 
+_EVALUATION = ("task", "task_data", "task_limit", "text_field", "length", "evaluate_limit", "memory", "device", "dtype")
 
+
+@options.recipe_options("revision", "trust_remote_code", *_EVALUATION)
 def evaluate(
     context: typer.Context,
     model: options.Model,
+    *,
     text: options.Text = None,
-    task: options.Task = None,
-    task_data: options.TaskData = None,
-    task_limit: options.TaskLimit = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    text_field: options.TextField = None,
-    length: options.Length = None,
-    evaluate_limit: options.EvaluateLimit = None,
-    memory: options.Memory = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
     as_json: options.Json = False,
+    **settings: Any,
 ) -> None:
-    """Measure a model: its perplexity on texts, its accuracy on zero-shot tasks, with standard errors.
+    """Measure a model's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
 
     Example: sparsellm evaluate demo:opt --text demo
     """
@@ -36,40 +32,44 @@ def evaluate(
         from sparsellm import distributed
         from sparsellm.display import percent, plus_minus, show, table
         from sparsellm.measuring import measure
+        from sparsellm.pages import keep_pages
         from sparsellm.zeroshot import mean
 
-        if not text and not task:
+        if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
         with distributed.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
-            on = (text or [], text_field, length, evaluate_limit, task or [], task_data, task_limit)
-            at = (device or "auto", dtype or "auto", memory)
-            found, answered = measure(model, *on, *at, revision=revision, trusted=bool(trust_remote_code))
+            keep_pages()
+            found, answered = measure(model, evaluate=tuple(text or ()), **settings)
         if not leads:
             return
         if as_json:
-            print_json({"model": model, "perplexity": found, "accuracy": answered})
+            figures = {name: asdict(x) for name, x in found.items()}, {task: asdict(x) for task, x in answered.items()}
+            print_json({"model": model, "perplexity": figures[0], "accuracy": figures[1]})
             return
         rows = [
-            [name, plus_minus(x["value"], x["standard_error"]), f"{x['windows']} x {x['length']}", f"{x['seconds']:.1f}"]
+            [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length}", f"{x.seconds:.1f}"]
             for name, x in found.items()
         ]
         if rows:
             show(stdout, table(["text", "perplexity", "windows", "seconds"], rows))
         if answered:
-            lines = [[name, percent(x["value"], x["standard_error"]), f"{x['questions']}"] for name, x in answered.items()]
-            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*mean(answered)), ""]]))
+            lines = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in answered.items()]
+            average = mean([(x.value, x.standard_error) for x in answered.values()])
+            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*average), ""]]))
 
 
+@options.recipe_options("trust_remote_code", "architecture")
 def inspect(
     context: typer.Context,
     model: options.Model,
+    *,
     against: options.Against = None,
     expect: options.Expect = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    architecture: options.Architecture = None,
     as_json: options.Json = False,
+    trust_remote_code: bool = False,
+    architecture: str | None = None,
 ) -> None:
-    """Count the zeros of a checkpoint, layer by layer, and check a pattern over every group.
+    """Count the zeros in each layer of a checkpoint, and check its sparsity pattern.
 
     Example: sparsellm inspect demo:opt
     """
@@ -77,7 +77,7 @@ def inspect(
         from sparsellm.display import print_inspection
         from sparsellm.inspection import inspect as look
 
-        found = look(model, against, expect, bool(trust_remote_code), architecture)
+        found = look(model, against, expect, trust_remote_code, architecture)
         if as_json:
             print_json(found.to_dict())
         else:
@@ -93,15 +93,17 @@ def inspect(
             raise typer.Exit(1)
 
 
+@options.recipe_options("trust_remote_code", "architecture")
 def verify(
     context: typer.Context,
     output: options.Finished,
+    *,
     against: options.Dense = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    architecture: options.Architecture = None,
     as_json: options.Json = False,
+    trust_remote_code: bool = False,
+    architecture: str | None = None,
 ) -> None:
-    """Check that a pruned model is as `prune` wrote it: every file, every tensor, every layer's zeros and pattern.
+    """Check that a pruned model is unchanged since `prune` wrote it: files, tensors, and each layer's zeros and pattern.
 
     Example: sparsellm verify opt-70 --against demo:opt
     """
@@ -111,7 +113,7 @@ def verify(
 
         try:
             with stderr.status(f"verifying {output}"):
-                done = check(output, against, bool(trust_remote_code), architecture)
+                done = check(output, against, trust_remote_code, architecture)
         except VerificationFailed as error:
             if as_json:
                 print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
@@ -145,7 +147,7 @@ def demo(
     family: options.Family = "opt",
     as_json: options.Json = False,
 ) -> None:
-    """Prune a bundled model by every method and compare: no network, no GPU, under two minutes.
+    """Prune a bundled model with every method and compare, in under two minutes without network or GPU.
 
     Example: sparsellm demo --output pruned-demo
     """
@@ -154,12 +156,14 @@ def demo(
 
         from sparsellm.demonstration import SPARSITY, demonstrate
         from sparsellm.display import Progress, plus_minus, show, table
+        from sparsellm.events import each
         from sparsellm.export import check_output
+        from sparsellm.pages import manage_memory
 
         if output is not None:
             check_output(output)
         with Progress(stderr) as progress:
-            rows = demonstrate(family, output, progress)
+            rows = demonstrate(family, output, each(manage_memory, progress))
         if as_json:
             print_json(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +12,13 @@ from rich.text import Text
 from sparsellm import options
 from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
 
-_NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "track", "as_json")
 
-
+@options.recipe_options()
 def prune(
     context: typer.Context,
     model: options.ModelOrConfig = None,
     output: options.Out = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = None,
-    architecture: options.Architecture = None,
-    method: options.Method = None,
-    sparsity: options.Sparsity = None,
-    as_published: options.AsPublished = None,
-    solver: options.Solver = None,
-    targets: options.Targets = None,
-    residual: options.Residual = None,
-    curvature: options.Curvature = None,
-    horizon: options.Horizon = None,
-    newton: options.Newton = None,
-    refine: options.Refine = None,
-    epochs: options.Epochs = None,
-    alpha: options.Alpha = None,
-    beta: options.Beta = None,
-    couple: options.Couple = None,
-    couple_steps: options.CoupleSteps = None,
-    couple_written: options.CoupleWritten = None,
-    allocation: options.Allocation = None,
-    allocation_bounds: options.AllocationBounds = None,
-    blocks: options.Blocks = None,
-    only: options.Only = None,
-    skip: options.Skip = None,
-    keep_zeros: options.KeepZeros = None,
-    true_sequential: options.TrueSequential = None,
-    calibration: options.Calibration = None,
-    text_field: options.TextField = None,
-    samples: options.Samples = None,
-    written: options.Written = None,
-    length: options.Length = None,
-    seed: options.Seed = None,
-    evaluate: options.Evaluate = None,
-    evaluate_limit: options.EvaluateLimit = None,
-    prompt: options.Prompt = None,
-    task: options.Task = None,
-    task_data: options.TaskData = None,
-    task_limit: options.TaskLimit = None,
-    memory: options.Memory = None,
-    stream: options.Stream = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    batch: options.Batch = None,
+    *,
     config: options.Config = None,
     print_config: options.PrintConfig = False,
     resume: options.Resume = False,
@@ -71,31 +26,34 @@ def prune(
     overwrite: options.Overwrite = False,
     track: options.Track = None,
     as_json: options.Json = False,
+    **settings: Any,
 ) -> None:
     """Prune a model and write the pruned checkpoint.
 
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
-    given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
     with told(context):
         from sparsellm.export import check_output, is_finished
         from sparsellm.recipe_file import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
-            output = given.pop("model")  # the recipe names the model, so the one name given is the output's
-        recipe = read_recipe(given, config)
+            model, output = None, model  # the recipe names the model, so the only argument is the output
+        if model is not None:
+            settings["model"] = model
+        recipe = read_recipe(settings, config)
         if print_config:
             print(recipe.to_yaml(), end="")
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         if resume and restart:
-            raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
+            raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
         from sparsellm import distributed
         from sparsellm.display import Progress, print_summary
         from sparsellm.events import Stage, each
         from sparsellm.output_lock import recover
+        from sparsellm.pages import manage_memory
         from sparsellm.run import run
         from sparsellm.tracking import Tracked
         from sparsellm.work import working
@@ -115,7 +73,7 @@ def prune(
                 Tracked(*(track or () if leads else ()), say=progress) as tracked,
                 working(output, resume, restart) as work,
             ):
-                result = run(recipe, each(progress, tracked), work=work)
+                result = run(recipe, each(manage_memory, progress, tracked), work=work)
                 progress(Stage("writing and verifying"))
                 folder = result.save_pretrained(output, overwrite)
             if not leads:
@@ -126,30 +84,27 @@ def prune(
                 print_summary(stdout, result.report, str(folder))
 
 
-def _like_prune(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the arguments and options of `prune` that decide what a run takes."""
-    whole = inspect.signature(prune, eval_str=True)
-    left_out = ("print_config", "resume", "restart", "overwrite", "track")
-    command.__signature__ = whole.replace(  # type: ignore[attr-defined]
-        parameters=[some for name, some in whole.parameters.items() if name not in left_out]
-    )
-    command.__annotations__ = {name: kind for name, kind in prune.__annotations__.items() if name not in left_out}
-    return command
-
-
-@_like_prune
-def plan(context: typer.Context, **given: Any) -> None:
-    """Tell what `prune` would take with the same words: memory, disk, operations, time. No weights are read.
+@options.recipe_options()
+def plan(
+    context: typer.Context,
+    model: options.ModelOrConfig = None,
+    output: options.Out = None,
+    *,
+    config: options.Config = None,
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Estimate memory, disk space, operations and time of a `prune` command, without reading any weights.
 
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
-    output, config, as_json = given.pop("output"), given.pop("config"), given.pop("as_json")
-    settings = {name: value for name, value in given.items() if value not in (None, [])}
     with told(context):
         from sparsellm.display import print_plan
         from sparsellm.planning import plan_run
         from sparsellm.recipe_file import read_recipe
 
+        if model is not None:
+            settings["model"] = model
         with stderr.status("planning"):
             planned = plan_run(read_recipe(settings, config), output)
         if as_json:

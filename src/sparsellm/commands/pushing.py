@@ -8,32 +8,38 @@ from sparsellm import options
 from sparsellm.commands import print_json, stderr, stdout, told
 
 
+@options.recipe_options("trust_remote_code", "architecture")
 def push(
     context: typer.Context,
     output: options.Finished,
     repo: options.Repo,
+    *,
     private: options.Private = False,
     revision: options.Branch = None,
     overwrite: options.Replace = False,
     dry_run: options.DryRun = False,
-    trust_remote_code: options.TrustRemoteCode = None,
-    architecture: options.Architecture = None,
     as_json: options.Json = False,
+    trust_remote_code: bool = False,
+    architecture: str | None = None,
 ) -> None:
-    """Put a pruned model on the Hugging Face hub, its zeros counted again. The login is `hf auth login`'s, or HF_TOKEN.
+    """Verify a pruned model and push it to the Hugging Face hub. Log in with `hf auth login` or HF_TOKEN.
 
     Example: sparsellm push opt-70 me/opt-70 --dry-run
     """
     with told(context):
         from dataclasses import asdict
 
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
         from sparsellm.hub import push as put
         from sparsellm.memory import human_bytes
 
-        more = (private, revision, overwrite, dry_run, bool(trust_remote_code), architecture)
+        if not stderr.is_terminal:
+            disable_progress_bars()
+        more = (private, revision, overwrite, dry_run, trust_remote_code, architecture)
         then = "" if dry_run else f", then pushing it to {repo}"
         stderr.print(f"verifying {output}{then}", highlight=False, soft_wrap=True)
-        done = put(output, repo, *more, bars=stderr.is_terminal)
+        done = put(output, repo, *more)
         if as_json:
             print_json(asdict(done))
             return
