@@ -10,4 +10,4 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$site"
 # One process for each core, each with one thread: the tests' models are too small for more.
-OMP_NUM_THREADS=1 pytest --numprocesses logical --maxprocesses 8 --dist worksteal -m "not long" --cov --cov-report=term "$@"
+OMP_NUM_THREADS=1 pytest --numprocesses logical --maxprocesses 8 --dist worksteal -m "not long" --durations=25 --cov --cov-report=term "$@"

@@ -317,7 +317,6 @@ def test_unsolved_activation(damaged: Path, text_file: Path, tmp_path: Path, com
     assert "one by one" in result.stderr
 
 
-@pytest.mark.slow
 def test_hub_name_without_network(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub name that cannot be reached: the message says what to pass instead."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

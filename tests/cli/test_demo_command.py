@@ -12,7 +12,6 @@ from typer.testing import Result
 from tests.conftest import report_of
 
 
-@pytest.mark.slow
 def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """The Llama form (README's commands run the other): six methods, 80 % zeros each; one model written."""
     monkeypatch.setattr("sparsellm.demonstration.SAMPLES", 4)

@@ -1,4 +1,7 @@
-"""Every command and every Python example of README.md and docs/ runs as written, offline, page by page in a fresh folder."""
+"""Every command and every Python example of README.md and docs/ runs, offline, page by page in a fresh folder.
+
+The quick tests run each at sizes of SMALL; the long ones run each as it is written.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = "sparsellm demo --output pruned-demo"
-"""Takes a minute, so it is run once, on README's page; other pages may show it in the same words."""
+"""Takes a minute, so it is run once, as written, on README's page; other pages may show it in the same words."""
+SMALL = {"samples": 2, "length": 32, "evaluate_limit": 1}
+"""Fields of a recipe: windows and tokens, few enough that a page takes seconds."""
 INSTALLS = ("pip install", "bash tests/all.sh", "python -m venv", ". .venv/bin/activate", "git clone", "cd ")
 
 
@@ -31,10 +36,22 @@ def runnable(page: Path) -> bool:
     return any(language in ("bash", "python") for language, _ in fences(page))
 
 
-@pytest.mark.slow
+def smaller(words: list[str]) -> list[str]:
+    """A command at the sizes of SMALL: of an option that is given twice, the last one counts."""
+    options = [[f"--{name.replace('_', '-')}", str(size)] for name, size in SMALL.items()]
+    if words[0] == "sweep":
+        options = [["--set", f"{name}={size}"] for name, size in SMALL.items()]
+    elif words[0] == "evaluate":
+        del options[0]
+    elif words[0] not in ("prune", "plan") or "--calibration" not in words:
+        return words
+    return [*words, *(word for option in options for word in option)]
+
+
+@pytest.mark.parametrize("as_written", [False, pytest.param(True, marks=pytest.mark.long)], ids=["small", "as written"])
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if runnable(page)])
 def test_every_example_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
+    page: Path, as_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing, no connection is tried; examples may build on earlier ones."""
     if "--track tensorboard" in page.read_text(encoding="utf-8"):
@@ -53,13 +70,18 @@ def test_every_example_runs(
     ran = 0
     for language, content in fences(page):
         if language == "python":
-            exec(compile(content, str(page), "exec"), names)
+            code = (
+                content
+                if as_written
+                else re.sub(r"\b(samples|length)=\d+", lambda found: f"{found[1]}={SMALL[found[1]]}", content)
+            )
+            exec(compile(code, str(page), "exec"), names)
             ran += 1
         for line in content.replace("\\\n", " ").splitlines() if language == "bash" else ():
             for part in (part.strip() for part in line.split("&&")):
                 if not part or part.startswith(("#", *INSTALLS)):
                     continue
-                if part == DEMO and page.name != "README.md":
+                if part == DEMO and not (as_written and page.name == "README.md"):
                     assert DEMO in (ROOT / "README.md").read_text(encoding="utf-8")
                     continue
                 words = shlex.split(part, comments=True)
@@ -70,7 +92,7 @@ def test_every_example_runs(
                     assert done.returncode == 0, f"{part}\n{done.stderr}\n{done.stdout}"
                     continue
                 assert words[0] == "sparsellm", f"{page.name}: {part}: only sparsellm's own commands are tested here"
-                result = command(*words[1:])
+                result = command(*(words[1:] if as_written else smaller(words[1:])))
                 assert result.exit_code == 0, f"{part}\n{result.stderr}\n{result.stdout}"
     assert not tried, f"{page.name} asked the network: {tried}"
     assert ran or page.name == "CONTRIBUTING.md"

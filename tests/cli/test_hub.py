@@ -233,7 +233,6 @@ def test_dry_run(own: Path, hub: Hub, command: Command, monkeypatch: pytest.Monk
     refused(command("push", own, "me/model", "--dry-run"), "tokenizer.json")
 
 
-@pytest.mark.slow
 def test_as_a_stranger_runs_it(own: Path, hub: Hub) -> None:
     """In a process of its own, by huggingface_hub's environment alone: nothing but JSON on stdout, no bars on stderr."""
     line = [sys.executable, "-m", "sparsellm", "push", str(own), "me/model", "--json"]

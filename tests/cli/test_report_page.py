@@ -172,7 +172,6 @@ def test_without_matplotlib(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -
         report_page(run_folder)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 @pytest.mark.parametrize("kind", ["run", "sweep"])
 def test_in_a_browser(kind: str, run_folder: Path, sweep_folder: Path, tmp_path: Path) -> None:

@@ -363,7 +363,7 @@ def test_one_recipe_s_patterns_read_as_in_a_recipe(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_twice_by_the_system_and_continued_by_two_processes(small: Callable[..., Sweep], tmp_path: Path) -> None:
     sweep = small({"model": {"opt": small().cells[0].recipe.model}, "method": ["sparsegpt", "alps"], "seed": [0, 1, 2]})
     whole = told(run_sweep(sweep, tmp_path / "whole", quiet))

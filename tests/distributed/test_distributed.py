@@ -41,8 +41,9 @@ def found(folder: Path, count: int, case: str, rank: int) -> tuple[dict[str, Ten
     return load_file(f"{file}.safetensors"), json.loads(Path(f"{file}.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "chosen"), [(2, ""), (4, "llama")])
+@pytest.mark.parametrize(
+    ("count", "chosen"), [(2, "llama"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, ""), (4, "llama")))]
+)
 def test_as_one_process(count: int, chosen: str, tmp_path: Path) -> None:
     """Every method, with every stage that goes over windows: all processes have the same weights, and one alone has them too.
 
@@ -189,7 +190,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
     return words, weights_of(output)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_process(lost: int, run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path) -> None:
     """The other ends within a minute and says which one died and what to do; resumed by two, the bytes of an unbroken run."""
@@ -214,7 +215,7 @@ def test_a_killed_process(lost: int, run: tuple[tuple[object, ...], bytes], tiny
     assert weights_of(output) == unbroken
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path) -> None:
     """Processes whose launcher is gone end by themselves; resumed by one alone, which says that this is another number."""
     words, unbroken = run
@@ -240,7 +241,6 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
 
 
-@pytest.mark.slow
 def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Another recipe in one process, or another model: refused before anything is written, and told which and what."""
     words = ("--calibration", text_file, "--samples", 8, "--length", 32, "--method", "wanda")
@@ -255,7 +255,6 @@ def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Pat
         assert not output.exists()
 
 
-@pytest.mark.slow
 def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """What goes wrong in a process that does not lead is told by the one that does, with its number and place."""
     port, output = free_port(), tmp_path / "out"
@@ -270,7 +269,6 @@ def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path)
     assert not output.exists()
 
 
-@pytest.mark.slow
 def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     port = free_port()
     words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--length", 32)
@@ -305,7 +303,7 @@ def machines() -> Iterator[Callable[[], None]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_machine_that_is_cut_off(
     machines: Callable[[], None], run: tuple[tuple[object, ...], bytes], tiny: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -334,7 +332,6 @@ def test_a_machine_that_is_cut_off(
     assert not outputs[1].exists()
 
 
-@pytest.mark.slow
 def test_a_sweep_and_a_measurement(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Processes of a launcher share a sweep's cells out, and the first one tells; a perplexity is the same by two as by one."""
     sweep, port = tmp_path / "sweep.yaml", free_port()

@@ -49,8 +49,7 @@ def test_split_tensors_have_the_names_and_numbers_of_the_model(kind: str, tiny_m
     assert {read.one_name(name) for name in wanted} == {read.one_name(name) for name in read.files}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SPLIT[1:])
+@pytest.mark.parametrize("kind", [SPLIT[1], *(pytest.param(kind, marks=pytest.mark.long) for kind in SPLIT[2:])])
 def test_a_model_with_split_tensors_is_streamed_as_in_memory(kind: str, tiny_models: ModuleType, tmp_path: Path) -> None:
     source = saved(kind, tiny_models, tmp_path / "dense")
     folders = [written(source, tmp_path / str(stream), "sparsegpt", stream=stream, sparsity="2:4") for stream in (False, True)]
@@ -63,7 +62,6 @@ def test_a_model_with_split_tensors_is_streamed_as_in_memory(kind: str, tiny_mod
     assert verify(folders[1], str(source)).layers
 
 
-@pytest.mark.slow
 def test_a_model_whose_names_depend_on_each_other_is_loaded_whole(tiny_models: ModuleType, tmp_path: Path) -> None:
     """Kimi K2.5's tower has fc0 and fc1 in its files where the model has fc1 and fc2."""
     source = saved("kimi_k25", tiny_models, tmp_path / "dense")

@@ -106,24 +106,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
 UNCOUPLED = ("gpt_oss",)
 """Those whose feed-forward part has an activation that SparseLLM does not solve."""
-OF_THEIR_KIND = (
-    "opt-350m",
-    "llama3",
-    "gemma2",
-    "phi",
-    "phi3",
-    "gpt2",
-    "gpt_neox",
-    "falcon-new",
-    "qwen3_moe",
-    "gpt_oss",
-    "llama4_text",
-)
-"""One of each form: the others are slow tests, where each takes a second."""
-
-every_family = pytest.mark.parametrize("name", CONFIGS)
+FORMS = ("gpt_neox", "llama3", "phi3", "gpt2", "qwen3_moe", "opt-350m", "gpt_oss")
+"""One of each form: plain, gated, fused, Conv1D, experts, post-norm, uncoupled. The long tests have the other families."""
 each_family = pytest.mark.parametrize(
-    "name", [name if name in OF_THEIR_KIND else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name", [name if name in FORMS else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )
 
 METHODS: dict[str, BlockMethod] = {
@@ -173,7 +159,7 @@ def test_every_line_of_the_table_is_tried() -> None:
     assert set(ARCHITECTURES) == tried | towers
 
 
-@every_family
+@each_family
 def test_blocks_are_called_as_the_model_calls_them(name: str) -> None:
     """Every block's inputs on the walk are bit for bit those of an ordinary forward pass, and all of it is described."""
     model = tiny(name)
@@ -191,7 +177,7 @@ def test_blocks_are_called_as_the_model_calls_them(name: str) -> None:
         assert parts == sum(sizes[key] for key in covered)  # views neither overlap nor leave a gap
 
 
-@every_family
+@each_family
 @torch.no_grad()
 def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
     """With fused layers and experts opened a block computes the same, and every layer W x + b of what it is shown."""
@@ -219,8 +205,15 @@ def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["60%", "2:4"])
-@pytest.mark.parametrize("method", METHODS)
-@each_family
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=() if name in FORMS else pytest.mark.long)
+        for name in CONFIGS
+        for method in METHODS
+        if name in FORMS or method in ("sparsegpt", "published", "sparsellm")  # one of those that prune layer by layer
+    ],
+)
 def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     """Every layer has its zeros, also within fused parameters; what is not planned keeps its bits; outputs are finite."""
     model, dense = tiny(name), tiny(name)
@@ -252,7 +245,7 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
         assert all(bool(model(input_ids=batch).logits.isfinite().all()) for batch in batches())
 
 
-@every_family
+@each_family
 @torch.no_grad()
 def test_every_family_has_a_miniature(name: str) -> None:
     """`sparsellm plan` divides every dimension of a family's configuration; what comes out has the same layers, and runs."""
@@ -282,13 +275,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(
-    ("method", "pattern"),
-    [
-        ("sparsegpt", "2:4"), ("sparsellm", "60%"),
-        pytest.param("sparsegpt", "60%", marks=pytest.mark.slow), pytest.param("sparsellm", "2:4", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "pattern"), [("sparsegpt", "2:4"), ("sparsellm", "60%")])
 @each_family
 def test_streamed_as_in_memory(name: str, method: str, pattern: str, tmp_path: Path) -> None:
     """Read block by block it ends in the same tensors of the same names; read again it is the same model."""

@@ -89,9 +89,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 HOLDS_EXPERTS = ("jamba", "granitemoehybrid", "nemotron_h", "dbrx", "deepseek_v2", "phimoe", "minimax_m2")
 QUICK = ("mamba", "jamba", "bamba", "recurrent_gemma", "nemotron_h", "dbrx")
 
-every_form = pytest.mark.parametrize("name", CONFIGS)
 each_form = pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 )
 
 
@@ -122,7 +121,7 @@ def matrices(block: Block) -> set[str]:
     return {name for name in found if not any(part in name for part in left)}
 
 
-@every_form
+@each_form
 def test_every_matrix_is_a_layer(name: str) -> None:
     """The blocks are found, in order, called as the model calls them, and every matrix in them belongs to layers."""
     model = tiny(name)
@@ -138,7 +137,7 @@ def test_every_matrix_is_a_layer(name: str) -> None:
         assert entries == sum(sizes[key] for key in held)
 
 
-@every_form
+@each_form
 @torch.no_grad()
 def test_every_layer_is_shown(name: str) -> None:
     """Layer by layer a block computes the same; each layer is called with what it reads, and writes W x + b of it."""

@@ -195,7 +195,6 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 """Form and settings."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_forecast_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Stage by stage, memory within a tenth of what the real run's tensors take at the peak, operations within a fifth."""

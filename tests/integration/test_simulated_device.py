@@ -76,7 +76,6 @@ assert layer.weight.grad.device == DEVICE
 """
 
 
-@pytest.mark.slow
 def test_the_simulation_refuses_and_counts(tmp_path: Path) -> None:
     """It raises where devices are mixed, counts each read once, and has gradients."""
     file = tmp_path / "program.py"

@@ -76,7 +76,6 @@ QUICK = ("llama", "opt", "gpt2")
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -> None:
     """Pruned in memory and block by block, verified, with the dense embedding, and always the same tensors."""

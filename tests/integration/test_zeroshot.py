@@ -108,7 +108,7 @@ def test_equal_to_lm_eval_by_hand(
 
 
 @WITH
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not (SHARED / "data" / "zeroshot").is_dir(), reason="the shared task files are not here")
 @pytest.mark.parametrize("name", ["wt2-opt", "wt2-llama"])
 def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: Command) -> None:

@@ -135,7 +135,6 @@ for keep, group in (("*u8", 0), ("*fp32", 4)):
 """
 
 
-@pytest.mark.slow
 def test_it_compiles() -> None:
     """For a GPU of compute capability 8.0, which need not be there."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
