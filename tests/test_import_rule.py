@@ -110,6 +110,7 @@ STOREYS = {
         "first_pass",
         "generation",
         "zeroshot",
+        "recovery",
         "preparation",
         "fingerprint",
         "measuring",

@@ -43,8 +43,8 @@ TASKS = {
 }
 """The zero-shot tasks by lm-eval's names, with the part that it asks. The first seven are the SparseLLM paper's."""
 
-COUPLES = ("none", "feedforward", "block", "model")
-"""The set Omega, from local pruning to global: whose layers form one problem."""
+COUPLES = ("none", "feedforward")
+"""The set Omega: whose layers form one problem."""
 
 ALLOCATIONS = ("uniform", "owl", "dlp", "fisher", "error")
 """How the total is shared among the layers; a file of YAML is the other way."""

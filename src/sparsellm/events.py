@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.report import Report
 from sparsellm.sequential import Step
 
@@ -18,7 +18,7 @@ class Begun:
     """The run begins: what can be refused has been. name: what it is called. environment: versions and machine."""
 
     name: str
-    recipe: Recipe
+    recipe: RunRecipe
     environment: Mapping[str, str]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.choices import ALLOCATIONS
 from sparsellm.files import card_terms
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 
 NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Fields of a recipe that may differ when a run goes on: they do not change the weights."""
@@ -27,7 +27,9 @@ READERS = 8
 """The most files that are digested at the same time: a disk that is faster than one processor is not kept waiting."""
 
 
-def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:
+def fingerprint(
+    recipe: RunRecipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """What must be the same for a run to go on: recipe, model, calibration tokens, and the versions and machine.
 
     Of every file that the recipe names, and of every file of the model that comes into the output or decides tokens, the

@@ -83,21 +83,15 @@ Horizon = Annotated[
     str | None, _pruning(help="How far errors are followed to weigh them: feedforward, model.", default="model")
 ]
 Newton = Annotated[int | None, _pruning(help="Gauss-Newton rounds over a feed-forward part, at most.", default="3")]
-Refine = Annotated[int | None, _pruning(help="Gradient steps over a block, masks held.", default="0; 100 with --couple block")]
 Epochs = Annotated[int | None, _pruning(help="SparseLLM's K.", default="1; 4 as published")]
 Alpha = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the layers.", default="0.1")]
 Beta = Annotated[float | None, _pruning(help="SparseLLM: weight of fitting the activation.", default="0.1")]
 Couple = Annotated[
     str | None,
     _pruning(
-        help="Whose layers form one problem: none, feedforward, block or model; as published, also blocks as in --blocks.",
+        help="Whose layers form one problem: none or feedforward; as published, also blocks as in --blocks.",
         default="feedforward",
     ),
-]
-CoupleSteps = Annotated[int | None, _pruning(help="Gradient steps of the whole model's stage (--couple model).", default="300")]
-CoupleWritten = Annotated[
-    int | None,
-    _pruning(help="Windows that the dense model writes for that stage.", default="as many as let it read each about twice"),
 ]
 Allocation = Annotated[
     str | None,
@@ -119,6 +113,24 @@ TrueSequential = Annotated[
         "--true-sequential/--no-true-sequential",
         help="alps, swift, sparsegpt, wanda: prune layers on what the pruned ones before them in the block write.",
         default="False",
+    ),
+]
+
+Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help="A pruned model's folder, as `prune` wrote it.")]
+Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+Toward = Annotated[
+    str, _model("--against", metavar="DENSE", help="The dense model that PRUNED was made from: folder, hub name or demo:opt.")
+]
+Scope = Annotated[str | None, _pruning(help="What is trained as one: block or model.", default="model")]
+Steps = Annotated[
+    int | None, _pruning(help="Gradient steps, at most.", default="100 over each block, 300 over the whole model")
+]
+RecoveryWritten = Annotated[
+    int | None,
+    _texts(
+        "--written",
+        help="Windows besides, that the dense model writes itself.",
+        default="0 by block; for the model as many as let it read each about twice",
     ),
 ]
 

@@ -14,7 +14,8 @@ from sparsellm.drawing import Plot, inline
 from sparsellm.errors import InvalidSetting
 from sparsellm.inspection import REPORT
 from sparsellm.plots import run_plots, with_error
-from sparsellm.recipe_file import read_recipe
+from sparsellm.recipe import Recipe, RecoveryRecipe
+from sparsellm.recipe_file import validated
 from sparsellm.records import saved_report
 from sparsellm.sweep_plots import sweep_plots
 from sparsellm.sweeping import is_sweep, read_outcomes, saved_sweep
@@ -68,7 +69,8 @@ def write_figures(plots: Sequence[Plot], folder: str | Path) -> list[Path]:
 
 def _run_page(report: Mapping[str, Any], name: str) -> tuple[str, list[Plot]]:
     """A run: what was done, before and after, layers, steps, time, samples, the recipe."""
-    recipe = read_recipe(report["recipe"])
+    recovery = "pruned" in report["recipe"]
+    recipe = validated(RecoveryRecipe if recovery else Recipe, report["recipe"])
     totals, plots = report["totals"], run_plots(report)
     keys = {"zeros in pruned layers": f"{100 * totals['sparsity_of_pruned_layers']:.2f} %"}
     keys |= {"zeros in the model": f"{100 * totals['sparsity_of_model']:.2f} %", "layers pruned": str(totals["pruned_layers"])}
@@ -78,7 +80,7 @@ def _run_page(report: Mapping[str, Any], name: str) -> tuple[str, list[Plot]]:
             keys[label] = with_error(found[when]["value"], found[when]["standard_error"])
     seconds = report["seconds"].get("total")
     keys |= {"seconds": f"{seconds:.0f}"} if seconds else {}
-    lead = f"{recipe.model} was pruned by {recipe.describe()}."
+    lead = f"{recipe.model} was pruned {'and ' if recovery else 'by '}{recipe.describe()}."
     parts = [_lead(lead, report["calibration"] and f"Calibrated on {report['calibration']}."), _keys(keys)]
     parts += [f"<p class=soft>Note: {escape(note.rstrip('.'))}.</p>" for note in report["notes"]]
     parts += [_figure(plot) for plot in plots]
@@ -90,7 +92,11 @@ def _run_page(report: Mapping[str, Any], name: str) -> tuple[str, list[Plot]]:
     parts += ["<h2>Every layer</h2>", _folded(f"{len(layers)} layers", _table(head, rows))]
     parts += [
         "<h2>Do it again</h2>",
-        _pre(f"sparsellm prune --config recipe.yaml {name}"),
+        _pre(
+            f"sparsellm recover {recipe.pruned} {name} --against {recipe.model} --calibration {recipe.calibration}"
+            if isinstance(recipe, RecoveryRecipe)
+            else f"sparsellm prune --config recipe.yaml {name}"
+        ),
         _folded("recipe.yaml", _pre(recipe.to_yaml())),
     ]
     parts += [

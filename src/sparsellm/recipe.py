@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import PurePath
 from typing import Literal
 
 import yaml
@@ -15,22 +15,26 @@ from sparsellm.memory import parse_bytes
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.methods.settings import Window
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 
-_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton", "refine", "couple_steps", "couple_written")
+_ONLY_DEFAULT = ("targets", "residual", "curvature", "horizon", "newton")
 _ONLY_SPARSELLM = ("as_published", "solver", "epochs", "alpha", "beta", "couple", *_ONLY_DEFAULT)
 
 NEWTON = SparseLLM.newton
 """The usual number of Gauss-Newton rounds."""
 
-BLOCK_STEPS = 100
-"""The usual gradient steps over a block, where it is to be coupled."""
+SCOPE_STEPS = {"block": 100, "model": 300}
+"""The usual gradient steps of a recovery: over each block, or over the whole model."""
+
+_NEEDS_TEXT = (
+    "needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
+    "file, or one of c4, wikitext2, ptb, demo."
+)
 
 
-class Recipe(BaseModel):
-    """Everything that decides a run's result, as on the command line and in YAML. See docs/cli.md for each field."""
+class RunRecipe(BaseModel):
+    """What pruning and recovery have in common: the dense model, the calibration text, the machine, what is measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,57 +44,10 @@ class Recipe(BaseModel):
     architecture: str | None = Field(
         None, description="YAML that describes a model's form; default: the table, or what is found"
     )
-    method: str = Field(
-        "sparsellm", description="what prunes a block: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude"
-    )
-    as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
-    solver: str | None = Field(
-        None, description="the solver inside SparseLLM: thorough, alps, swift, sparsegpt, wanda or magnitude"
-    )
-    sparsity: str = Field("50%", description="share of weights removed, or N:M: N of every M removed")
     calibration: str | None = Field(None, description="file of text, or c4, wikitext2, ptb, demo")
     text_field: str | None = Field(None, description="field of the text in .json, .jsonl and .parquet; default: text")
     samples: int = Field(128, gt=0, description="calibration windows")
-    written: int = Field(0, ge=0, description="calibration windows more, that the dense model writes itself")
     length: int | None = Field(None, gt=1, description="tokens a window; default: 2048, or the model's length if less")
-    targets: Literal["teacher", "own"] = Field(
-        "teacher", description="what layers aim at: the dense model's outputs, or their own"
-    )
-    residual: bool = Field(True, description="the layers that write to the stream also repair what it has lost")
-    curvature: Literal["none", "diagonal", "kronecker"] = Field(
-        "kronecker", description="how outputs are weighed by what they cost"
-    )
-    horizon: Literal["feedforward", "model"] = Field("model", description="how far errors are followed to weigh them")
-    newton: int = Field(NEWTON, ge=0, description="Gauss-Newton rounds over a feed-forward part, masks held")
-    refine: int | None = Field(
-        None,
-        ge=0,
-        description="gradient steps over a block, masks held, stopped by held-back windows; default: 100 with couple: block",
-    )
-    epochs: int | None = Field(None, gt=0, description="SparseLLM's K; default: 1, and 4 as published")
-    alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
-    couple: str | None = Field(None, description="SparseLLM's Omega: none, feedforward, block or model; default: feedforward")
-    couple_steps: int = Field(300, gt=0, description="gradient steps of the whole model's stage, with couple: model")
-    couple_written: int | None = Field(
-        None,
-        ge=0,
-        description="windows that the dense model writes for that stage; default: as many as let it read each about twice",
-    )
-    allocation: str | None = Field(
-        None,
-        description="how the sparsity is shared: uniform, owl, dlp, fisher, error or a YAML file; default: docs/allocation.md",
-    )
-    allocation_bounds: str | None = Field(
-        None, description="the least and the largest sparsity that owl, dlp, fisher or error may give a layer, as 60%:95%"
-    )
-    blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
-    only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
-    skip: tuple[str, ...] = Field((), description="leave out layers of these names")
-    keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
-    true_sequential: bool = Field(
-        False, description="alps, swift, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
-    )
     seed: int = Field(0, ge=0, lt=2**63, description="of the calibration windows")
     batch: int | None = Field(None, gt=0, description="windows at a time; default: about 2,048 tokens")
     memory: str | None = Field(None, description="what the run may take, as 16GiB; default: four fifths of what is free")
@@ -106,14 +63,113 @@ class Recipe(BaseModel):
     task_data: str | None = Field(None, description="folder of the tasks' questions, as .jsonl; default: from the hub")
     task_limit: int | None = Field(None, gt=0, description="questions of each task, for a try; default: all")
 
+    @field_validator("evaluate", "prompt", "task", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("task")
+    @classmethod
+    def _are_tasks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for task in value:
+            if task not in TASKS:
+                raise InvalidSetting(f"`task` is unknown: got {task!r}. {nearest(task, TASKS)}")
+        return value
+
+    @field_validator("memory")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_bytes(value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What `memory` means, in bytes."""
+        return None if self.memory is None else parse_bytes(self.memory)
+
+    @property
+    def sharing(self) -> str:
+        """The rule by which the sparsity is shared out, or the path of a file."""
+        return "uniform"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration windows."""
+        return True
+
+    @property
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return 0
+
+    @property
+    def model_steps(self) -> int:
+        """Gradient steps over the whole model, after the blocks; 0 for none."""
+        return 0
+
+    @property
+    def model_written(self) -> int | None:
+        """Windows that the dense model writes for those steps; None for as many as let them read each about twice."""
+        return None
+
+    def describe(self) -> str:
+        """What is done, in one line."""
+        raise NotImplementedError
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, every field written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class Recipe(RunRecipe):
+    """Everything that decides the result of pruning, as on the command line and in YAML. See docs/cli.md for each field."""
+
+    method: str = Field(
+        "sparsellm", description="what prunes a block: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude"
+    )
+    as_published: bool = Field(False, description="SparseLLM's Algorithm 1: SparseGPT inside, the last epoch returned")
+    solver: str | None = Field(
+        None, description="the solver inside SparseLLM: thorough, alps, swift, sparsegpt, wanda or magnitude"
+    )
+    sparsity: str = Field("50%", description="share of weights removed, or N:M: N of every M removed")
+    written: int = Field(0, ge=0, description="calibration windows more, that the dense model writes itself")
+    targets: Literal["teacher", "own"] = Field(
+        "teacher", description="what layers aim at: the dense model's outputs, or their own"
+    )
+    residual: bool = Field(True, description="the layers that write to the stream also repair what it has lost")
+    curvature: Literal["none", "diagonal", "kronecker"] = Field(
+        "kronecker", description="how outputs are weighed by what they cost"
+    )
+    horizon: Literal["feedforward", "model"] = Field("model", description="how far errors are followed to weigh them")
+    newton: int = Field(NEWTON, ge=0, description="Gauss-Newton rounds over a feed-forward part, masks held")
+    epochs: int | None = Field(None, gt=0, description="SparseLLM's K; default: 1, and 4 as published")
+    alpha: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the layers")
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False, description="SparseLLM's weight of fitting the activation")
+    couple: str | None = Field(None, description="SparseLLM's Omega: none or feedforward; default: feedforward")
+    allocation: str | None = Field(
+        None,
+        description="how the sparsity is shared: uniform, owl, dlp, fisher, error or a YAML file; default: docs/allocation.md",
+    )
+    allocation_bounds: str | None = Field(
+        None, description="the least and the largest sparsity that owl, dlp, fisher or error may give a layer, as 60%:95%"
+    )
+    blocks: str = Field("all", description="all, first-half, a range 0:12, or a list 3,5")
+    only: tuple[str, ...] = Field((), description="prune only layers of these names; * stands for anything")
+    skip: tuple[str, ...] = Field((), description="leave out layers of these names")
+    keep_zeros: bool = Field(False, description="weights that are zero already stay zero")
+    true_sequential: bool = Field(
+        False, description="alps, swift, sparsegpt and wanda prune a block's layers on what the pruned ones before them write"
+    )
+
     @field_validator("sparsity", "blocks", "couple", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("only", "skip", "evaluate", "prompt", "task", mode="before")
+    @field_validator("only", "skip", mode="before")
     @classmethod
-    def _as_list(cls, value: object) -> object:
+    def _names_as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("sparsity")
@@ -137,8 +193,8 @@ class Recipe(BaseModel):
                 raise InvalidSetting(f"`{foreign[0]}` belongs to the method sparsellm, got the method {self.method}.")
         elif self.as_published:
             foreign = [name for name in _ONLY_DEFAULT if name in self.model_fields_set and self._differs(name)]
-            if foreign or self.couple in ("block", "model"):
-                name = foreign[0] if foreign else "couple"
+            if foreign:
+                name = foreign[0]
                 raise InvalidSetting(
                     f"`{name}` is {getattr(self, name)}, which Algorithm 1 as published lacks. Leave it out, or --as-published."
                 )
@@ -153,8 +209,8 @@ class Recipe(BaseModel):
                 f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.couple == "none" and (self.newton not in (0, NEWTON) or self.refine):
-            raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton` and `refine`.")
+        if self.couple == "none" and self.newton not in (0, NEWTON):
+            raise InvalidSetting("With `couple` none every layer is a problem of its own: leave out `newton`.")
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.sharing} shares out an unstructured sparsity, got {self.sparsity}. "
@@ -167,12 +223,9 @@ class Recipe(BaseModel):
             )
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
-        if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
+        if self.reads_text and self.calibration is None:
             needing = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.sharing}"
-            raise InvalidSetting(
-                f"{needing} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
-                "file, or one of c4, wikitext2, ptb, demo."
-            )
+            raise InvalidSetting(f"{needing} {_NEEDS_TEXT}")
         return self
 
     def _differs(self, name: str) -> bool:
@@ -185,26 +238,6 @@ class Recipe(BaseModel):
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
         return value
-
-    @field_validator("task")
-    @classmethod
-    def _are_tasks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for task in value:
-            if task not in TASKS:
-                raise InvalidSetting(f"`task` is unknown: got {task!r}. {nearest(task, TASKS)}")
-        return value
-
-    @field_validator("memory")
-    @classmethod
-    def _is_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_bytes(value)
-        return value
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """What `memory` means, in bytes."""
-        return None if self.memory is None else parse_bytes(self.memory)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -251,8 +284,7 @@ class Recipe(BaseModel):
             curvature=self.curvature,
             horizon=self.horizon,
             newton=self.newton,
-            refine=replace(SparseLLM.refine, steps=self.steps),
-            couple=self.window,
+            couple="none" if self.couple == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
         )
 
@@ -262,15 +294,14 @@ class Recipe(BaseModel):
         return self.epochs or (4 if self.as_published else SparseLLM.epochs)
 
     @property
-    def steps(self) -> int:
-        """Gradient steps over each block."""
-        return self.refine if self.refine is not None else (BLOCK_STEPS if self.couple == "block" else 0)
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration windows."""
+        return self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]
 
     @property
-    def window(self) -> Window:
-        """The largest problem within a block; the whole model's stage comes after the blocks."""
-        words: dict[str | None, Window] = {"none": "none", None: "feedforward", "feedforward": "feedforward"}
-        return words.get(self.couple, "block")
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return self.written
 
     def describe(self) -> str:
         """The method and pattern in one line."""
@@ -281,6 +312,51 @@ class Recipe(BaseModel):
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"
 
-    def to_yaml(self) -> str:
-        """The recipe as YAML, every field written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+class RecoveryRecipe(RunRecipe):
+    """Everything that decides the result of a recovery. model: the dense model that the pruned one is trained toward."""
+
+    pruned: str = Field(description="folder that a run of prune or recover wrote")
+    scope: Literal["block", "model"] = Field("model", description="what is trained as one: each block, or the whole model")
+    steps: int | None = Field(None, gt=0, description="gradient steps; default: 100 over each block, 300 over the model")
+    written: int | None = Field(
+        None,
+        ge=0,
+        description="windows that the dense model writes besides; default: 0 for blocks; as many as are read about twice",
+    )
+
+    @model_validator(mode="after")
+    def _has_text(self) -> RecoveryRecipe:
+        if self.calibration is None:
+            raise InvalidSetting(f"Recovery {_NEEDS_TEXT}")
+        return self
+
+    @property
+    def resolved_steps(self) -> int:
+        """Gradient steps, over each block or over the model."""
+        return self.steps or SCOPE_STEPS[self.scope]
+
+    @property
+    def block_steps(self) -> int:
+        """Gradient steps over each block; 0 for none."""
+        return self.resolved_steps if self.scope == "block" else 0
+
+    @property
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return (self.written or 0) if self.scope == "block" else 0
+
+    @property
+    def model_steps(self) -> int:
+        """Gradient steps over the whole model; 0 for none."""
+        return self.resolved_steps if self.scope == "model" else 0
+
+    @property
+    def model_written(self) -> int | None:
+        """Windows that the dense model writes for those steps; None for as many as let them read each about twice."""
+        return self.written if self.scope == "model" else None
+
+    def describe(self) -> str:
+        """What is trained, in one line."""
+        trained = "each block" if self.scope == "block" else "the whole model"
+        return f"recovered from {PurePath(self.pruned).name} by {self.resolved_steps} gradient steps over {trained}"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.json_files import Unreadable, check_value
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import Recipe, RunRecipe
 from sparsellm.yaml_files import read_mapping
+
+Kind = TypeVar("Kind", bound=RunRecipe)
 
 
 def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
@@ -25,13 +27,18 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
     merged.update(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
+    return validated(Recipe, merged)
+
+
+def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
+    """A recipe of a kind from all its settings. Raises InvalidSetting as `read_recipe` does."""
     try:
-        check_value(merged)  # a path may hold bytes that no report can
-        return Recipe(**merged)
+        check_value(settings)  # a path may hold bytes that no report can
+        return kind(**settings)
     except Unreadable as error:
         raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
     except ValidationError as error:
-        raise InvalidSetting(_explain(error.errors()[0])) from None
+        raise InvalidSetting(_explain(error.errors()[0], kind)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -45,14 +52,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, kind: type[RunRecipe]) -> str:
     """One sentence or two for pydantic's first complaint."""
     own = (error.get("ctx") or {}).get("error")
     if isinstance(own, InvalidSetting):
         return str(own)
     field = str(error["loc"][0]) if error["loc"] else "recipe"
     if error["type"] == "extra_forbidden":
-        return f"Unknown field {field!r}. {nearest(field, Recipe.model_fields)}"
+        return f"Unknown field {field!r}. {nearest(field, kind.model_fields)}"
     if error["type"] == "literal_error":
         known = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), known)}"

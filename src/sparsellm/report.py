@@ -19,7 +19,7 @@ from sparsellm import __version__, devices
 from sparsellm.coverage import Coverage
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.refinement import Refined
 from sparsellm.solvers import column_loop
 
@@ -51,14 +51,15 @@ class Origin:
 class Report:
     """Everything known of a run. Filled as the run goes on.
 
-    resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
+    resolved: what was really run where the recipe leaves it open. recovered: what gradient steps over the whole model did, if
+    there were any. pruned: of a recovery, what the report of the pruned checkpoint says.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
     peak_memory: of this process since the run began, in bytes. origin: for the card. coverage: how much of the blocks' matrix
     weights is pruned.
     """
 
-    recipe: Recipe
+    recipe: RunRecipe
     environment: dict[str, str]
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
@@ -68,7 +69,8 @@ class Report:
     samples: dict[str, dict[str, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    coupled: Refined | None = None
+    recovered: Refined | None = None
+    pruned: dict[str, Any] | None = None
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
@@ -121,7 +123,8 @@ class Report:
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,
-            "coupled": asdict(self.coupled) if self.coupled else None,
+            "recovered": asdict(self.recovered) if self.recovered else None,
+            **({"pruned": self.pruned} if self.pruned else {}),
             "blocks": [_block(block) for block in self.blocks],
         }
 
@@ -198,6 +201,9 @@ class Report:
         lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
         lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
+        if self.pruned:
+            before = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
+            lines += ["## Recipe of the pruned checkpoint", "", *fenced(before, "yaml"), ""]
         lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
         lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
         return "\n".join(lines) + "\n"

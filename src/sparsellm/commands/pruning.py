@@ -1,4 +1,4 @@
-"""`prune` and `plan`: the commands that take a recipe."""
+"""`prune`, `recover` and `plan`: the commands that take a recipe."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from sparsellm import options
 from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
+
+if TYPE_CHECKING:
+    from sparsellm.recipe import RunRecipe
 
 _NOT_FIELDS = ("context", "output", "config", "print_config", "resume", "restart", "overwrite", "track", "as_json")
 
@@ -33,13 +36,10 @@ def prune(
     curvature: options.Curvature = None,
     horizon: options.Horizon = None,
     newton: options.Newton = None,
-    refine: options.Refine = None,
     epochs: options.Epochs = None,
     alpha: options.Alpha = None,
     beta: options.Beta = None,
     couple: options.Couple = None,
-    couple_steps: options.CoupleSteps = None,
-    couple_written: options.CoupleWritten = None,
     allocation: options.Allocation = None,
     allocation_bounds: options.AllocationBounds = None,
     blocks: options.Blocks = None,
@@ -78,7 +78,6 @@ def prune(
     """
     given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
     with told(context):
-        from sparsellm.export import check_output, is_finished
         from sparsellm.recipe_file import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
@@ -89,41 +88,92 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        if resume and restart:
-            raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
 
-        from sparsellm import distributed
-        from sparsellm.display import Progress, print_summary
-        from sparsellm.events import Stage, each
-        from sparsellm.output_lock import recover
-        from sparsellm.run import run
-        from sparsellm.tracking import Tracked
-        from sparsellm.work import working
 
-        with distributed.joined(
-            os.environ, ended
-        ) as leads:  # alone, or with the other processes of a launcher, of which one speaks
-            if leads:
-                recover(output)
-            if distributed.agreed(resume and is_finished(output)):
-                stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
-                return
-            if leads:
-                check_output(output, overwrite, recipe.model)
-            with (
-                Progress(stderr if leads else silent) as progress,
-                Tracked(*(track or () if leads else ()), say=progress) as tracked,
-                working(output, resume, restart) as work,
-            ):
-                result = run(recipe, each(progress, tracked), work=work)
-                progress(Stage("writing and verifying"))
-                folder = result.save_pretrained(output, overwrite)
-            if not leads:
-                return
-            if as_json:
-                print_json(result.report.to_dict() | {"output": str(folder)})
-            else:
-                print_summary(stdout, result.report, str(folder))
+def recover(
+    context: typer.Context,
+    pruned: options.Pruned,
+    output: options.Recovered,
+    model: options.Toward,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = None,
+    architecture: options.Architecture = None,
+    scope: options.Scope = None,
+    steps: options.Steps = None,
+    calibration: options.Calibration = None,
+    text_field: options.TextField = None,
+    samples: options.Samples = None,
+    written: options.RecoveryWritten = None,
+    length: options.Length = None,
+    seed: options.Seed = None,
+    evaluate: options.Evaluate = None,
+    evaluate_limit: options.EvaluateLimit = None,
+    prompt: options.Prompt = None,
+    task: options.Task = None,
+    task_data: options.TaskData = None,
+    task_limit: options.TaskLimit = None,
+    memory: options.Memory = None,
+    stream: options.Stream = None,
+    device: options.Device = None,
+    batch: options.Batch = None,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    overwrite: options.Overwrite = False,
+    track: options.Track = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train the weights that a pruned checkpoint has left, zeros held, and write the recovered checkpoint.
+
+    Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
+    """
+    given = {name: value for name, value in locals().items() if name not in _NOT_FIELDS and value not in (None, [])}
+    with told(context):
+        from sparsellm.export import check_output
+        from sparsellm.recovery import read_recovery
+
+        recipe = read_recovery(given)
+        check_output(output, overwrite or resume or restart, recipe.pruned)
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
+
+
+def _write(
+    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, track: list[str], as_json: bool
+) -> None:
+    """Run a recipe, alone or with the other processes of a launcher, write the output, and print what was done."""
+    if resume and restart:
+        raise typer.BadParameter("--resume goes on with an unfinished output, --restart throws it away: pass one of them")
+
+    from sparsellm import distributed, output_lock
+    from sparsellm.display import Progress, print_summary
+    from sparsellm.events import Stage, each
+    from sparsellm.export import check_output, is_finished
+    from sparsellm.run import run
+    from sparsellm.tracking import Tracked
+    from sparsellm.work import working
+
+    with distributed.joined(os.environ, ended) as leads:  # of several processes one speaks
+        if leads:
+            output_lock.recover(output)
+        if distributed.agreed(resume and is_finished(output)):
+            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+            return
+        if leads:
+            check_output(output, overwrite, recipe.model)
+        with (
+            Progress(stderr if leads else silent) as progress,
+            Tracked(*(track if leads else ()), say=progress) as tracked,
+            working(output, resume, restart) as work,
+        ):
+            result = run(recipe, each(progress, tracked), work=work)
+            progress(Stage("writing and verifying"))
+            folder = result.save_pretrained(output, overwrite)
+        if not leads:
+            return
+        if as_json:
+            print_json(result.report.to_dict() | {"output": str(folder)})
+        else:
+            print_summary(stdout, result.report, str(folder))
 
 
 def _like_prune(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,18 +7,13 @@ from typing import Literal
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods.part import SAMPLED
-from sparsellm.refinement import Descent
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 
 Targets = Literal["teacher", "own"]
 Curvature = Literal["none", "diagonal", "kronecker"]
 Horizon = Literal["feedforward", "model"]
-Window = Literal["none", "feedforward", "block"]
-
-NO_REFINEMENT = Descent(0, 3e-4)
-"""No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
-who ask for steps: short ones, since what comes before is near its optimum."""
+Couple = Literal["none", "feedforward"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,7 @@ class Settings:
     horizon: Horizon = "model"
     newton: int = 3
     sampled: int = SAMPLED
-    refine: Descent = NO_REFINEMENT
-    couple: Window = "feedforward"
+    couple: Couple = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
 

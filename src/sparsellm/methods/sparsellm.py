@@ -14,7 +14,6 @@ from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
 from sparsellm.methods.settings import Settings
 from sparsellm.methods.two_streams import TwoStreams
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.refinement import Refined
 from sparsellm.sensitivity import layer_sensitivities
 
 
@@ -31,7 +30,6 @@ class SparseLLM(Settings):
     2. Epochs of SparseLLM's alternation (Bai et al., NeurIPS 2024, eqs. 9-12): signals p and z from what the part now computes,
        readers solved toward z, the writer refitted on what these really give. An epoch stays if the part's true error fell.
     3. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
-    4. Gradient steps over the block's parameters with masks held, stopped by held-back windows (`sparsellm.refinement`).
 
     Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
 
@@ -39,8 +37,7 @@ class SparseLLM(Settings):
     residual: whether the writers also repair the stream. epochs: K - 1 rounds of the alternation after the first solve.
     curvature: how much of S is used. horizon: "feedforward" follows the readers' errors as far as the part's output, "model"
     follows every layer's to the loss. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least
-    if there are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2-4, no S),
-    "feedforward" (step 4, if any, over its layers only), "block" (step 4 over all).
+    if there are as many. couple: whose layers form one problem: "none" (no steps 2 and 3, no S) or "feedforward".
     ridge: of the regressions, toward the dense weight, as a share of the Gram's mean diagonal. alpha, beta: as in the paper.
     keep_zeros: weights that are zero already stay zero.
     """
@@ -74,7 +71,7 @@ class SparseLLM(Settings):
         left = missing(block, plan)
         return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         metric = inputs.metric(block) if self._follows_loss else None
         parts = coupled_parts(block, plan) if self.couple != "none" else []
@@ -90,8 +87,6 @@ class SparseLLM(Settings):
             yield from run.solve_part(parts[0])
         elif parts:
             yield from run.solve_experts(parts)
-        if self.refine.steps and self.couple != "none":
-            yield run.refine(sorted(together) if self.couple == "feedforward" else None)
         block.settle()
         yield from run.results()
 
