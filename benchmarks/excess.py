@@ -31,9 +31,9 @@ from results import MEASURED, STORIES, processor
 
 from sparsellm.calibration import test_windows
 from sparsellm.checkpoint import open_checkpoint
+from sparsellm.evaluation import measured
 from sparsellm.events import Stage
 from sparsellm.recipe_file import read_recipe
-from sparsellm.residence import measured
 from sparsellm.run import run
 from sparsellm.texts import read_text
 

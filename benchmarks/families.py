@@ -35,7 +35,7 @@ from sparsellm.blocks import blocks_of
 from sparsellm.coverage import LEAST, coverage_of
 from sparsellm.errors import SparseLLMError
 from sparsellm.methods import BlockResult
-from sparsellm.sequential import walk
+from sparsellm.walk import walk
 
 FILE = MEASURED / "families.json"
 PAGE = ROOT / "docs" / "families.md"

@@ -40,9 +40,9 @@ from sparsellm.moments import Gram
 from sparsellm.patterns import Pattern, parse_pattern
 from sparsellm.problem import LayerProblem
 from sparsellm.sensitivity import output_sensitivities
-from sparsellm.sequential import walk
 from sparsellm.solvers import column_loop
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 
 FILE = MEASURED / "gpu.json"
 

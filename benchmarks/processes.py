@@ -23,7 +23,7 @@ from sparsellm.blocks import blocks_of
 from sparsellm.methods.layerwise import gather
 from sparsellm.moments import Gram
 from sparsellm.refinement import cut
-from sparsellm.sequential import walk
+from sparsellm.walk import walk
 
 FILE = MEASURED / "processes.json"
 BLOCKS, WINDOWS, LENGTH, BATCH = 3, 32, 512, 4

@@ -22,8 +22,8 @@ import torch
 from sparsellm.calibration import test_windows
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.display import plus_minus
+from sparsellm.evaluation import measured
 from sparsellm.recipe_file import read_recipe
-from sparsellm.residence import measured
 from sparsellm.run import run
 from sparsellm.texts import read_text
 

@@ -33,11 +33,11 @@ from sparsellm.methods.part import Part, weights_of
 from sparsellm.moments import Gram
 from sparsellm.patterns import Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
-from sparsellm.sequential import walk
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.swift import Swift
 from sparsellm.texts import read_text
+from sparsellm.walk import walk
 
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"

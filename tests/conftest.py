@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedTokenizerFast
-from typer.testing import CliRunner, Result
+
+if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only the fixtures that need them do
+    from transformers import PreTrainedTokenizerFast
+    from typer.testing import Result
 
 TEXT = "the sum of the weights that stay is what a layer can still say when the rest of them are gone"
 WORDS = TEXT.split(" ")
@@ -19,6 +20,9 @@ WORDS = TEXT.split(" ")
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of tiny random OPT (bf16, biases) and Llama (float32) checkpoints with a byte tokenizer; not to be written to."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+
     folders: dict[str, Path] = {}
     for family in ("opt", "llama"):
         torch.manual_seed(0)
@@ -55,6 +59,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def save_small(folder: Path) -> dict[str, Path]:
     """Write a Llama of one block and width 8 with its tokenizer, dense and pruned by magnitude."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     from sparsellm import prune
 
     folders = {"dense": folder / "dense", "pruned": folder / "pruned"}
@@ -75,6 +81,9 @@ def save_small(folder: Path) -> dict[str, Path]:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of the 256 bytes and a few special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,6 +94,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of some thousand words, no two stretches alike."""
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     picks = torch.randint(len(WORDS), (3000,), generator=generator).tolist()
     file = tmp_path_factory.mktemp("text") / "words.txt"
@@ -95,6 +106,8 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command() -> Callable[..., Result]:
     """Run the command line in this process; stdout and stderr apart."""
+    from typer.testing import CliRunner
+
     from sparsellm.cli import app
 
     def run(*words: object) -> Result:

@@ -21,8 +21,8 @@ from sparsellm.moments import Gram
 from sparsellm.patterns import NM, Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
 from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.sequential import walk
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 from tests.test_sparsellm_method import batches, signals, tiny, two_families
 
 

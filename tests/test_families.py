@@ -32,11 +32,12 @@ from sparsellm.patterns import parse_pattern
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import Descent
 from sparsellm.run import run
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.swift import Swift
+from sparsellm.walk import walk
 from sparsellm.work import working
 from tests.conftest import byte_tokenizer
 

@@ -25,12 +25,13 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.moments import Gram
 from sparsellm.patterns import NM, Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.swift import Swift
+from sparsellm.walk import walk
 from tests.conftest import byte_tokenizer
 from tests.test_families import GATED, METHODS, batches, config, entering, tensors_of, tiny, written
 

@@ -25,8 +25,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.model_classes import auto_model
 from sparsellm.moments import Gram
 from sparsellm.patterns import parse_pattern
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 from tests.conftest import byte_tokenizer
 from tests.test_families import GATED, METHODS, MOE, batches, config, entering, tensors_of, written
 from tests.test_families import tiny as of_table

@@ -23,10 +23,11 @@ from sparsellm.patterns import parse_pattern
 from sparsellm.problem import LayerProblem
 from sparsellm.recall import Settled, sparing
 from sparsellm.refinement import Descent
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.criteria import Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.storage import Storage
+from sparsellm.walk import walk
 from tests.test_walk import batches, tiny
 
 

@@ -14,9 +14,10 @@ from sparsellm.methods import BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
 from sparsellm.refinement import Descent
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 from tests.test_sparsellm_method import batches, changed, prune, signals, state, tiny, two_families
 
 

@@ -22,8 +22,9 @@ from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.problem import LayerProblem
 from sparsellm.refinement import Descent, Refined
 from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.sequential import Step, prune_blocks, walk
+from sparsellm.sequential import Step, prune_blocks
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 
 SHARED = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "max_position_embeddings": 64}
 OPT = {**SHARED, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}

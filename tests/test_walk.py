@@ -28,9 +28,10 @@ from sparsellm.looks import Asked
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.patterns import NM, Unstructured
-from sparsellm.sequential import prune_blocks, walk
+from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.walk import walk
 
 SHARED = {
     "vocab_size": 128,

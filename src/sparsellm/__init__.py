@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from sparsellm.run import prune as prune
     from sparsellm.run import recover as recover
     from sparsellm.sequential import prune_blocks as prune_blocks
-    from sparsellm.sequential import walk as walk
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.swift import Swift as Swift
     from sparsellm.tracking import Tracked as Tracked
     from sparsellm.verification import verify as verify
+    from sparsellm.walk import walk as walk
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -61,7 +61,7 @@ _CONTENTS = {
     "prune_blocks": "sequential",
     "recover": "run",
     "verify": "verification",
-    "walk": "sequential",
+    "walk": "walk",
 }
 
 __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)

@@ -23,9 +23,9 @@ from sparsellm.moments import Gram, InputNorms
 from sparsellm.patterns import Unstructured
 from sparsellm.problem import LayerProblem
 from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.sequential import walk
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.storage import Storage
+from sparsellm.walk import walk
 from sparsellm.weights import Weights
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from pathlib import Path
 from sparsellm.calibration import test_windows
 from sparsellm.checkpoint import open_checkpoint
 from sparsellm.choices import METHODS
+from sparsellm.evaluation import measured
 from sparsellm.events import Observer, Stage
 from sparsellm.files import DEMO
 from sparsellm.recipe_file import read_recipe
-from sparsellm.residence import measured
 from sparsellm.run import run
 from sparsellm.texts import read_text
 

@@ -14,11 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from sparsellm import distributed
 from sparsellm.blocks import blocks_of
+from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.modes import evaluating
-from sparsellm.sequential import walk
+from sparsellm.loaded_model import Residence
+from sparsellm.modes import computed_in, evaluating
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Storage
+from sparsellm.walk import walk
 from sparsellm.weights import Weights
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 TOKENS = 4096  # in a batch, at most: beyond, attention scores leave the cache and a batch gets slower by the token
 LOGITS_BYTES = 64 * 2**20  # what a batch's logits may take in float32: they outgrow all else in a forward pass
+
+AMPLE = 2**30
+"""Bytes of memory from which on a perplexity is measured on as many windows at a time as usual."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,26 @@ def streamed_perplexity(
     losses = [loss for some in distributed.collected(found) for loss in some]
     value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
+
+
+def measure(home: Residence, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+    """A loaded model's perplexity on windows. batch: windows at a time, by default as many as the memory lets be."""
+    words = home.model.get_input_embeddings().num_embeddings
+    batch = batch or batch_to_measure(words, windows.shape[1], home.memory)
+    if not home.streamed:
+        return measured(home.model, windows, source, batch)
+    return streamed_perplexity(home.model, windows, home.weights, home.storage, home.compute, source, batch)
+
+
+def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
+    """Windows at a time when a perplexity is measured: fewer than usual where there is less than a GiB of memory."""
+    return usual_batch(vocabulary, length, min(1.0, memory / AMPLE))
+
+
+def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+    """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
+    with computed_in(model, compute_dtype(model)):
+        return perplexity(model, windows, source, batch)
 
 
 def usual_batch(vocabulary: int, length: int, share: float = 1.0) -> int:

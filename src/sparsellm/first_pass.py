@@ -7,11 +7,11 @@ from torch import Tensor
 
 from sparsellm import distributed
 from sparsellm.blocks import blocks_of
+from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.residence import Residence
-from sparsellm.sequential import walk
 from sparsellm.stand_ins import home as home_of
 from sparsellm.stand_ins import predicting, refusing
+from sparsellm.walk import walk
 
 TOKENS = 16
 """Tokens in the window."""

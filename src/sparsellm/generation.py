@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparsellm.checkpoint import compute_dtype, context_length
+from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.residence import Residence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

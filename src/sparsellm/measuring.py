@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoint import device_of, open_checkpoint
+from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.first_pass import check_runs
 from sparsellm.pages import keep_pages
 from sparsellm.preparation import check_tokens, check_vocabulary, read_test, window_length
@@ -55,6 +56,6 @@ def measure(
     prepared(recipe.task, task_data)
     home = settle(recipe, source, place, Path(tempfile.gettempdir()))
     check_runs(home, by_block=home.streamed)
-    perplexities = {text: asdict(home.measured(test, text)) for text, test in tests.items()}
+    perplexities = {text: asdict(measure_perplexity(home, test, text)) for text, test in tests.items()}
     found = accuracies(home, source.tokenizer(), recipe.task, task_data, task_limit) if tasks else {}
     return perplexities, {task: asdict(accuracy) for task, accuracy in found.items()}

@@ -18,12 +18,12 @@ from sparsellm.distillation import Group, distil, grouped, held_back, last_state
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
 from sparsellm.linalg import zeros_in
+from sparsellm.loaded_model import Residence
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.patterns import Unstructured
 from sparsellm.preparation import model_step, model_written
 from sparsellm.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.report import Report
-from sparsellm.residence import Residence
 from sparsellm.sensitivity import each_sensitivity, output_sensitivities
 from sparsellm.sequential import prune_blocks
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from sparsellm import devices
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint, Loaded, compute_dtype
 from sparsellm.errors import TooLarge
-from sparsellm.evaluation import Perplexity, perplexity, streamed_perplexity, usual_batch
-from sparsellm.linalg import zeros_in
+from sparsellm.loaded_model import Residence
 from sparsellm.memory import available, human_bytes
-from sparsellm.modes import computed_in
 from sparsellm.places import NotStreamable
 from sparsellm.recipe import RunRecipe
 from sparsellm.storage import Storage
-from sparsellm.weights import InMemory, OnDisk, Weights
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from sparsellm.weights import InMemory
 
 SHARE = 0.8
 """Of the memory that is free, how much a run takes for its own where it is not told."""
@@ -33,54 +26,6 @@ RESIDENT_SHARE = 0.5
 
 STREAMS_SHARE = 0.25
 """Of its memory, how much holds hidden states; what is more goes to files, a GPU's to such a share of the processor's first."""
-
-
-AMPLE = 2**30
-"""Bytes of memory from which on a perplexity is measured on as many windows at a time as usual."""
-
-
-@dataclass(frozen=True)
-class Residence:
-    """A model ready to be walked. weights: what fills it. storage: for what travels. compute: as for `walk`.
-    memory: bytes that the run may take. note: what a reader should know, or nothing."""
-
-    model: PreTrainedModel
-    weights: Weights
-    storage: Storage
-    compute: torch.dtype | None
-    memory: int
-    note: str = ""
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the weights are read block by block."""
-        return isinstance(self.weights, OnDisk)
-
-    def measured(self, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
-        """The model's perplexity on windows. batch: windows at a time, by default as many as the memory lets be."""
-        words = self.model.get_input_embeddings().num_embeddings
-        batch = batch or batch_to_measure(words, windows.shape[1], self.memory)
-        if not self.streamed:
-            return measured(self.model, windows, source, batch)
-        return streamed_perplexity(self.model, windows, self.weights, self.storage, self.compute, source, batch)
-
-    def size(self) -> tuple[int, int]:
-        """How many parameters the model has, tied ones once, and how many of them are zero."""
-        if isinstance(self.weights, OnDisk):
-            return self.weights.size()
-        tensors = list(self.model.parameters())
-        return sum(tensor.numel() for tensor in tensors), sum(zeros_in(tensor) for tensor in tensors)
-
-
-def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
-    """Windows at a time when a perplexity is measured: fewer than usual where there is less than a GiB of memory."""
-    return usual_batch(vocabulary, length, min(1.0, memory / AMPLE))
-
-
-def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
-    """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
-    with computed_in(model, compute_dtype(model)):
-        return perplexity(model, windows, source, batch)
 
 
 @dataclass(frozen=True)

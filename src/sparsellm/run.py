@@ -17,10 +17,12 @@ from sparsellm import devices, distributed
 from sparsellm.checkpoint import Checkpoint, Loaded, device_of
 from sparsellm.distillation import written
 from sparsellm.errors import NonFinite
+from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.events import Begun, Ended, Measured, Note, Observer, each, note, phase
 from sparsellm.export import save
 from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
+from sparsellm.loaded_model import Residence
 from sparsellm.log import LOG, Log
 from sparsellm.memory import forget_peak, give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
@@ -33,7 +35,7 @@ from sparsellm.recovery import read_recovery
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
 from sparsellm.report import Report, environment
-from sparsellm.residence import Place, Residence, settle
+from sparsellm.residence import Place, settle
 from sparsellm.sharing import Shared, dense_circumstances
 from sparsellm.together import begin
 from sparsellm.weights import OnDisk
@@ -244,7 +246,7 @@ def _measure(
         with phase(f"measuring {when}", report, say):
 
             def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
-                return asdict(home.measured(test, text))
+                return asdict(measure_perplexity(home, test, text))
 
             known = _circumstances(ready.source, home, test, None, report)
             found = shared.value(known, f"perplexity of {text}", find) if shared and known else find()

@@ -15,8 +15,10 @@ from sparsellm.allocation import uniform
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.choices import ALLOCATIONS
 from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation import batch_to_measure, measure
 from sparsellm.events import Event, Stage
 from sparsellm.journal import Journal
+from sparsellm.loaded_model import Residence
 from sparsellm.meter import Meter, Work
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.sparsellm import SparseLLM
@@ -27,7 +29,7 @@ from sparsellm.pruning import SENSING, prune_model
 from sparsellm.recipe import Recipe
 from sparsellm.refinement import cut
 from sparsellm.report import Report
-from sparsellm.residence import Place, Residence, batch_to_measure, settle
+from sparsellm.residence import Place, settle
 from sparsellm.sensitivity import TOKENS
 from sparsellm.storage import Storage
 
@@ -100,7 +102,7 @@ class Trial:
             for batches in (1, 2):
                 count = min(most, batches * self.measured)
                 stages.begin(str(batches), self._share(count, most))
-                home.measured(self._draw(count), batch=self.measured)
+                measure(home, self._draw(count), batch=self.measured)
             return list(stages.end().values())
 
     @property

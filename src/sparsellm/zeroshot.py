@@ -22,8 +22,8 @@ from sparsellm.checkpoint import compute_dtype
 from sparsellm.choices import TASKS
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
+from sparsellm.loaded_model import Residence
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.residence import Residence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
