@@ -103,6 +103,22 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny checkpoints with matrices large enough that their predictions are far from even; not to be written to."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folders = {}
+    for family, folder in tiny.items():
+        folders[family] = Path(shutil.copytree(folder, tmp_path_factory.mktemp("loud") / family))
+        tensors = load_file(folder / "model.safetensors")
+        louder = {name: tensor * 8 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+        save_file(louder, folders[family] / "model.safetensors", {"format": "pt"})
+    return folders
+
+
 @pytest.fixture
 def command() -> Callable[..., Result]:
     """Run the command line in this process; stdout and stderr apart."""

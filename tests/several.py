@@ -14,11 +14,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
 from sparsellm import devices, distributed, watch
+from sparsellm.distillation import distil, grouped, last_states, written
 from sparsellm.evaluation import perplexity
+from sparsellm.patterns import parse_pattern
+from sparsellm.recovery import BlockRecovery
+from sparsellm.refinement import Descent, cut
+from sparsellm.run import Result
+from sparsellm.sequential import prune_blocks
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {
@@ -38,17 +44,14 @@ CASES = {
     "llama fast": ("llama", {"method": "sparsellm", "effort": "fast"}),
     "mixtral fisher": ("mixtral", {"method": "sparsegpt", "allocation": "fisher"}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
-    "llama refined": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "couple": "block", "refine": 10}),
     "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
-    "llama coupled": (
-        "llama",
-        {"method": "sparsellm", "solver": "sparsegpt", "couple": "model", "couple_steps": 8, "couple_written": 8},
-    ),
+    "llama recovered by block": ("llama", {"method": "sparsegpt"}),
+    "llama recovered as a whole": ("llama", {"method": "sparsegpt"}),
 }
 """By name: the model, and what of a recipe is not the usual."""
 
 
-def tiny(name: str) -> torch.nn.Module:
+def tiny(name: str) -> PreTrainedModel:
     """A small random model, its outputs far from uniform."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
@@ -65,6 +68,20 @@ def windows(count: int, seed: int) -> torch.Tensor:
     return (96 * torch.rand(count, 16, generator=generator) ** 2).long()
 
 
+def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
+    """The pruned model after gradient steps, over the whole of it or block after block."""
+    dense, batches = tiny(name), cut(windows(16, 1), 2)
+    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    if not whole:
+        layers = {block.name: block.layers for block in result.report.blocks}
+        method = BlockRecovery(Descent(10, 1e-3), result.model.state_dict().__getitem__, layers)
+        list(prune_blocks(dense, batches, method, plan))
+        return dense
+    groups, back = grouped(windows(16, 1), written(dense, windows(16, 1), 8), 2, 2)
+    distil(result.model, groups, last_states(dense, groups), plan, Descent(8, 1e-3), back)
+    return result.model
+
+
 def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
     """Fill the folder: weights and figures of each case, for each process. device: "queued" is the CPU, treated as a GPU is."""
     if device == "queued":
@@ -77,12 +94,13 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
             before = distributed.sent()
             recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch": 2} | settings
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
-            found = perplexity(result.model, windows(10, 2), batch=2)
+            model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
+            found = perplexity(model, windows(10, 2), batch=2)
             told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
-            told |= {"sent": distributed.sent() - before, "coupled": result.report.coupled is not None}
+            told["sent"] = distributed.sent() - before
             to = folder / f"{case}-{distributed.rank()}"
             save_file(
-                {key: x.cpu().contiguous() for key, x in result.model.state_dict().items() if "lm_head" not in key},
+                {key: x.cpu().contiguous() for key, x in model.state_dict().items() if "lm_head" not in key},
                 f"{to}.safetensors",
             )
             Path(f"{to}.json").write_text(json.dumps(told))

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from sparsellm.patterns import Unstructured as Unstructured
     from sparsellm.patterns import parse_pattern as parse_pattern
     from sparsellm.recipe import Recipe as Recipe
+    from sparsellm.recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.report import Report as Report
     from sparsellm.run import Result as Result
     from sparsellm.run import prune as prune
+    from sparsellm.run import recover as recover
     from sparsellm.sequential import prune_blocks as prune_blocks
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.criteria import Magnitude as Magnitude
@@ -42,6 +44,7 @@ _CONTENTS = {
     "NM": "patterns",
     "PublishedSparseLLM": "methods.published",
     "Recipe": "recipe",
+    "RecoveryRecipe": "recipe",
     "Report": "report",
     "Result": "run",
     "SparseGPT": "solvers.sparsegpt",
@@ -56,6 +59,7 @@ _CONTENTS = {
     "perplexity": "evaluation",
     "prune": "run",
     "prune_blocks": "sequential",
+    "recover": "run",
     "verify": "verification",
     "walk": "walk",
 }

@@ -31,8 +31,8 @@ METHODS = {
 }
 """Every method by its name on the command line, in words."""
 
-COUPLES = ("none", "feedforward", "block", "model")
-"""The set Omega, from local pruning to global: whose layers form one problem."""
+COUPLES = ("none", "feedforward")
+"""The set Omega: whose layers form one problem."""
 
 ALLOCATIONS = ("uniform", "owl", "fisher")
 """How the total is shared among the layers; a file of YAML is the other way."""

@@ -11,7 +11,7 @@ import typer
 from sparsellm import options
 from sparsellm.commands.comparing import report, sweep
 from sparsellm.commands.looking import demo, evaluate, inspect, methods, verify
-from sparsellm.commands.pruning import plan, prune
+from sparsellm.commands.pruning import plan, prune, recover
 from sparsellm.commands.pushing import push
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def root(
     context.obj = debug
 
 
-for command in (prune, plan, sweep, report, evaluate, inspect, verify, push, methods, demo):
+for command in (prune, recover, plan, sweep, report, evaluate, inspect, verify, push, methods, demo):
     app.command()(command)
 
 

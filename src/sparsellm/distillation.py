@@ -23,10 +23,10 @@ from sparsellm.refinement import Descent, Refined
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COUPLING = Descent(300, 4e-3)
-"""The usual descent of this stage, for models of `COUPLING_WIDTH`."""
+TRAINING = Descent(300, 4e-3)
+"""The usual gradient steps over the whole model, for models of `TRAINING_WIDTH`."""
 
-COUPLING_WIDTH = 256
+TRAINING_WIDTH = 256
 """The width of the models that the learning rate was chosen on."""
 
 PROMPT = 0.125
@@ -69,15 +69,15 @@ def written(model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, 
     return torch.tensor([window for page in distributed.collected(found) for window in page])
 
 
-def coupling(model: PreTrainedModel, steps: int) -> Descent:
+def model_training(model: PreTrainedModel, steps: int) -> Descent:
     """The descent for a model: the wider it is, the shorter Adam's steps (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
-    return replace(COUPLING, steps=steps, rate=COUPLING.rate * min(1.0, COUPLING_WIDTH / width))
+    return replace(TRAINING, steps=steps, rate=TRAINING.rate * min(1.0, TRAINING_WIDTH / width))
 
 
 def held_back(windows: Tensor) -> int:
     """How many of the calibration windows, the last, judge this stage; at least one."""
-    return max(1, round(COUPLING.held * len(windows)))
+    return max(1, round(TRAINING.held * len(windows)))
 
 
 Group = tuple[Tensor, ...]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.report import Report
 from sparsellm.sequential import Step
 
@@ -21,7 +21,7 @@ class Begun:
     """
 
     name: str
-    recipe: Recipe
+    recipe: RunRecipe
     environment: Mapping[str, str]
     tight: bool = False
 

@@ -19,7 +19,7 @@ from sparsellm import __version__, devices
 from sparsellm.checkpoint import Checkpoint, Loaded
 from sparsellm.choices import ALLOCATIONS
 from sparsellm.files import card_terms
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.solvers import column_loop
 
 NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
@@ -48,7 +48,9 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def fingerprint(recipe: Recipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]) -> dict[str, Any]:
+def fingerprint(
+    recipe: RunRecipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """What must be the same for a run to go on: recipe, model, calibration tokens, and the versions and machine.
 
     Of every file that the recipe names, and of every file of the model that comes into the output or decides tokens, the

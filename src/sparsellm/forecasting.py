@@ -12,8 +12,8 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.memory import held_now
 from sparsellm.meter import PASS, PRODUCT, rates
 from sparsellm.miniature import miniature
-from sparsellm.preparation import Prepared, coupling_bytes, coupling_step, coupling_written
-from sparsellm.pruning import COUPLING, SENSING
+from sparsellm.preparation import Prepared, model_bytes, model_step, model_written
+from sparsellm.pruning import SENSING, TRAINING
 from sparsellm.recipe import Recipe
 from sparsellm.residence import STREAMS_SHARE, Place
 from sparsellm.sensitivity import TOKENS
@@ -133,8 +133,8 @@ def forecast(recipe: Recipe, ready: Prepared, place: Place, batch: int | None = 
     if measured:
         batches = max(map(len, ready.tests.values())) / trial.measured
         stages.append(_needs(MEASURING, measured, max(0.0, batches - 1), trial, speed))
-    if recipe.couple == "model":
-        stages.append(_coupling(recipe, ready, place, speed))
+    if recipe.model_steps:
+        stages.append(_training(recipe, ready, place, speed))
     size = dtype.itemsize * sum(tensor.numel() for tensor in source.skeleton().parameters())
     most = max((run.kept for run in runs[-1].values()), default=0)
     return Forecast(
@@ -148,16 +148,16 @@ def forecast(recipe: Recipe, ready: Prepared, place: Place, batch: int | None = 
     )
 
 
-def _coupling(recipe: Recipe, ready: Prepared, place: Place, speed: Mapping[str, float]) -> StageNeeds:
-    """The whole model's stage, by count: what steps read, forward, forward again and back, and what the dense model writes."""
+def _training(recipe: Recipe, ready: Prepared, place: Place, speed: Mapping[str, float]) -> StageNeeds:
+    """Gradient steps over the whole model, by count: each reads its windows forward twice and back, the dense model writes."""
     skeleton, (samples, length) = ready.source.skeleton(), ready.windows.shape
     words = skeleton.get_input_embeddings().num_embeddings
     parameters = sum(tensor.numel() for tensor in skeleton.parameters())
-    needed = place.model + coupling_bytes(recipe, ready.blocks, ready.windows, words)
-    read = recipe.couple_steps * coupling_step(samples, length) * length
-    operations = 2.0 * parameters * (4 * read + coupling_written(recipe, samples, length) * length)
+    needed = place.model + model_bytes(recipe, ready.blocks, ready.windows, words)
+    read = recipe.model_steps * model_step(samples, length) * length
+    operations = 2.0 * parameters * (4 * read + model_written(recipe, samples, length) * length)
     seconds = operations / speed[PRODUCT] if speed else float("nan")
-    return StageNeeds(COUPLING, {ready.device.type: needed}, 0, operations, seconds)
+    return StageNeeds(TRAINING, {ready.device.type: needed}, 0, operations, seconds)
 
 
 def _needs(name: str, seen: Sequence[Seen], beyond: float, trial: Trial, speed: Mapping[str, float]) -> StageNeeds:

@@ -12,36 +12,40 @@ import typer
 from pydantic.fields import FieldInfo
 
 from sparsellm import __version__
-from sparsellm.recipe_fields import RecipeFields
+from sparsellm.recipe_fields import RecipeFields, RecoveryFields, RunFields
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
-def recipe_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def recipe_options(
+    *names: str, fields: type[RunFields] = RecipeFields, without: tuple[str, ...] = ("model",)
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options for fields of the recipe.
 
     The command receives as keywords the fields that the user set. Its positional parameters are its arguments, its other
     keyword-only parameters are further options, which help lists after the generated ones.
 
     Args:
-        *names: The fields; without any, every field but the model.
+        *names: The fields; by default all but those of `without`.
+        fields: The class that declares them.
+        without: Fields that are arguments of the command, or not to be set on the command line.
 
     Returns:
         A decorator for the command's function.
     """
-    fields = {name: RecipeFields.model_fields[name] for name in names or RecipeFields.model_fields if name != "model"}
+    chosen = {name: fields.model_fields[name] for name in names or fields.model_fields if name not in without}
 
     def add_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_settings(**values: Any) -> None:
             # An option that is not given is None, so that it does not override a recipe file.
-            command(**{name: value for name, value in values.items() if name not in fields or value not in (None, [])})
+            command(**{name: value for name, value in values.items() if name not in chosen or value not in (None, [])})
 
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for name, parameter in signature.parameters.items() if name not in fields]
+        own = [parameter for name, parameter in signature.parameters.items() if name not in chosen]
         parameters = [
             *(parameter for parameter in own if parameter.kind is _POSITIONAL),
-            *(_option(name, field) for name, field in fields.items()),
+            *(_option(name, field) for name, field in chosen.items()),
             *(parameter for parameter in own if parameter.kind is _KEYWORD),
         ]
         with_settings.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -95,6 +99,11 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version and 
 Model = Annotated[str, typer.Argument(help=RecipeFields.model_fields["model"].description)]
 ModelOrConfig = Annotated[str | None, typer.Argument(help=RecipeFields.model_fields["model"].description)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
+Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+PrunedFrom = Annotated[
+    str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.", rich_help_panel="Model")
+]
 Text = Annotated[list[str] | None, _output(help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo.")]
 
 Config = Annotated[str | None, _output(help="Recipe file (YAML); options override its fields.")]

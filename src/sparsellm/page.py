@@ -15,7 +15,8 @@ from sparsellm.drawing import Plot, style
 from sparsellm.errors import InvalidSetting
 from sparsellm.inspection import REPORT
 from sparsellm.plots import run_plots
-from sparsellm.recipe_file import read_recipe
+from sparsellm.recipe import Recipe, RecoveryRecipe
+from sparsellm.recipe_file import validated
 from sparsellm.records import SavedReport, read_saved_report
 from sparsellm.sweep_plots import sweep_plots
 from sparsellm.sweeping import is_sweep, read_outcomes, saved_sweep
@@ -57,7 +58,8 @@ def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
 
 def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
     """What the template shows of a run."""
-    recipe, totals = read_recipe(report.recipe), report.totals
+    recovery, totals = "pruned" in report.recipe, report.totals
+    recipe = validated(RecoveryRecipe if recovery else Recipe, report.recipe)
     keys = {
         "zeros in pruned layers": f"{100 * totals.sparsity_of_pruned_layers:.2f} %",
         "zeros in the model": f"{100 * totals.sparsity_of_model:.2f} %",
@@ -73,7 +75,7 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
     layers = [layer for block in report.blocks for layer in block.layers]
     return {
         "title": f"{name}: {Path(recipe.model).name} pruned",
-        "lead": f"{recipe.model} was pruned by {recipe.describe()}.",
+        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}.",
         "note": report.calibration and f"Calibrated on {report.calibration}.",
         "keys": keys,
         "notes": report.notes,
@@ -82,7 +84,11 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
         "plots": run_plots(report),
         "samples": {"": report.samples} if report.samples else {},
         "layers": [[x.name, x.pattern, f"{100 * x.sparsity:.2f} %", f"{x.error:.3g}"] for x in layers],
-        "command": f"sparsellm prune --config recipe.yaml {name}",
+        "command": (
+            f"sparsellm recover {recipe.pruned} {name} --against {recipe.model} --calibration {recipe.calibration}"
+            if isinstance(recipe, RecoveryRecipe)
+            else f"sparsellm prune --config recipe.yaml {name}"
+        ),
         "recipe_title": "recipe.yaml",
         "recipe": recipe.to_yaml(),
         "environment": report.environment,

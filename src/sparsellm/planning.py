@@ -18,7 +18,7 @@ from sparsellm.events import Note, Observer, Stage
 from sparsellm.forecasting import Forecast, forecast
 from sparsellm.memory import available, human_bytes
 from sparsellm.preparation import Prepared, prepare
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import Recipe, RunRecipe
 from sparsellm.report import Report
 from sparsellm.residence import SHARE, Place, place_of
 
@@ -129,14 +129,14 @@ def _disk_refusal(needed: int, free: int) -> str:
     return f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free. Write to another disk."
 
 
-def fitted(recipe: Recipe, ready: Prepared, place: Place, say: Observer, output: Path | None = None) -> tuple[Place, int]:
+def fitted(recipe: RunRecipe, ready: Prepared, place: Place, say: Observer, output: Path | None = None) -> tuple[Place, int]:
     """Where the model will be and the windows at a time with which the run keeps within its memory.
 
     As they are, or else read block by block, or else with fewer windows, as far as the recipe leaves either open; the second is
     told here, the first by the place's note. output: the folder to write. Raises TooLarge, with what would do, where nothing
     fits. Where the run cannot be planned it is not refused, which is told.
     """
-    if isinstance(ready.source, Loaded) or _small(ready, place):
+    if not isinstance(recipe, Recipe) or isinstance(ready.source, Loaded) or _small(ready, place):
         return place, ready.batch
     say(Stage("planning"))
     batch = ready.batch
@@ -181,7 +181,7 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
         f"{human_bytes(found.place.memory)} may be taken."
     )
     trials: list[tuple[str, dict[str, Any]]] = []
-    if not found.place.streamed and recipe.stream is False and recipe.couple != "model" and not recipe.written:
+    if not found.place.streamed and recipe.stream is False and not recipe.model_steps and not recipe.calibration_written:
         trials.append(("--stream", {"stream": True}))
     if recipe.batch is not None and recipe.batch > 1:
         trials.append(("--batch 1", {"batch": 1}))

@@ -22,11 +22,11 @@ from sparsellm.headers import all_entries
 from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.moments import Gram, NoInputs
+from sparsellm.moments import Gram
 from sparsellm.patterns import Unstructured
 from sparsellm.places import NotStreamable, named
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import Recipe, RecoveryRecipe, RunRecipe
+from sparsellm.recovery import BlockRecovery, recovery_plan
 from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
@@ -45,7 +45,7 @@ USUAL_LENGTH = 2048
 TOKENS_A_BATCH = 2048
 """Enough to keep matrix products busy; the hidden signals of twice as many no longer come from memory that is at hand."""
 
-COUPLING_TOKENS = 2048
+MODEL_TOKENS = 2048
 """Tokens in a gradient step over the whole model: more steps beat larger ones, and the logits are large."""
 
 GivenText = Sequence[str] | Tensor | None
@@ -71,7 +71,7 @@ class Prepared:
     batch: int
 
 
-def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None, report: Report, say: Observer) -> Prepared:
+def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | None, report: Report, say: Observer) -> Prepared:
     """Open the model and read the texts, and refuse what can be refused so far. Arguments as for `sparsellm.run.run`."""
     device = device_of(recipe.device)
     with phase(OPENING, report, say):
@@ -84,13 +84,18 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         blocks = blocks_of(skeleton)
         covered = coverage_of(skeleton, blocks)
         check_coverage(skeleton, covered)
-        method, plan = make_plan(recipe, blocks)
+        method: BlockMethod
+        if isinstance(recipe, RecoveryRecipe):
+            method, plan, report.pruned = recovery_plan(recipe, source, blocks)
+        else:
+            assert isinstance(recipe, Recipe)
+            method, plan = make_plan(recipe, blocks)
         report.coverage = covered.of_plan(blocks, plan)
         if isinstance(source, Checkpoint):
             check_names(source, skeleton, blocks, plan)
         length = window_length(recipe, source.length)
     with phase("reading texts", report, say):
-        windows, report.calibration = draw_windows(recipe, method, given, source, length)
+        windows, report.calibration = draw_windows(recipe, given, source, length)
         tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
         check_tokens(skeleton, windows, *tests.values())
         prepared(recipe.task, recipe.task_data)
@@ -99,9 +104,13 @@ def prepare(recipe: Recipe, given: GivenText, source: Checkpoint | Loaded | None
         if (few := recipe.evaluate_limit) and tests:
             note(f"the perplexity is of the first {few} windows of {length} tokens of each text, for a try", report, say)
         _note_few_tokens(method, plan, blocks, windows, report, say)
-        every = windows.new_empty(len(windows) + recipe.written, windows.shape[-1], device="meta") if len(windows) else windows
+        every = (
+            windows.new_empty(len(windows) + recipe.calibration_written, windows.shape[-1], device="meta")
+            if len(windows)
+            else windows
+        )
         batch = recipe.batch or _usual_batch(every, length)
-        if isinstance(method, SparseLLM) and method.refine.steps and windows.numel():
+        if isinstance(method, BlockRecovery) and method.training.steps:
             most = windows_a_step(*every.shape)
             if batch > most:
                 say(Note(f"{most} windows at a time, not {batch}: as many as a gradient step reads"))
@@ -132,55 +141,52 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     return method, plan
 
 
-def coupling_step(samples: int, length: int) -> int:
-    """Windows in one gradient step of the whole model's stage: about 2,048 tokens, and an eighth of all windows at most."""
-    return max(1, min(COUPLING_TOKENS // length, samples // 8))
+def model_step(samples: int, length: int) -> int:
+    """Windows in one gradient step over the whole model: about 2,048 tokens, and an eighth of all windows at most."""
+    return max(1, min(MODEL_TOKENS // length, samples // 8))
 
 
-def coupling_written(recipe: Recipe, samples: int, length: int) -> int:
-    """Windows that the dense model writes for the whole model's stage: as asked, or so that it reads each about twice."""
-    read = recipe.couple_steps * coupling_step(samples, length)
-    return max(0, read // 2 - samples) if recipe.couple_written is None else recipe.couple_written
+def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
+    """Windows that the dense model writes for the steps over the whole model: as asked, or so that each is read about twice."""
+    read = recipe.model_steps * model_step(samples, length)
+    return max(0, read // 2 - samples) if recipe.model_written is None else recipe.model_written
 
 
 def check_memory(
-    recipe: Recipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, vocabulary: int, device: torch.device
+    recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, vocabulary: int, device: torch.device
 ) -> str:
     """What the gradient stages will take, in words; raises TooLarge where it cannot be had. Empty without such stages."""
     told = []
-    if isinstance(method, SparseLLM) and method.refine.steps:
+    if isinstance(method, BlockRecovery) and method.training.steps:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        # Two streams, and what the feed-forward part reads and should write.
-        needed = trained_bytes(blocks, together=False) + 4 * 4 * windows.numel() * width
-        told.append(f"refining a block takes {human_bytes(needed)}")
-        check_fits(needed, device, "Refining a block", "Pass --refine 0, or fewer --samples.")
-    if recipe.couple == "model":
-        needed = coupling_bytes(recipe, blocks, windows, vocabulary)
-        told.append(f"coupling the model takes {human_bytes(needed)}")
-        check_fits(needed, device, "Coupling the model", "Pass --couple block, or a smaller --batch.")
+        needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
+        told.append(f"training a block takes {human_bytes(needed)}")
+        check_fits(needed, device, "Training a block", "Pass fewer --samples.")
+    if recipe.model_steps:
+        needed = model_bytes(recipe, blocks, windows, vocabulary)
+        told.append(f"training the whole model takes {human_bytes(needed)}")
+        check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch.")
     return ", ".join(told)
 
 
-def coupling_bytes(recipe: Recipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
-    """What the whole model's stage takes besides the model."""
+def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
+    """Bytes that gradient steps over the whole model take besides the model."""
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    batch = min(coupling_step(*windows.shape), recipe.batch or len(windows)) * windows.shape[1]
-    every = windows.numel() + coupling_written(recipe, *windows.shape) * windows.shape[1]
+    batch = min(model_step(*windows.shape), recipe.batch or len(windows)) * windows.shape[1]
+    every = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
     return trained_bytes(blocks, together=True) + predictions_bytes(every, width, batch, vocabulary, len(blocks))
 
 
-def window_length(recipe: Recipe, longest: int) -> int:
+def window_length(recipe: RunRecipe, longest: int) -> int:
     """Tokens a window. Raises InvalidSetting when the model was not made for as many."""
     if recipe.length is not None and recipe.length > longest:
         raise InvalidSetting(f"`length` is {recipe.length}, but {recipe.model} was made for {longest} tokens at most.")
     return recipe.length or min(USUAL_LENGTH, longest)
 
 
-def draw_windows(
-    recipe: Recipe, method: BlockMethod, given: GivenText, source: Checkpoint | Loaded, length: int
-) -> tuple[Tensor, str]:
-    """The calibration windows, (samples, length), and how they were drawn; none for a method that needs no inputs."""
-    if method.needs is NoInputs and recipe.sharing not in ALLOCATIONS[1:]:
+def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded, length: int) -> tuple[Tensor, str]:
+    """The calibration windows, (samples, length), and how they were drawn; none for a run that needs no inputs."""
+    if not recipe.reads_text:
         return torch.empty(0, dtype=torch.long), ""
     if isinstance(given, Tensor):
         if given.ndim != 2 or given.dtype not in (torch.int32, torch.int64) or given.shape[1] < 2 or len(given) == 0:
@@ -247,7 +253,7 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
             )
 
 
-def read_test(recipe: Recipe, source: Checkpoint | Loaded, text: str, length: int) -> Tensor:
+def read_test(recipe: RunRecipe, source: Checkpoint | Loaded, text: str, length: int) -> Tensor:
     """The windows to measure on, (windows, length)."""
     return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
 

@@ -1,4 +1,4 @@
-"""The stages of a run that change the model: sharing out, pruning block by block, coupling the whole."""
+"""The stages of a run that change the model: sharing out, pruning block by block, training the whole."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.budgets import share_out
 from sparsellm.choices import ALLOCATIONS
-from sparsellm.distillation import Group, coupling, distil, grouped, held_back, last_states, written
+from sparsellm.distillation import Group, distil, grouped, held_back, last_states, model_training, written
 from sparsellm.events import Observer, note, phase
 from sparsellm.journal import Journal
 from sparsellm.linalg import zeros_in
 from sparsellm.loaded_model import Residence
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.patterns import Unstructured
-from sparsellm.preparation import coupling_step, coupling_written
-from sparsellm.recipe import Recipe
+from sparsellm.preparation import model_step, model_written
+from sparsellm.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.report import Report
 from sparsellm.sensitivity import each_sensitivity, output_sensitivities
 from sparsellm.sequential import prune_blocks
@@ -30,12 +30,12 @@ from sparsellm.sequential import prune_blocks
 SENSING = "finding what errors cost"
 """The stage that finds the sensitivities."""
 
-COUPLING = "coupling the model"
-"""The stage that lowers the whole model's loss."""
+TRAINING = "training the whole model"
+"""The stage that lowers the whole model's loss, masks held."""
 
 
 def prune_model(
-    recipe: Recipe,
+    recipe: RunRecipe,
     home: Residence,
     method: BlockMethod,
     plan: Plan,
@@ -45,7 +45,7 @@ def prune_model(
     journal: Journal | None,
     facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Share the sparsity out, prune block by block, and couple the whole model, as far as the recipe asks for each.
+    """Share the sparsity out, prune or recover block by block, and train the whole model, as far as the recipe asks for each.
 
     facts: where what is found of the dense model is kept, or known already; None for the run's own journal.
     """
@@ -56,32 +56,32 @@ def prune_model(
     groups: list[Group] = []
     states: list[Group] = []
     back = 0
-    if recipe.couple == "model":
+    if recipe.model_steps:
         windows = torch.cat(list(batches))
         with phase("letting the dense model write", report, say):
             ours = windows[: -held_back(windows)] if len(windows) > 1 else windows
-            more = written(model, ours, coupling_written(recipe, *windows.shape), recipe.seed, compute)
+            more = written(model, ours, model_written(recipe, *windows.shape), recipe.seed, compute)
         with phase("reading the dense model's predictions", report, say):
-            read = coupling_step(*windows.shape)
+            read = model_step(*windows.shape)
             groups, back = grouped(windows, more, read, min(read, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase("pruning", report, say, visited):
+    with phase("recovering" if isinstance(recipe, RecoveryRecipe) else "pruning", report, say, visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
             say(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
-    if recipe.couple == "model":
-        with phase(COUPLING, report, say):
-            report.coupled, moved = distil(model, groups, states, plan, coupling(model, recipe.couple_steps), back)
+    if recipe.model_steps:
+        with phase(TRAINING, report, say):
+            report.recovered, moved = distil(model, groups, states, plan, model_training(model, recipe.model_steps), back)
             report.blocks = [_with_moved(done, blocks[done.index], moved) for done in report.blocks]
-        say(report.coupled)
-        if report.coupled.note:
-            note(f"the model's stage: {report.coupled.note}", report, say)
+        say(report.recovered)
+        if report.recovered.note:
+            note(f"{TRAINING}: {report.recovered.note}", report, say)
 
 
 def _look(
-    recipe: Recipe,
+    recipe: RunRecipe,
     home: Residence,
     method: BlockMethod,
     plan: Plan,
@@ -100,7 +100,7 @@ def _look(
             else:
                 find = partial(each_sensitivity, model, batches, compute, weights, storage)
                 metrics = _remembered(known, len(blocks_of(model)), find)
-    if recipe.sharing in ALLOCATIONS[1:]:
+    if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
         with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
             where = f"blocks {recipe.blocks}, only {recipe.only}, skip {recipe.skip}"
             asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"

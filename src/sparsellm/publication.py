@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from sparsellm.files import is_hub_name
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 
 COMPONENT = r"[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
 """A name within a path, where the text does not say where the path ends."""
 
-OF_PATHS = ("model", "architecture", "calibration", "allocation", "task_data", "evaluate")
+OF_PATHS = ("model", "pruned", "architecture", "calibration", "allocation", "task_data", "evaluate")
 """Fields of a recipe that may name files."""
 
 
@@ -29,10 +29,10 @@ class Paths:
     Two paths of the recipe with the same last component get different names.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: RunRecipe) -> None:
         self._names: dict[str, str] = {}
         for field in OF_PATHS:
-            value = getattr(recipe, field)
+            value = getattr(recipe, field, None)
             for path in (value,) if isinstance(value, str) else value or ():
                 self._add(path, is_hub_name(path) if field == "model" else not _is_file(path))
         places = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import replace
+from pathlib import PurePath
 
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError, field_validator, model_validator
@@ -15,12 +15,11 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.methods.settings import Window
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.recipe_fields import RecipeFields, SolverName
+from sparsellm.recipe_fields import RecipeFields, RecoveryFields, RunFields, SolverName
 
-_ONLY_DEFAULT = ("effort", "newton", "refine", "couple_steps", "couple_written")
+_ONLY_DEFAULT = ("effort", "newton")
 _ONLY_PUBLISHED = ("epochs", "alpha", "beta")
 _ONLY_SPARSELLM = ("as_published", "solver", "couple", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
@@ -29,11 +28,74 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {"fast": ("swift", "none"), "standa
 
 _SIZE = TypeAdapter(ByteSize)
 
-BLOCK_STEPS = 100
-"""The usual gradient steps over a block, where it is to be coupled."""
+SCOPE_STEPS = {"block": 100, "model": 300}
+"""The usual gradient steps of a recovery: over each block, or over the whole model."""
+
+_NEEDS_TEXT = (
+    "needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
+    "file, or one of c4, wikitext2, ptb, demo."
+)
 
 
-class Recipe(RecipeFields):
+class RunRecipe(RunFields):
+    """What pruning and recovery have in common: the dense model, the calibration text, the machine, what is measured."""
+
+    @field_validator("evaluate", "prompt", "task", mode="before")
+    @classmethod
+    def _as_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("memory")
+    @classmethod
+    def _is_size(cls, value: str | None) -> str | None:
+        if value is None:
+            return value
+        with suppress(ValidationError):
+            # ByteSize ignores what follows a unit, so that it reads "1,5GiB" as one byte.
+            if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
+                return value
+        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {value!r}.")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What `memory` means, in bytes."""
+        return None if self.memory is None else _SIZE.validate_python(self.memory)
+
+    @property
+    def sharing(self) -> str:
+        """The rule by which the sparsity is shared out, or the path of a file."""
+        return "uniform"
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration windows."""
+        return True
+
+    @property
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return 0
+
+    @property
+    def model_steps(self) -> int:
+        """Gradient steps over the whole model, after the blocks; 0 for none."""
+        return 0
+
+    @property
+    def model_written(self) -> int | None:
+        """Windows that the dense model writes for those steps; None for as many as let them read each about twice."""
+        return None
+
+    def describe(self) -> str:
+        """What is done, in one line."""
+        raise NotImplementedError
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, every field written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class Recipe(RunRecipe, RecipeFields):
     """Everything that decides a run's result, as on the command line and in YAML. See docs/cli.md for each field."""
 
     @field_validator("sparsity", "blocks", "couple", mode="before")
@@ -41,9 +103,9 @@ class Recipe(RecipeFields):
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("only", "skip", "evaluate", "prompt", "task", mode="before")
+    @field_validator("only", "skip", mode="before")
     @classmethod
-    def _as_list(cls, value: object) -> object:
+    def _names_as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("sparsity")
@@ -59,8 +121,8 @@ class Recipe(RecipeFields):
                 raise InvalidSetting(f"`{foreign[0]}` belongs to the method sparsellm, got the method {self.method}.")
         elif self.as_published:
             foreign = [name for name in _ONLY_DEFAULT if name in self.model_fields_set and self._differs(name)]
-            if foreign or self.couple in ("block", "model"):
-                name = foreign[0] if foreign else "couple"
+            if foreign:
+                name = foreign[0]
                 raise InvalidSetting(
                     f"`{name}` is {getattr(self, name)}, which Algorithm 1 as published lacks. Leave it out, or --as-published."
                 )
@@ -80,9 +142,9 @@ class Recipe(RecipeFields):
                 f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.resolved_couple == "none" and ((self.newton and self._differs("newton")) or self.refine):
+        if self.resolved_couple == "none" and self.newton and self._differs("newton"):
             raise InvalidSetting(
-                "With `couple` none, or `effort` fast, every layer is a problem of its own: leave out `newton` and `refine`."
+                "With `couple` none, or `effort` fast, every layer is a problem of its own: leave out `newton`."
             )
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
@@ -94,12 +156,9 @@ class Recipe(RecipeFields):
             raise InvalidSetting("`allocation_bounds` go with `allocation` owl or fisher. A file names each layer's own.")
         if isinstance(self.pattern, Unstructured) and not least <= self.pattern.sparsity <= most:
             raise InvalidSetting(f"`allocation_bounds` are {self.allocation_bounds}, which leaves out {self.sparsity} itself.")
-        if (self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]) and self.calibration is None:
+        if self.reads_text and self.calibration is None:
             needing = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.sharing}"
-            raise InvalidSetting(
-                f"{needing} needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
-                "file, or one of c4, wikitext2, ptb, demo."
-            )
+            raise InvalidSetting(f"{needing} {_NEEDS_TEXT}")
         return self
 
     def _differs(self, name: str) -> bool:
@@ -112,22 +171,6 @@ class Recipe(RecipeFields):
         if value is not None and value not in ALLOCATIONS and not value.endswith((".yaml", ".yml")):
             raise InvalidSetting(f"`allocation` is unknown: got {value!r}. {nearest(value, ALLOCATIONS)} Or name a .yaml file.")
         return value
-
-    @field_validator("memory")
-    @classmethod
-    def _is_size(cls, value: str | None) -> str | None:
-        if value is None:
-            return value
-        with suppress(ValidationError):
-            # ByteSize ignores what follows a unit, so that it reads "1,5GiB" as one byte.
-            if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
-                return value
-        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {value!r}.")
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """What `memory` means, in bytes."""
-        return None if self.memory is None else _SIZE.validate_python(self.memory)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -172,21 +215,19 @@ class Recipe(RecipeFields):
         return SparseLLM(
             solver=solver,
             newton=self.newton,
-            refine=replace(SparseLLM.refine, steps=self.steps),
-            couple=self.window,
+            couple="none" if self.resolved_couple == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
         )
 
     @property
-    def steps(self) -> int:
-        """Gradient steps over each block."""
-        return self.refine if self.refine is not None else (BLOCK_STEPS if self.couple == "block" else 0)
+    def reads_text(self) -> bool:
+        """Whether the run needs calibration windows."""
+        return self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]
 
     @property
-    def window(self) -> Window:
-        """The largest problem within a block; the whole model's stage comes after the blocks."""
-        words: dict[str, Window] = {"none": "none", "feedforward": "feedforward"}
-        return words.get(self.resolved_couple, "block")
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return self.written
 
     def describe(self) -> str:
         """The method and pattern in one line."""
@@ -197,6 +238,42 @@ class Recipe(RecipeFields):
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"
 
-    def to_yaml(self) -> str:
-        """The recipe as YAML, every field written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+class RecoveryRecipe(RunRecipe, RecoveryFields):
+    """Everything that decides the result of a recovery. model: the dense model that the pruned one is trained toward."""
+
+    @model_validator(mode="after")
+    def _has_text(self) -> RecoveryRecipe:
+        if self.calibration is None:
+            raise InvalidSetting(f"Recovery {_NEEDS_TEXT}")
+        return self
+
+    @property
+    def resolved_steps(self) -> int:
+        """Gradient steps, over each block or over the model."""
+        return self.steps or SCOPE_STEPS[self.scope]
+
+    @property
+    def block_steps(self) -> int:
+        """Gradient steps over each block; 0 for none."""
+        return self.resolved_steps if self.scope == "block" else 0
+
+    @property
+    def calibration_written(self) -> int:
+        """How many calibration windows the dense model writes, besides those of the text."""
+        return (self.written or 0) if self.scope == "block" else 0
+
+    @property
+    def model_steps(self) -> int:
+        """Gradient steps over the whole model; 0 for none."""
+        return self.resolved_steps if self.scope == "model" else 0
+
+    @property
+    def model_written(self) -> int | None:
+        """Windows that the dense model writes for those steps; None for as many as let them read each about twice."""
+        return self.written if self.scope == "model" else None
+
+    def describe(self) -> str:
+        """What is trained, in one line."""
+        trained = "each block" if self.scope == "block" else "the whole model"
+        return f"recovered from {PurePath(self.pruned).name} by {self.resolved_steps} gradient steps over {trained}"

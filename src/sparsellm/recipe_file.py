@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from sparsellm.errors import InvalidSetting, nearest, printable
 from sparsellm.json_files import Unreadable, check_value
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import Recipe, RunRecipe
 from sparsellm.yaml_files import read_mapping
+
+Kind = TypeVar("Kind", bound=RunRecipe)
 
 
 def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
@@ -25,13 +27,18 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
     merged.update(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
+    return validated(Recipe, merged)
+
+
+def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
+    """A recipe of a kind from all its settings. Raises InvalidSetting as `read_recipe` does."""
     try:
-        check_value(merged)  # a path may hold bytes that no report can
-        return Recipe(**merged)
+        check_value(settings)  # a path may hold bytes that no report can
+        return kind(**settings)
     except Unreadable as error:
         raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
     except ValidationError as error:
-        raise InvalidSetting(explain(error.errors()[0], Recipe.model_fields)) from None
+        raise InvalidSetting(explain(error.errors()[0], kind.model_fields)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

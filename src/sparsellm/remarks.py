@@ -6,6 +6,7 @@ from sparsellm.events import Observer, note
 from sparsellm.methods import BlockMethod
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import parse_pattern
+from sparsellm.recovery import BlockRecovery
 from sparsellm.report import Report
 
 
@@ -20,6 +21,8 @@ def remark(method: BlockMethod, report: Report, say: Observer) -> None:
         alike = len(names) == len(report.blocks) > 2
         for where in [f"{names[0]} to {names[-1]}"] if alike else names:
             note(f"{where}: {text}", report, say)
+    if isinstance(method, BlockRecovery):
+        return  # it chose no zeros
     asked = getattr(getattr(method, "solver", None), "damping", None)
     raised = [layer for layer in report.layers if layer.damping is not None and layer.damping != asked]
     if raised:

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
+import yaml
 from huggingface_hub import ModelCardData
 
 from sparsellm.coverage import Coverage
 from sparsellm.files import Origin
 from sparsellm.markdown import fenced, plain
 from sparsellm.methods import BlockResult, LayerResult
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.records import Accuracy, Perplexity
 from sparsellm.refinement import Refined
 
@@ -33,14 +34,15 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 class Report:
     """Everything known of a run. Filled as the run goes on.
 
-    resolved: what was really run where the recipe leaves it open. coupled: what the whole model's stage did, if there was one.
+    resolved: what was really run where the recipe leaves it open. recovered: what gradient steps over the whole model did, if
+    there were any. pruned: of a recovery, what the report of the pruned checkpoint says.
     calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
     samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
     peak_memory: of this process so far, in bytes; the command line resets it for each run. origin: for the card. coverage: how
     much of the blocks' matrix weights is pruned.
     """
 
-    recipe: Recipe
+    recipe: RunRecipe
     environment: dict[str, str]
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
@@ -50,7 +52,8 @@ class Report:
     samples: dict[str, dict[When, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    coupled: Refined | None = None
+    recovered: Refined | None = None
+    pruned: dict[str, Any] | None = None
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
@@ -103,7 +106,8 @@ class Report:
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,
-            "coupled": asdict(self.coupled) if self.coupled else None,
+            "recovered": asdict(self.recovered) if self.recovered else None,
+            **({"pruned": self.pruned} if self.pruned else {}),
             "blocks": [_block(block) for block in self.blocks],
         }
 
@@ -182,6 +186,9 @@ class Report:
         lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
         lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
+        if self.pruned:
+            before = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
+            lines += ["## Recipe of the pruned checkpoint", "", *fenced(before, "yaml"), ""]
         lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
         lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
         return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from sparsellm.errors import TooLarge
 from sparsellm.loaded_model import Residence
 from sparsellm.memory import available, human_bytes
 from sparsellm.places import NotStreamable
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.storage import Storage
 from sparsellm.weights import InMemory
 
@@ -45,7 +45,7 @@ class Place:
     tight: bool = False
 
 
-def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:
+def place_of(recipe: RunRecipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:
     """Where the recipe's model will be. Raises TooLarge, InvalidSetting or BadCheckpoint.
 
     files: whether the run may keep files; if not, the model must fit.
@@ -56,8 +56,8 @@ def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, 
     wanted = size > RESIDENT_SHARE * memory if recipe.stream is None else recipe.stream
     if isinstance(source, Loaded) or not wanted:
         return Place(memory, size, False)
-    if recipe.couple == "model" or recipe.written:
-        what = "`couple` model" if recipe.couple == "model" else "`written`"
+    if recipe.model_steps or recipe.calibration_written:
+        what = "gradient steps over it" if recipe.model_steps else "`written`"
         reason = told if recipe.stream is None else "--stream reads it block by block"
         raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --memory.")
     if not files:
@@ -72,7 +72,7 @@ def place_of(recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, 
 
 
 def settle(
-    recipe: Recipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None, place: Place | None = None
+    recipe: RunRecipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None, place: Place | None = None
 ) -> Residence:
     """The recipe's model, where its size and the memory let it be. Raises TooLarge, InvalidSetting or BadCheckpoint.
 
@@ -89,13 +89,13 @@ def settle(
     return Residence(model, weights, storage, compute, place.memory, place.note)
 
 
-def block_bytes(recipe: Recipe, source: Checkpoint) -> int:
+def block_bytes(recipe: RunRecipe, source: Checkpoint) -> int:
     """Bytes of the largest block, in the dtype that it is loaded in."""
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks_of(source.skeleton())]
     return source.dtype(recipe.dtype).itemsize * max(sizes)
 
 
-def resident_bytes(recipe: Recipe, source: Checkpoint | Loaded) -> int:
+def resident_bytes(recipe: RunRecipe, source: Checkpoint | Loaded) -> int:
     """Bytes of the whole model in memory, in the dtype that it is loaded in."""
     if isinstance(source, Loaded):
         return sum(tensor.numel() * tensor.element_size() for tensor in source.model.parameters())

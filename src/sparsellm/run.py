@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.recipe_file import read_recipe
 from sparsellm.records import Accuracy, Perplexity
+from sparsellm.recovery import read_recovery
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark
 from sparsellm.report import Report, When
@@ -106,8 +107,45 @@ def prune(
     return run(read_recipe({"model": name, **settings}), observe, given, Loaded(name, model, tokenizer))
 
 
+def recover(
+    pruned: str | Path,
+    against: str | Path,
+    calibration: str | Path | Sequence[str] | Tensor,
+    scope: Literal["block", "model"] = "model",
+    steps: int | None = None,
+    observe: Observer | None = None,
+    **settings: Any,
+) -> Result:
+    """Train the weights that a pruned checkpoint has left, toward the dense model; every zero stays zero.
+
+    Args:
+        pruned: The folder that a run of `prune` or `recover` wrote. It is not changed.
+        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama".
+        calibration: A file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of
+            (samples, length), without padding.
+        scope: What is trained as one. "model" lowers the KL divergence of the predictions from the dense model's; "block"
+            lowers the error of one block's outputs after the other, which takes the memory of a block.
+        steps: Gradient steps, at most: held-back windows choose the best state. Default: 300, or 100 over each block.
+        observe: Told of every stage and block.
+        **settings: Any other field of `RecoveryRecipe`.
+
+    Returns:
+        The recovered model with its report, whose `pruned` repeats what the report of the pruned checkpoint says.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where that is possible.
+    """
+    given: GivenText = None
+    if isinstance(calibration, (str, Path)):
+        calibration = str(calibration)
+    else:
+        given, calibration = calibration, "given in memory"
+    settings |= {"pruned": str(pruned), "model": str(against), "calibration": calibration, "scope": scope, "steps": steps}
+    return run(read_recovery(settings), observe, given)
+
+
 def run(
-    recipe: Recipe,
+    recipe: RunRecipe,
     observe: Observer | None = None,
     given: GivenText = None,
     source: Checkpoint | Loaded | None = None,
@@ -139,11 +177,11 @@ def run(
     home = _load(ready, work, place, report, say)
     measure = partial(_measure, ready, report, say)
     measure(home, "dense", shared)
-    if recipe.written and len(windows):
+    if recipe.calibration_written and len(windows):
         with phase("letting the dense model write", report, say):
             # Before the given windows: the last of all are those that judge, and they should be real text.
-            windows = torch.cat([written(home.model, windows, recipe.written, recipe.seed, home.compute), windows])
-            report.calibration += f", and {recipe.written} windows that the dense model wrote"
+            windows = torch.cat([written(home.model, windows, recipe.calibration_written, recipe.seed, home.compute), windows])
+            report.calibration += f", and {recipe.calibration_written} windows that the dense model wrote"
     while True:
         if journal:
             journal.note("batch", batch)

@@ -16,7 +16,7 @@ from sparsellm.fingerprint import fingerprint
 from sparsellm.journal import Journal
 from sparsellm.planning import fitted
 from sparsellm.preparation import Prepared
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import RunRecipe
 from sparsellm.report import Report
 from sparsellm.residence import Place, place_of
 from sparsellm.work import Work
@@ -29,7 +29,7 @@ COMPARING = "reading the model's files"
 
 
 def begin(
-    recipe: Recipe, ready: Prepared, report: Report, say: Observer, work: Work | None
+    recipe: RunRecipe, ready: Prepared, report: Report, say: Observer, work: Work | None
 ) -> tuple[Place, int, Journal | None]:
     """The model's place, the windows at a time, and the journal, if there is a folder to work in.
 
@@ -40,6 +40,8 @@ def begin(
     if work or distributed.world() > 1:
         say(Stage(COMPARING))
         told = fingerprint(recipe, ready.source, ready.windows, report.environment)
+        if report.pruned:
+            told["pruned checkpoint"] = report.pruned["digest"]
         check_alike(told)
         journal = work.begin(told) if work else None
     if journal and journal.lost:
@@ -75,7 +77,7 @@ def _note_machine(journal: Journal, say: Observer) -> None:
         say(Note(f"begun by {was}, goes on with {here}: rounding differs, and masks may with it"))
 
 
-def _suiting(recipe: Recipe, ready: Prepared, place: Place, batch: int, journal: Journal | None) -> tuple[Place, int]:
+def _suiting(recipe: RunRecipe, ready: Prepared, place: Place, batch: int, journal: Journal | None) -> tuple[Place, int]:
     """The place and the windows at a time that suit every process; with one, as they are.
 
     Raises InvalidSetting where there are fewer windows than processes, and for a model that is read block by block into a

@@ -23,7 +23,7 @@ from sparsellm.files import first_line
 from sparsellm.memory import peak_memory
 from sparsellm.methods import BlockResult
 from sparsellm.preparation import OPENING
-from sparsellm.pruning import COUPLING
+from sparsellm.pruning import TRAINING
 from sparsellm.refinement import Refined
 
 PROJECT = "sparsellm"
@@ -87,8 +87,8 @@ class Tracked:
         elif isinstance(event, BlockResult):
             self._step = event.index
             self._log(figures(event))
-        elif isinstance(event, Refined) and self._stage == COUPLING:
-            self._log({"coupled/before": event.before, "coupled/after": event.after})
+        elif isinstance(event, Refined) and self._stage == TRAINING:
+            self._log({"recovered/before": event.before, "recovered/after": event.after})
         elif isinstance(event, Measured):
             name = f"{event.kind}/{PurePath(event.on).name}-{event.when}"
             error = {} if event.standard_error is None else {f"{name}-standard-error": event.standard_error}

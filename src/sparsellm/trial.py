@@ -107,9 +107,9 @@ class Trial:
 
     @property
     def _tiny(self) -> Recipe:
-        """The recipe for the miniature. What couples the whole model is not tried: it is foreseen elsewhere."""
+        """The recipe for the miniature."""
         sharing = self.recipe.sharing if self.recipe.sharing in ALLOCATIONS else "uniform"
-        form = {"couple": None, "allocation": sharing, "stream": self.place.streamed, "device": str(self.ready.device)}
+        form = {"allocation": sharing, "stream": self.place.streamed, "device": str(self.ready.device)}
         return self.recipe.model_copy(update=form | {"model": str(self.small.checkpoint.folder), "dtype": "auto"})
 
     def _settled(self, meter: Meter) -> Residence:

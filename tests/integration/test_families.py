@@ -40,6 +40,7 @@ from sparsellm.solvers.swift import Swift
 from sparsellm.walk import walk
 from sparsellm.work import working
 from tests.conftest import byte_tokenizer
+from tests.recovering import block_recovery
 
 SHARED = {
     "vocab_size": 260,
@@ -327,9 +328,9 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     model, dense = tiny(name), tiny(name)
     left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
     plan = uniform(blocks_of(model), parse_pattern("60%"), skip=[left])
-    method = SparseLLM(SparseGPT(), newton=0, couple="block", refine=Descent(4, 1e-2))
-    windows = torch.cat([batches()[0]] * 3)
-    list(prune_blocks(model, list(windows.split(3)), method, plan))
+    pruned, windows = tiny(name), torch.cat([batches()[0]] * 3)
+    results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), newton=0), plan))
+    list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, Descent(4, 1e-2)), plan))
     held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     distil(model, held, last_states(dense, held), plan, Descent(10, 1e-3))

@@ -28,6 +28,7 @@ from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_weights import random_model, saved, windows
+from tests.recovering import block_recovery
 
 PRINT = {"model": "m", "sparsity": "60%", "samples": 6}
 METHODS: dict[str, BlockMethod] = {
@@ -36,7 +37,7 @@ METHODS: dict[str, BlockMethod] = {
     "sparsegpt": LayerWise(SparseGPT()),
     "alps": LayerWise(ALPS()),
     "published": PublishedSparseLLM(SparseGPT(), epochs=2),
-    "sparsellm": SparseLLM(newton=1, couple="block", refine=Descent(2, 1e-3)),
+    "sparsellm": SparseLLM(newton=1),
 }
 
 
@@ -44,6 +45,12 @@ def steps_of(model: PreTrainedModel, method: BlockMethod, journal: Journal | Non
     return prune_blocks(
         model, list(windows().split(2)), method, uniform(blocks_of(model), parse_pattern("60%")), journal=journal
     )
+
+
+def recovery() -> BlockMethod:
+    """Gradient steps over each block of a model that was pruned before."""
+    pruned = random_model("opt")
+    return block_recovery(pruned, list(steps_of(pruned, METHODS["wanda"])), Descent(2, 1e-3))
 
 
 def results(steps: Iterator[Step]) -> list[BlockResult]:
@@ -56,10 +63,10 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stop", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "recovery"])
 def test_a_run_goes_on_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Ended after so many blocks and resumed with the dense model: weights and results are those of an unbroken run."""
-    whole, method = random_model("opt").to(dtype), METHODS[name]
+    whole, method = random_model("opt").to(dtype), recovery() if name == "recovery" else METHODS[name]
     wanted = results(steps_of(whole, method))
     first = steps_of(random_model("opt").to(dtype), method, Journal.begin(tmp_path / "work", PRINT))
     for _ in islice((step for step in first if isinstance(step, BlockResult)), stop):
@@ -77,7 +84,7 @@ def test_a_run_goes_on_to_the_same_bits(name: str, stop: int, dtype: torch.dtype
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
     """Every field of a block's result, with its types."""
-    found = results(steps_of(random_model("opt"), METHODS["sparsellm"], Journal.begin(tmp_path / "work", PRINT)))
+    found = results(steps_of(random_model("opt"), recovery(), Journal.begin(tmp_path / "work", PRINT)))
     journal = Journal.resume(tmp_path / "work", PRINT)
     assert [journal.finished(index) for index in range(3)] == found
     assert found[0].refined is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
-from sparsellm import distillation, prune
+from sparsellm import distillation, prune, recover
 from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import Checkpoint
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
@@ -45,14 +44,16 @@ CPU = torch.device("cpu")
 BLOCK = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32
 """Parameters of one block of the tiny Llama: attention, feed-forward, norms."""
 
-STREAMS = 4 * 4 * (8 * 32) * 32
-"""Bytes of two streams and of what the feed-forward part reads and should write, for 8 windows of 32 tokens."""
+STREAMS = 2 * 4 * (8 * 32) * 32
+"""Bytes of two streams, for 8 windows of 32 tokens."""
 
 MODEL = 7 * 4 * 3 * BLOCK + 4 * (8 * 32 * 32 + 3 * 32 * 260 + 32 * 32 * 3)
-"""Bytes of the whole model's stage, one window at a time."""
+"""Bytes of gradient steps over the whole model, one window at a time."""
 
-QUICK = ("--sparsity", "60%", "--samples", 8, "--length", 32, "--batch", 2)
-COUPLED = ("--couple", "model", "--couple-steps", 20, "--couple-written", 0)
+TEXT = ("--samples", 8, "--length", 32, "--batch", 2)
+QUICK = ("--sparsity", "60%", *TEXT)
+WHOLE = ("--scope", "model", "--steps", 20, "--written", 0)
+BLOCKS = ("--scope", "block", "--steps", 5)
 WEAK = ("--solver", "magnitude", "--newton", 0)
 """Leaves something to gain."""
 
@@ -115,22 +116,10 @@ def test_only_the_command_line_changes_the_process(
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
-    monkeypatch.setattr(distillation, "COUPLING", Descent(20, 1e-3))
+    monkeypatch.setattr(distillation, "TRAINING", Descent(20, 1e-3))
 
 
 two_families = pytest.mark.parametrize("family", ["opt", "llama"])
-
-
-@pytest.fixture(scope="session")
-def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny checkpoints with matrices large enough that their predictions are far from even; not to be written to."""
-    folders = {}
-    for family, folder in tiny.items():
-        folders[family] = Path(shutil.copytree(folder, tmp_path_factory.mktemp("loud") / family))
-        tensors = load_file(folder / "model.safetensors")
-        louder = {name: tensor * 8 if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-        save_file(louder, folders[family] / "model.safetensors", {"format": "pt"})
-    return folders
 
 
 def test_human_bytes() -> None:
@@ -209,15 +198,23 @@ def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
     assert predictions_bytes(10, 3, 4, 7, 2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
 
 
+@pytest.fixture(scope="module")
+def pruned(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, pruned by magnitude."""
+    settings = {"solver": "magnitude", "newton": 0, "samples": 8, "length": 32}
+    result = prune(tiny["llama"], sparsity="60%", calibration=text_file, **settings)
+    return result.save_pretrained(tmp_path_factory.mktemp("pruned") / "llama")
+
+
 @pytest.mark.parametrize(
     ("words", "free", "parts"),
     [
-        (("--couple", "block", "--refine", 5), 1000, ("Refining a block", f"{28 * BLOCK + STREAMS:,}", "1,000", "--refine 0")),
-        (("--couple", "block", "--refine", 5), 28 * BLOCK + STREAMS - 1, (f"{28 * BLOCK + STREAMS:,}",)),
-        (COUPLED, 1000, ("1,000",)),
-        ((*COUPLED[:4], "--couple-written", 5), MODEL + 4 * 5 * 32 * 32 - 1, (f"{MODEL + 4 * 5 * 32 * 32:,}",)),
-        (COUPLED[:4], MODEL + 4 * 2 * 32 * 32 - 1, (f"{MODEL + 4 * 2 * 32 * 32:,}",)),
-        (COUPLED, MODEL - 1, ("Coupling the model", f"{MODEL:,}", f"{MODEL - 1:,}", "--couple block", "--batch")),
+        (BLOCKS, 1000, ("Training a block", f"{28 * BLOCK + STREAMS:,}", "1,000", "--samples")),
+        (BLOCKS, 28 * BLOCK + STREAMS - 1, (f"{28 * BLOCK + STREAMS:,}",)),
+        (WHOLE, 1000, ("1,000",)),
+        ((*WHOLE[:4], "--written", 5), MODEL + 4 * 5 * 32 * 32 - 1, (f"{MODEL + 4 * 5 * 32 * 32:,}",)),
+        (WHOLE[:4], MODEL + 4 * 2 * 32 * 32 - 1, (f"{MODEL + 4 * 2 * 32 * 32:,}",)),
+        (WHOLE, MODEL - 1, ("Training the whole model", f"{MODEL:,}", f"{MODEL - 1:,}", "--scope block", "--batch")),
     ],
 )
 def test_refused_before_weights_are_read(
@@ -225,6 +222,7 @@ def test_refused_before_weights_are_read(
     free: int,
     parts: tuple[str, ...],
     tiny: dict[str, Path],
+    pruned: Path,
     text_file: Path,
     tmp_path: Path,
     command: Command,
@@ -234,22 +232,34 @@ def test_refused_before_weights_are_read(
     loaded: list[object] = []
     monkeypatch.setattr(Checkpoint, "load", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr("sparsellm.memory.available", lambda device: free)
-    refused(command("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK, *words), *parts)
+    base = ("recover", pruned, tmp_path / "out", "--against", tiny["llama"], "--calibration", text_file, *TEXT)
+    refused(command(*base, *words), *parts)
     assert not loaded
     assert list(tmp_path.iterdir()) == []
 
 
-def test_coupling_is_not_called_refining(
-    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where only the model's stage is asked for, nobody is told to leave out steps over a block."""
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: 1000)
-    words = ("--calibration", text_file, *QUICK, *COUPLED)
-    assert "--refine" not in refused(command("prune", tiny["llama"], tmp_path / "out", *words))
-
-
-@pytest.mark.parametrize("words", [COUPLED, ("--couple", "block", "--refine", 2), ("--method", "sparsegpt"), ()])
+@pytest.mark.parametrize("words", [WHOLE, BLOCKS])
 def test_what_fits_is_run(
+    words: tuple[object, ...],
+    tiny: dict[str, Path],
+    pruned: Path,
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Just enough memory is enough, and is told."""
+    needed = MODEL if words is WHOLE else 28 * BLOCK + STREAMS
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: needed)
+    base = ("recover", pruned, tmp_path / "out", "--against", tiny["llama"], "--calibration", text_file, *TEXT)
+    ran = command(*base, *words)
+    assert ran.exit_code == 0, ran.stderr
+    assert ("training a block takes" in ran.stderr) == (words is BLOCKS)
+    assert (f"training the whole model takes {human_bytes(MODEL)}" in ran.stderr) == (words is WHOLE)
+
+
+@pytest.mark.parametrize("words", [("--method", "sparsegpt"), ()])
+def test_pruning_asks_for_no_gradient_memory(
     words: tuple[object, ...],
     tiny: dict[str, Path],
     text_file: Path,
@@ -257,31 +267,29 @@ def test_what_fits_is_run(
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Just enough memory is enough, and is told; without gradient steps nobody asks."""
-    steps = "--couple" in words
-    needed = max(28 * BLOCK + STREAMS, MODEL if words is COUPLED else 0)
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: needed if steps else 0)
+    """Without gradient steps nobody asks."""
+    monkeypatch.setattr("sparsellm.memory.available", lambda device: 0)
     ran = command("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK, *words)
     assert ran.exit_code == 0, ran.stderr
-    assert ("refining a block takes" in ran.stderr) == ("--refine" in words)
-    assert (f"coupling the model takes {human_bytes(MODEL)}" in ran.stderr) == (words is COUPLED)
 
 
 @two_families
 def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """The divergence on held-back windows falls; zeros exact, what is not planned untouched, the same bytes twice."""
-    words = ("--calibration", text_file, *QUICK, *WEAK, *COUPLED, "--skip", "q_proj")
+    words = ("--calibration", text_file, *QUICK, *WEAK, "--skip", "q_proj")
+    assert command("prune", loud[family], tmp_path / "pruned", *words).exit_code == 0
+    words = ("--against", loud[family], "--calibration", text_file, *TEXT, *WHOLE)
     for name in ("one", "two"):
-        ran = command("prune", loud[family], tmp_path / name, *words)
+        ran = command("recover", tmp_path / "pruned", tmp_path / name, *words)
         assert ran.exit_code == 0, ran.stderr
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert files[0] == files[1]
     report = report_of(tmp_path / "one")
-    found = report["coupled"]
+    found = report["recovered"]
     assert 0 < found["after"] < found["before"]
     assert 0 < found["steps"] <= 20
     assert not found["note"]
-    assert "coupling the model" in report["seconds"]
+    assert "training the whole model" in report["seconds"]
     before, after = load_file(loud[family] / "model.safetensors"), load_file(tmp_path / "one" / "model.safetensors")
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
     moved = {name for block in report["blocks"] for name in block["moved"]}
@@ -295,20 +303,20 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
 
 @two_families
 @torch.no_grad()
-def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path]) -> None:
+def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path], tmp_path: Path) -> None:
     """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
     tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
-    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "batch": 2, "sparsity": "80%"}
-    settings["calibration"] = tokens
-    start = prune(loud[family], **settings)
-    found = prune(loud[family], **settings, couple="model", couple_steps=20, couple_written=0)
-    assert found.report.coupled is not None
-    assert found.report.coupled.steps > 0
+    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "sparsity": "80%"}
+    start = prune(loud[family], **settings, batch=2, calibration=tokens)
+    start.save_pretrained(tmp_path / "pruned")
+    found = recover(tmp_path / "pruned", loud[family], tokens, steps=20, written=0, batch=2)
+    assert found.report.recovered is not None
+    assert found.report.recovered.steps > 0
     dense, before, after = (
         model.float()(tokens[7:]).logits.double().log_softmax(-1)
         for model in (AutoModelForCausalLM.from_pretrained(loud[family]), start.model, found.model)
     )
-    for pruned, told in ((before, found.report.coupled.before), (after, found.report.coupled.after)):
+    for pruned, told in ((before, found.report.recovered.before), (after, found.report.recovered.after)):
         assert told == pytest.approx(float((dense.exp() * (dense - pruned)).sum(-1).mean()), rel=0.02)
 
 
@@ -332,8 +340,8 @@ def test_a_loss_that_is_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The weights are those from before the stage, bit for bit; note and report say so, and the run ends well."""
-    words = ("--calibration", text_file, *QUICK)
-    assert command("prune", tiny[family], tmp_path / "before", *words, "--couple", "block", "--refine", 0).exit_code == 0
+    words = ("--calibration", text_file, *TEXT)
+    assert command("prune", tiny[family], tmp_path / "before", *words, *WEAK).exit_code == 0
     plain, calls = distillation._divergence, list[int]()
 
     def divergence(teacher: Tensor, student: Tensor) -> Tensor:
@@ -341,24 +349,26 @@ def test_a_loss_that_is_not_finite(
         return plain(teacher, student) * (1.0 if len(calls) <= sound else float("nan"))
 
     monkeypatch.setattr(distillation, "_divergence", divergence)
-    ran = command("prune", tiny[family], tmp_path / "out", *words, *COUPLED)
+    ran = command("recover", tmp_path / "before", tmp_path / "out", "--against", tiny[family], *words, *WHOLE)
     assert ran.exit_code == 0, ran.stderr
     assert note in " ".join(ran.stderr.split())
     found = report_of(tmp_path / "out")
-    assert note in found["coupled"]["note"]
+    assert note in found["recovered"]["note"]
     assert any(note in each for each in found["notes"])
-    assert found["coupled"]["steps"] == 0
-    assert found["coupled"]["after"] == found["coupled"]["before"]
-    assert (found["coupled"]["before"] == "nan") == (sound == 0)
+    assert found["recovered"]["steps"] == 0
+    assert found["recovered"]["after"] == found["recovered"]["before"]
+    assert (found["recovered"]["before"] == "nan") == (sound == 0)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "out")]
     assert files[0] == files[1]
 
 
-def test_few_windows_are_coupled_too(loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+def test_few_windows_are_held_back_too(loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """Without a batch size named, some windows are held back also where all of them are few tokens."""
-    words = ("--calibration", text_file, "--samples", 32, "--length", 32, *WEAK, *COUPLED)
-    assert command("prune", loud["llama"], tmp_path / "out", *words).exit_code == 0
-    assert report_of(tmp_path / "out")["coupled"]["steps"] > 0
+    words = ("--calibration", text_file, "--samples", 32, "--length", 32)
+    assert command("prune", loud["llama"], tmp_path / "pruned", *words, "--sparsity", "60%", *WEAK).exit_code == 0
+    base = ("recover", tmp_path / "pruned", tmp_path / "out", "--against", loud["llama"])
+    assert command(*base, *words, *WHOLE).exit_code == 0
+    assert report_of(tmp_path / "out")["recovered"]["steps"] > 0
 
 
 def told(words: str) -> list[int]:

@@ -13,7 +13,6 @@ import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.events import Note, Stage
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
-from sparsellm.refinement import Refined
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -52,7 +51,7 @@ def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Pa
 def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> None:
     """Stages, layers, epochs and blocks, in the order in which they happen."""
     seen: list[object] = []
-    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, refine=1, observe=seen.append)
+    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, observe=seen.append)
     stages = [event.name for event in seen if isinstance(event, Stage)]
     assert [name for name in stages if "takes" not in name] == [
         "opening",
@@ -64,7 +63,6 @@ def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> Non
     ]
     assert [event.index for event in seen if isinstance(event, BlockResult)] == [0, 1, 2]
     assert [event.step for event in seen if isinstance(event, EpochResult)] == ["solve", "newton"] * 3
-    assert sum(isinstance(event, Refined) for event in seen) == 3
     assert sum(isinstance(event, LayerResult) for event in seen) == 3 * 7
     assert not any(isinstance(event, Note) for event in seen)
 

@@ -17,12 +17,13 @@ from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, Plan
-from sparsellm.methods.settings import Window
+from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
 from sparsellm.refinement import Descent, Pieces, Refined, cut, refine_block, windows_a_step
 from sparsellm.sequential import Step, prune_blocks
 from sparsellm.solvers.criteria import Magnitude
+from tests.recovering import block_recovery
 
 FULL, HALF = torch.float32, torch.bfloat16
 NAN = float("nan")
@@ -215,14 +216,14 @@ def batches() -> list[Tensor]:
 
 
 def refined(
-    family: str, steps: int, couple: Window = "block", dtype: torch.dtype = FULL, compute: torch.dtype = FULL, **choice: Any
+    family: str, steps: int, dtype: torch.dtype = FULL, compute: torch.dtype = FULL, **choice: Any
 ) -> tuple[PreTrainedModel, Plan, list[Step]]:
-    """A fresh model pruned with gradient steps on each block, its plan, and everything that was yielded."""
-    model = tiny(family, dtype)
+    """A fresh model with pruned weights and gradient steps on each block, its plan, and everything that was yielded."""
+    model, pruned = tiny(family, dtype), tiny(family, dtype)
     plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
-    method = SparseLLM(Magnitude(), refine=Descent(steps, 1e-3), couple=couple, newton=0)
+    results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), newton=0), plan, compute))
     told = list[Step]()
-    for step in prune_blocks(model, batches(), method, plan, compute):
+    for step in prune_blocks(model, batches(), block_recovery(pruned, results, Descent(steps, 1e-3)), plan, compute):
         told.append(step)
         if isinstance(step, BlockResult):  # what travels on is what will be stored
             block = blocks_of(model)[step.index].module
@@ -258,28 +259,6 @@ def test_blocks_are_refined(family: str, dtype: torch.dtype, compute: torch.dtyp
             moved.add(name)
     assert moved == set(block.moved)
     assert moved
-
-
-@every_family
-def test_only_the_feed_forward(family: str) -> None:
-    """Coupled by feed-forward parts, steps move these layers only; with nothing coupled there are none."""
-    (before, _, _), (model, _, steps) = (
-        refined(family, steps, couple="feedforward", chosen=frozenset({0}), skip=["self_attn.*"]) for steps in (0, 40)
-    )
-    for (name, one), other in zip(model.named_parameters(), before.parameters(), strict=True):
-        mine = "layers.0" in name and any(layer in name for layer in NAMES[family])
-        assert torch.equal(one, other) != mine, name
-        assert not mine or one.ndim == 1 or torch.equal(one == 0, other == 0), name
-    assert [step.steps > 0 for step in steps if isinstance(step, Refined)] == [True]
-    assert not any(isinstance(step, Refined) for step in refined(family, 40, couple="none")[2])
-
-
-@pytest.mark.parametrize("only", [["*"], ["self_attn.*"]], ids=["all planned", "attention planned"])
-def test_feed_forward_steps_beside_planned_attention(only: list[str]) -> None:
-    """Other planned layers stay as they were solved; where no feed-forward layer is planned nothing is refined."""
-    models = [refined("opt", steps, couple="feedforward", only=only)[0] for steps in (0, 5)]
-    one, other = (blocks_of(model)[0].layer("self_attn.q_proj").weight for model in models)
-    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("weighed", [True, False], ids=["metric", "plain"])
@@ -338,8 +317,10 @@ def test_how_many_windows_travel_together_changes_rounding_only(family: str) -> 
     found = []
     for batch in (4, 3, 1):
         model = tiny(family)
-        method = SparseLLM(Magnitude(), refine=Descent(20, 1e-3), couple="block", newton=0)
         plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
+        pruned = tiny(family)
+        results = list(prune_blocks(pruned, windows.split(4), LayerWise(Magnitude()), plan))
+        method = block_recovery(pruned, results, Descent(20, 1e-3))
         (block,) = (step for step in prune_blocks(model, cut(windows, batch), method, plan) if isinstance(step, BlockResult))
         found.append((block.refined, blocks_of(model)[0].layer(NAMES[family][0]).weight))
     (one, wanted), *others = found

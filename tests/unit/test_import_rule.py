@@ -111,6 +111,7 @@ STOREYS = {
         "first_pass",
         "generation",
         "zeroshot",
+        "recovery",
         "preparation",
         "fingerprint",
         "measuring",

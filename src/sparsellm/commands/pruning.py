@@ -1,16 +1,20 @@
-"""`prune` and `plan`: the commands that take a recipe."""
+"""`prune`, `recover` and `plan`: the commands that take a recipe."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from sparsellm import options
 from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
+from sparsellm.recipe_fields import RecoveryFields
+
+if TYPE_CHECKING:
+    from sparsellm.recipe import RunRecipe
 
 
 @options.recipe_options()
@@ -33,7 +37,6 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with told(context):
-        from sparsellm.export import check_output, is_finished
         from sparsellm.recipe_file import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
@@ -46,40 +49,74 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        if resume and restart:
-            raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
 
-        from sparsellm import distributed, watch
-        from sparsellm.display import Progress, print_summary
-        from sparsellm.events import Stage, each
-        from sparsellm.output_lock import recover
-        from sparsellm.pages import manage_memory
-        from sparsellm.run import run
-        from sparsellm.tracking import Tracked
-        from sparsellm.work import working
 
-        with watch.joined(os.environ, ended) as leads:  # alone, or with the other processes of a launcher, of which one speaks
-            if leads:
-                recover(output)
-            if distributed.agreed(resume and is_finished(output)):
-                stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
-                return
-            if leads:
-                check_output(output, overwrite, recipe.model)
-            with (
-                Progress(stderr if leads else silent) as progress,
-                Tracked(*(track or () if leads else ()), say=progress) as tracked,
-                working(output, resume, restart) as work,
-            ):
-                result = run(recipe, each(manage_memory, progress, tracked), work=work)
-                progress(Stage("writing and verifying"))
-                folder = result.save_pretrained(output, overwrite)
-            if not leads:
-                return
-            if as_json:
-                print_json(result.report.to_dict() | {"output": str(folder)})
-            else:
-                print_summary(stdout, result.report, str(folder))
+@options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
+def recover(
+    context: typer.Context,
+    pruned: options.Pruned,
+    output: options.Recovered,
+    *,
+    model: options.PrunedFrom,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    overwrite: options.Overwrite = False,
+    track: options.Track = None,
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Train the weights that a pruned checkpoint has left, zeros held, and write the recovered checkpoint.
+
+    Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
+    """
+    with told(context):
+        from sparsellm.export import check_output
+        from sparsellm.recovery import read_recovery
+
+        recipe = read_recovery({"model": model, "pruned": pruned, **settings})
+        check_output(output, overwrite or resume or restart, recipe.pruned)
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
+
+
+def _write(
+    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, track: list[str], as_json: bool
+) -> None:
+    """Run a recipe, alone or with the other processes of a launcher, write the output, and print what was done."""
+    if resume and restart:
+        raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
+
+    from sparsellm import distributed, output_lock, watch
+    from sparsellm.display import Progress, print_summary
+    from sparsellm.events import Stage, each
+    from sparsellm.export import check_output, is_finished
+    from sparsellm.pages import manage_memory
+    from sparsellm.run import run
+    from sparsellm.tracking import Tracked
+    from sparsellm.work import working
+
+    with watch.joined(os.environ, ended) as leads:  # of several processes one prints
+        if leads:
+            output_lock.recover(output)
+        if distributed.agreed(resume and is_finished(output)):
+            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+            return
+        if leads:
+            check_output(output, overwrite, recipe.model)
+        with (
+            Progress(stderr if leads else silent) as progress,
+            Tracked(*(track if leads else ()), say=progress) as tracked,
+            working(output, resume, restart) as work,
+        ):
+            result = run(recipe, each(manage_memory, progress, tracked), work=work)
+            progress(Stage("writing and verifying"))
+            folder = result.save_pretrained(output, overwrite)
+        if not leads:
+            return
+        if as_json:
+            print_json(result.report.to_dict() | {"output": str(folder)})
+        else:
+            print_summary(stdout, result.report, str(folder))
 
 
 @options.recipe_options()

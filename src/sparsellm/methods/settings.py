@@ -7,15 +7,10 @@ from typing import Literal
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods.part import SAMPLED
-from sparsellm.refinement import Descent
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 
-Window = Literal["none", "feedforward", "block"]
-
-NO_REFINEMENT = Descent(0, 3e-4)
-"""No gradient steps over a block: after a Gauss-Newton round they gain next to nothing (docs/results.md). The rate is for those
-who ask for steps: short ones, since what comes before is near its optimum."""
+Couple = Literal["none", "feedforward"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +20,7 @@ class Settings:
     solver: LayerSolver = field(default_factory=ALPS.thorough)
     newton: int = 3
     sampled: int = SAMPLED
-    refine: Descent = NO_REFINEMENT
-    couple: Window = "feedforward"
+    couple: Couple = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
 

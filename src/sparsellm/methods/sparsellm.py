@@ -14,7 +14,6 @@ from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
 from sparsellm.methods.settings import Settings
 from sparsellm.methods.two_streams import TwoStreams
 from sparsellm.moments import Gram, NoInputs
-from sparsellm.refinement import Refined
 from sparsellm.sensitivity import layer_sensitivities
 
 
@@ -29,14 +28,12 @@ class SparseLLM(Settings):
        $\hat x$ in the pruned stream, toward the dense model's outputs, $C = E[t \hat x^\top]$; the two writers aim at $t$
        plus what the stream they add to has already lost.
     2. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
-    3. Gradient steps over the block's parameters with masks held, stopped by held-back windows (`sparsellm.refinement`).
 
     Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
 
     solver: any layer solver. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least if there
-    are as many. refine: gradient steps. couple: whose layers form one problem: "none" (no steps 2 and 3, no S), "feedforward"
-    (step 3, if any, over its layers only), "block" (step 3 over all). ridge: of the regressions, toward the dense weight, as a
-    share of the Gram's mean diagonal. keep_zeros: weights that are zero already stay zero.
+    are as many. couple: whose layers form one problem: "none" (no step 2, no S) or "feedforward". ridge: of the regressions,
+    toward the dense weight, as a share of the Gram's mean diagonal. keep_zeros: weights that are zero already stay zero.
     """
 
     @property
@@ -63,7 +60,7 @@ class SparseLLM(Settings):
         left = missing(block, plan)
         return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
         metric = inputs.metric(block) if self.couple != "none" else None
         parts = [] if metric is None else coupled_parts(block, plan)
@@ -78,8 +75,6 @@ class SparseLLM(Settings):
         if metric is not None and parts:
             whole = parts == [block.architecture.feed_forward]
             yield from run.solve_part(parts[0], metric) if whole else run.solve_experts(parts, metric)
-        if self.refine.steps and self.couple != "none":
-            yield run.refine(sorted(together) if self.couple == "feedforward" else None)
         block.settle()
         yield from run.results()
 

@@ -24,7 +24,6 @@ from sparsellm.methods.settings import Settings
 from sparsellm.methods.targets import Targets, of_expert
 from sparsellm.moments import Gram
 from sparsellm.problem import share_lost
-from sparsellm.refinement import Refined, refine_block
 from sparsellm.regression import Regression
 from sparsellm.storage import Kept
 
@@ -136,16 +135,6 @@ class TwoStreams:
                 break
             error = found
             self._write(moved)
-
-    def refine(self, only: Sequence[str] | None) -> Refined:
-        """Gradient steps over the parameters of these layers, or of the whole block but its layers that stay dense."""
-        self._inputs.forget(dense=False)
-        block = self._block
-        fixed = block.held(set(block.layers) - set(planned(block, self._plan)))
-        if only is not None:
-            fixed |= {name for name, _ in block.module.named_parameters()} - block.held(only)
-        names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-        return refine_block(self._block, self._inputs, self._keep, names, self._metric, self._settings.refine)
 
     def results(self) -> Iterator[LayerResult]:
         """What became of each layer, in running order: the zeros as they now are, the error as the layer was solved."""

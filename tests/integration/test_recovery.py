@@ -1,0 +1,275 @@
+"""Recovery of a pruned checkpoint: the same arithmetic as its parts called by hand, zeros exact, killed and resumed, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparsellm import distillation, prune, recover, verify
+from sparsellm.checkpoint import compute_dtype
+from sparsellm.distillation import distil, grouped, held_back, last_states, model_training, written
+from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from sparsellm.events import Event
+from sparsellm.inspection import WORK, inspect
+from sparsellm.journal import JOURNAL
+from sparsellm.methods import BlockResult
+from sparsellm.page import report_page
+from sparsellm.patterns import parse_pattern
+from sparsellm.preparation import model_step
+from sparsellm.recovery import RATE
+from sparsellm.refinement import Descent, cut
+from sparsellm.sequential import prune_blocks
+from tests.cli.test_bad_input import refused
+from tests.conftest import report_of
+from tests.recovering import block_recovery
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from typer.testing import Result
+
+Command = Callable[..., "Result"]
+TOKENS = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(3))
+WEAK: dict[str, Any] = {"solver": "magnitude", "newton": 0, "batch": 2, "skip": ["q_proj"]}
+"""Leaves something to gain."""
+
+families = pytest.mark.parametrize("family", ["opt", "llama"])
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual steps are for trained models: a random one of this size only gets worse by them."""
+    monkeypatch.setattr(distillation, "TRAINING", Descent(20, 1e-3))
+
+
+def load(folder: Path) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
+def pruned(model: Path, folder: Path, **settings: Any) -> Path:
+    """A pruned checkpoint in a folder."""
+    return prune(model, calibration=TOKENS, **{"sparsity": "60%", **WEAK, **settings}).save_pretrained(folder)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def alike(model: PreTrainedModel, folder: Path) -> bool:
+    """Whether a model has the very bits that a checkpoint holds."""
+    state = model.state_dict()
+    return all(torch.equal(state[key], tensor) for key, tensor in tensors(folder).items())
+
+
+@pytest.mark.parametrize("given", [None, 0, 12])
+@families
+def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """The bytes of its parts called by hand: the dense model reads and writes, then gradient steps from the pruned weights."""
+    folder = pruned(tiny[family], tmp_path / "pruned")
+    result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch=2)
+    out = result.save_pretrained(tmp_path / "out")
+    dense, model = load(tiny[family]), load(folder)
+    step = model_step(*TOKENS.shape)
+    count = max(0, 20 * step // 2 - len(TOKENS)) if given is None else given
+    compute = compute_dtype(dense)
+    more = written(dense, TOKENS[: -held_back(TOKENS)], count, seed=0, compute=compute)
+    groups, back = grouped(TOKENS, more, step, min(step, 2))
+    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    found, moved = distil(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
+    assert result.report.recovered == found
+    assert alike(model, out)
+    assert set(moved) <= {name for block in result.report.blocks for name in block.moved}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@families
+def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """The bytes of `prune_blocks` with the block's own steps, on both streams."""
+    folder = pruned(tiny[family], tmp_path / "pruned", dtype=dtype)
+    result = recover(folder, tiny[family], TOKENS, scope="block", steps=20, batch=2)
+    out = result.save_pretrained(tmp_path / "out")
+    kind = getattr(torch, dtype)
+    dense, model = load(tiny[family]).to(kind), load(folder)
+    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    method = block_recovery(model, result.report.blocks, Descent(20, RATE))
+    steps = list(prune_blocks(dense, cut(TOKENS, 2), method, plan, None if kind == torch.float32 else torch.float32))
+    assert alike(dense, out)
+    assert {tensor.dtype for tensor in tensors(out).values()} == {kind}
+    blocks = [step for step in steps if isinstance(step, BlockResult)]
+    assert [block.refined for block in result.report.blocks] == [block.refined for block in blocks]
+    assert any(block.refined and block.refined.after < block.refined.before for block in blocks)
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+@families
+def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path], tmp_path: Path) -> None:
+    """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
+    folder = pruned(loud[family], tmp_path / "pruned")
+    seen: list[Event] = []
+    result = recover(folder, loud[family], TOKENS, scope, 20, observe=seen.append, written=0, batch=2)
+    out = result.save_pretrained(tmp_path / "out")
+    before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
+    layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
+    moved = {name for block in report["blocks"] for name in block["moved"]}
+    assert layers
+    for name, tensor in after.items():
+        if name in layers:
+            assert torch.equal(tensor == 0, before[name] == 0), name
+            assert layers[name]["zeros"] == int((tensor == 0).sum())
+            assert not torch.equal(tensor, before[name]), name
+        else:
+            assert torch.equal(tensor, dense[name]) == (name not in moved), name
+    assert any("norm" in name for name in moved)
+    assert not any("q_proj" in name for name in [*layers, *moved])
+    assert verify(str(out), str(loud[family])).layers == len(layers)
+    assert inspect(str(out), expect="60%").as_expected
+    assert report["recipe"]["pruned"] == "pruned"
+    assert report["pruned"]["recipe"]["method"] == "sparsellm"
+    assert report["pruned"]["digest"] == report_of(folder)["digests"]["report"]
+    assert (report["recovered"] is not None) == (scope == "model")
+    card = (out / "README.md").read_text()
+    assert "recovered from pruned by 20 gradient steps over" in card
+    assert "Recipe of the pruned checkpoint" in card
+    assert "sparsellm recover" in report_page(out)[0]
+    assert sum(isinstance(event, BlockResult) for event in seen) == 3
+
+
+def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """A recovered checkpoint can be recovered further: by blocks, then as a whole."""
+    folder = pruned(tiny["llama"], tmp_path / "pruned", dtype="bfloat16")
+    first = recover(folder, tiny["llama"], TOKENS, "block", 10, batch=2).save_pretrained(tmp_path / "first")
+    second = recover(first, tiny["llama"], TOKENS, "model", 10, batch=2).save_pretrained(tmp_path / "second")
+    one, two = tensors(folder), tensors(second)
+    for layer in (layer for block in report_of(second)["blocks"] for layer in block["layers"]):
+        assert torch.equal(one[f"{layer['name']}.weight"] == 0, two[f"{layer['name']}.weight"] == 0)
+    assert {tensor.dtype for tensor in two.values()} == {torch.bfloat16}
+    assert report_of(second)["pruned"]["pruned"]["recipe"]["method"] == "sparsellm"
+
+
+@pytest.mark.parametrize("more", [(), ("--stream",)], ids=["in memory", "streamed"])
+def test_killed_and_resumed(
+    more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """SIGKILL once a block is finished; the same command with --resume comes to the same bytes."""
+    folder, out = pruned(tiny["llama"], tmp_path / "pruned"), tmp_path / "out"
+    words = ("--against", tiny["llama"], "--calibration", text_file, "--samples", 16, "--length", 32, "--batch", 2)
+    words = (*words, "--scope", "block", "--steps", 60, *more)
+    assert command("recover", folder, tmp_path / "whole", *words).exit_code == 0
+    line = [sys.executable, "-m", "sparsellm", *map(str, ("recover", folder, out, *words))]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal, deadline = out / WORK / JOURNAL, time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if journal.exists() and b'"block"' in journal.read_bytes():
+            break
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "sparsellm.json").exists()
+    refused(command("recover", folder, out, *words), "is unfinished", "--resume")
+    ran = command("recover", folder, out, *words, "--resume")
+    assert ran.exit_code == 0, ran.stderr
+    one, two = ({key: tensor for file in sorted(x.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+                for x in (out, tmp_path / "whole"))  # fmt: skip
+    assert one.keys() == two.keys()
+    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+    assert not (out / WORK).exists()
+
+
+def test_another_pruned_checkpoint_is_another_run(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run does not go on with a pruned checkpoint that was put in the place of the first."""
+    folder = pruned(tiny["llama"], tmp_path / "pruned")
+    words = ("--against", tiny["llama"], "--calibration", text_file, "--samples", 16, "--length", 32, "--batch", 2)
+    words = (folder, tmp_path / "out", *words, "--scope", "block", "--steps", 2)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr("sparsellm.run.remark", interrupted)
+        assert command("recover", *words).exit_code == 130
+    shutil.rmtree(folder)
+    pruned(tiny["llama"], folder, sparsity="50%")
+    refused(command("recover", *words, "--resume"), "not the run that was begun", "pruned checkpoint")
+
+
+def damaged(folder: Path) -> Path:
+    """A pruned checkpoint one weight of which was changed."""
+    found = tensors(folder)
+    key = next(key for key in found if "up_proj" in key)
+    found[key] = found[key] + 1
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sound(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pruned(tiny["llama"], tmp_path_factory.mktemp("pruned") / "llama", method="magnitude")
+
+
+def test_what_cannot_be_recovered(tiny: dict[str, Path], sound: Path, tmp_path: Path) -> None:
+    """One sentence that says what was got, before any weight is trained."""
+    dense = tiny["llama"]
+    with pytest.raises(InvalidSetting, match="was not written by sparsellm"):
+        recover(dense, dense, TOKENS)
+    with pytest.raises(InvalidSetting, match="is no folder"):
+        recover(tmp_path / "nowhere", dense, TOKENS)
+    with pytest.raises(InvalidSetting, match="has no zeros to keep"):
+        recover(pruned(dense, tmp_path / "none", method="magnitude", sparsity="0%"), dense, TOKENS)
+    with pytest.raises(InvalidSetting, match=r"was not made from .*opt.*--against"):
+        recover(sound, tiny["opt"], TOKENS)
+    other = tmp_path / "other"
+    shutil.copytree(dense, other)
+    found = load_file(other / "model.safetensors")
+    save_file({key: 2 * tensor for key, tensor in found.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VerificationFailed, match="differs from the dense model's"):
+        recover(sound, other, TOKENS)
+    shutil.copytree(sound, tmp_path / "changed")
+    with pytest.raises(VerificationFailed, match="up_proj"):
+        recover(damaged(tmp_path / "changed"), dense, TOKENS)
+    (tmp_path / "changed" / "model.safetensors").unlink()
+    with pytest.raises(BadCheckpoint, match="lacks 1 of the files"):
+        recover(tmp_path / "changed", dense, TOKENS)
+    with pytest.raises(InvalidSetting, match="'model'"):
+        recover(sound, dense, TOKENS, scope="modle")  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match="`steps`"):
+        recover(sound, dense, TOKENS, steps=0)
+    with pytest.raises(InvalidSetting, match="Unknown field 'sparsity'"):
+        recover(sound, dense, TOKENS, sparsity="50%")
+
+
+def test_what_the_command_refuses(
+    tiny: dict[str, Path], sound: Path, text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """An output that is there, the pruned checkpoint or the dense model as output, no text; and no model to recover toward."""
+    words = ("--against", tiny["llama"], "--samples", 16, "--length", 32, "--steps", 2)
+    text = ("--calibration", text_file)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").write_text("mine")
+    refused(command("recover", sound, tmp_path / "full", *words, *text), "exists", "--overwrite")
+    refused(command("recover", sound, sound, *words, *text, "--overwrite"), "not written over")
+    refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "not written over")
+    refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
+    refused(command("recover", sound, tmp_path / "out", *words, *text, "--stream"), "whole model must be in memory")
+    assert command("recover", sound, tmp_path / "out", *text).exit_code == 2
+    assert not (tmp_path / "out").exists()
+    ran = command("recover", sound, tmp_path / "out", *words, *text, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert json.loads(ran.stdout)["recipe"]["scope"] == "model"
+    assert command("recover", sound, tmp_path / "out", *words, *text, "--overwrite").exit_code == 0

@@ -1,0 +1,21 @@
+"""A recovery of blocks from a model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from sparsellm.methods import BlockResult
+from sparsellm.recovery import BlockRecovery
+from sparsellm.refinement import Descent
+from sparsellm.sequential import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def block_recovery(pruned: PreTrainedModel, steps: Iterable[Step], training: Descent) -> BlockRecovery:
+    """The method that trains the blocks of a model as it is now, pruned with these results."""
+    tensors = {name: tensor.detach().clone() for name, tensor in pruned.state_dict().items()}
+    layers = {step.name: step.layers for step in steps if isinstance(step, BlockResult)}
+    return BlockRecovery(training, tensors.__getitem__, layers)
