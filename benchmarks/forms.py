@@ -10,7 +10,6 @@ BARE = OURS | {
     "residual": False,
     "curvature": "none",
     "newton": 0,
-    "refine": 0,
     "allocation": "uniform",
 }
 """The default with every ingredient off: ALPS, layer by layer in running order."""
@@ -26,8 +25,6 @@ MAIN = {
     "sparsellm, uniform": OURS | {"allocation": "uniform"},
     "sparsellm, shared out by error": BY_ERROR,
     "sparsellm": OURS,
-    "sparsellm, couple model, shared out by error": BY_ERROR | {"couple": "model"},
-    "sparsellm, couple model": OURS | {"couple": "model"},
 }
 WITHOUT = {
     "without teacher targets": {"targets": "own"},
@@ -45,8 +42,6 @@ MORE = {
     "3 epochs": {"epochs": 3},
     "1 Gauss-Newton round": {"newton": 1},
     "8 Gauss-Newton rounds": {"newton": 8},
-    "couple block": {"couple": "block"},
-    "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
     "128 windows written": {"written": 128},
     "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
     "couple none, SparseGPT inside, DLP": {"couple": "none", "solver": "sparsegpt", "allocation": "dlp"},
@@ -66,7 +61,6 @@ WITH = {
     "feed-forward curvature": {"curvature": "kronecker", "horizon": "feedforward"},
     "curvature": {"curvature": "kronecker"},
     "Gauss-Newton": {"newton": 1},
-    "couple block": {"couple": "block", "refine": None},
     "allocation by error": {"allocation": "error"},
     "allocation": {"allocation": "fisher"},
 }
