@@ -264,7 +264,7 @@ def test_what_the_command_refuses(
     (tmp_path / "full" / "note").write_text("mine")
     refused(command("recover", sound, tmp_path / "full", *words, *text), "exists", "--overwrite")
     refused(command("recover", sound, sound, *words, *text, "--overwrite"), "not written over")
-    refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "not written over")
+    refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
     refused(command("recover", sound, tmp_path / "out", *words, *text, "--stream"), "whole model must be in memory")
     assert command("recover", sound, tmp_path / "out", *text).exit_code == 2
