@@ -18,7 +18,7 @@ MAIN = {
     "sparsellm, shared out by error": None,
     "sparsellm": OURS,
     "sparsellm, couple model, shared out by error": None,
-    "sparsellm, couple model": OURS | {"couple": "model"},
+    "sparsellm, couple model": OURS | {"effort": "best"},
 }
 WITHOUT = {
     "without teacher targets": None,
@@ -36,8 +36,8 @@ MORE = {
     "3 epochs": None,
     "1 Gauss-Newton round": {"newton": 1},
     "8 Gauss-Newton rounds": {"newton": 8},
-    "couple block": {"couple": "block"},
-    "couple block, 100 steps for Gauss-Newton": {"couple": "block", "newton": 0},
+    "couple block": None,
+    "couple block, 100 steps for Gauss-Newton": None,
     "128 windows written": {"written": 128},
     "couple none, SparseGPT inside": {"couple": "none", "solver": "sparsegpt"},
     "couple none, SparseGPT inside, DLP": None,

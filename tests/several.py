@@ -77,7 +77,8 @@ def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
         method = BlockRecovery(Descent(10, 1e-3), result.model.state_dict().__getitem__, layers)
         list(prune_blocks(dense, batches, method, plan))
         return dense
-    groups, back = grouped(windows(16, 1), written(dense, windows(16, 1), 8), 2, 2)
+    more = written(dense, windows(16, 1), 8)
+    groups, back = grouped(windows(16, 1), more, 2, 1)  # one by one, so that each product has the same shape in every process
     distil(result.model, groups, last_states(dense, groups), plan, Descent(8, 1e-3), back)
     return result.model
 

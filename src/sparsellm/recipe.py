@@ -23,7 +23,11 @@ _ONLY_DEFAULT = ("effort", "newton")
 _ONLY_PUBLISHED = ("epochs", "alpha", "beta")
 _ONLY_SPARSELLM = ("as_published", "solver", "couple", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
-EFFORTS: dict[str, tuple[SolverName, str]] = {"fast": ("swift", "none"), "standard": ("thorough", "feedforward")}
+EFFORTS: dict[str, tuple[SolverName, str]] = {
+    "fast": ("swift", "none"),
+    "standard": ("thorough", "feedforward"),
+    "best": ("thorough", "feedforward"),
+}
 """By the name of an effort, the solver and the coupling where the recipe names none."""
 
 _SIZE = TypeAdapter(ByteSize)
@@ -228,6 +232,11 @@ class Recipe(RunRecipe, RecipeFields):
     def calibration_written(self) -> int:
         """How many calibration windows the dense model writes, besides those of the text."""
         return self.written
+
+    @property
+    def model_steps(self) -> int:
+        """Gradient steps over the whole model, after the blocks; 0 for none."""
+        return SCOPE_STEPS["model"] if self.effort == "best" else 0
 
     def describe(self) -> str:
         """The method and pattern in one line."""
