@@ -54,6 +54,7 @@ class Watch:
         self._store, self._end, self._key = store, end, f"sparsellm/{distributed.rank()}"
         self._lost: dict[int, str] = {}
         self._silence = SILENCE
+        self._answered = time.monotonic()
         self._parent = os.getppid()
         self._over = threading.Event()
         store.set(self._key, "0")
@@ -63,6 +64,8 @@ class Watch:
 
     def check(self, broken: str = "") -> None:
         """Raise LostProcess if another process is lost. broken: why this one cannot go on; who is lost is known in a moment."""
+        if time.monotonic() - self._answered > SILENCE:  # the thread waits in vain for an answer of the store
+            self._lost[0] = _GONE
         if broken:
             self._silence = BROKEN
             end = time.monotonic() + BROKEN + 3 * TICK
@@ -105,11 +108,11 @@ class Watch:
             beats += 1
             try:
                 self._store.set(self._key, str(beats))
-                self._store.wait([self._key], timedelta(seconds=SILENCE / 2))  # it waits as long again before it raises
                 found = [value.decode() for value in self._store.multi_get([f"sparsellm/{rank}" for rank in ranks])]
             except RuntimeError:
                 self._lost[0] = _GONE
                 break
+            self._answered = time.monotonic()
             for rank in ranks:
                 if found[rank] != states[rank]:
                     states[rank], heard[rank] = found[rank], time.monotonic()
