@@ -71,7 +71,12 @@ def measure_model(words: argparse.Namespace) -> None:
                             continue
                         if change.get("allocation") in ("owl", "fisher") and ":" in pattern:
                             continue
-                        settings = {"model": words.model, "calibration": calibrate, "samples": samples, "length": LENGTH}
+                        settings = {
+                            "model": words.model,
+                            "calibration": calibrate,
+                            "samples": samples,
+                            "sequence_length": LENGTH,
+                        }
                         clock = Clock()
                         result = run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
                         seconds = clock.seconds()

@@ -42,7 +42,19 @@ def phase(out: Path) -> str:
 def torture(method: str, kills: int, words: list[str], folder: Path) -> tuple[Counter[str], int, bool]:
     """Kill and resume; in which phases kills came, how many runs got to their end, and whether all wrote what they should."""
     base = [sys.executable, "-m", "sparsellm", "prune", "demo:opt"]
-    rest = ["--method", method, "--sparsity", "60%", "--calibration", "demo", "--samples", "8", "--length", "128", *words]
+    rest = [
+        "--method",
+        method,
+        "--sparsity",
+        "60%",
+        "--calibration",
+        "demo",
+        "--samples",
+        "8",
+        "--sequence-length",
+        "128",
+        *words,
+    ]
     whole, out = folder / f"{method}-whole", folder / f"{method}-out"
     started = time.perf_counter()
     subprocess.run([*base, str(whole), *rest], check=True, capture_output=True)
@@ -71,7 +83,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--stream", action="store_true")
     words = parser.parse_args()
-    more = ["--stream"] if words.stream else []
+    more = ["--offload"] if words.stream else []
     good = True
     with tempfile.TemporaryDirectory() as folder:
         for method in words.methods:

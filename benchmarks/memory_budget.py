@@ -1,10 +1,10 @@
-"""The memory that a run takes above its imports, against `--memory`: docs/large-models.md.
+"""The memory that a run takes above its imports, against `--max-memory`: docs/large-models.md.
 
     python benchmarks/memory_budget.py measure              # half an hour on two cores
     python benchmarks/memory_budget.py table
 
-Models of random bfloat16 weights are pruned by `sparsellm prune --memory` in a fresh process each. The process tells what is
-resident once torch and transformers are imported, what is resident once the model's classes and its tokenizer are imported
+Models of random bfloat16 weights are pruned by `sparsellm prune --max-memory` in a fresh process each. The process tells what
+is resident once torch and transformers are imported, what is resident once the model's classes and its tokenizer are imported
 besides, and the peak of the whole run.
 """
 
@@ -83,7 +83,7 @@ def prune(
     if not (folder / "model").exists():
         (make_opt if form == "OPT" else make)(folder / "model", blocks, width)
     base = ["prune", str(folder / "model"), str(folder / "out"), "--sparsity", "50%", "--calibration", "demo"]
-    base += ["--samples", "8", "--length", "256", "--blocks", "0:2", "--memory", memory, "--overwrite"]
+    base += ["--samples", "8", "--sequence-length", "256", "--blocks", "0:2", "--max-memory", memory, "--overwrite"]
     found = taken([*base, *words])
     events = (folder / "out" / "sparsellm-log.jsonl").read_text(encoding="utf-8")
     return found, "read block by block" in events
@@ -114,7 +114,7 @@ def measure() -> None:
 def table() -> list[str]:
     """What was measured, as Markdown."""
     lines = [
-        "| form | blocks | `--memory` | run | model | above all imports | of the budget | above torch and transformers | |",
+        "| form | blocks | `--max-memory` | run | model | above all imports | of the budget | above torch and transformers | |",
         "|---|---:|---:|---|---|---:|---:|---:|---:|",
     ]
     for key, cell in json.loads(FILE.read_text()).items():

@@ -25,14 +25,14 @@ CELLS: tuple[tuple[int, int, int, int, tuple[str, ...]], ...] = (
     (3, 512, 16, 512, ("--method", "wanda")),
     (3, 512, 64, 512, ("--method", "alps")),
     (3, 512, 16, 512, ("--method", "sparsellm")),
-    (3, 512, 16, 512, ("--method", "sparsellm", "--stream")),
+    (3, 512, 16, 512, ("--method", "sparsellm", "--offload")),
     (3, 512, 16, 512, ("--method", "sparsellm", "--as-published")),
     (6, 1024, 16, 512, ("--method", "sparsegpt")),
-    (6, 1024, 16, 512, ("--method", "sparsegpt", "--stream")),
+    (6, 1024, 16, 512, ("--method", "sparsegpt", "--offload")),
     (6, 1024, 16, 512, ("--method", "alps", "--sparsity", "2:4")),
-    (6, 1024, 256, 512, ("--method", "wanda", "--stream", "--memory", "600MB")),
+    (6, 1024, 256, 512, ("--method", "wanda", "--offload", "--max-memory", "600MB")),
     (12, 1024, 4, 512, ("--method", "magnitude", "--evaluate", "demo")),
-    (4, 2048, 16, 512, ("--method", "sparsegpt", "--stream")),
+    (4, 2048, 16, 512, ("--method", "sparsegpt", "--offload")),
 )
 """Blocks, width, windows, tokens a window, and the words of the run."""
 
@@ -47,7 +47,7 @@ def measure() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder) / "model", blocks, width)
             base = [f"{folder}/model", f"{folder}/out", "--calibration", "demo", "--samples", str(windows)]
-            base += ["--length", str(length), *words, *(() if "--sparsity" in words else ("--sparsity", "70%"))]
+            base += ["--sequence-length", str(length), *words, *(() if "--sparsity" in words else ("--sparsity", "70%"))]
             tool = [sys.executable, "-m", "sparsellm"]
             told = json.loads(subprocess.run([*tool, "plan", *base, "--json"], capture_output=True, check=True).stdout)
             taken, seconds = peak([*tool, "prune", *base])

@@ -57,7 +57,7 @@ def measure_model(model: str, stories: Path | None) -> None:
         source = open_checkpoint(model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)
         data["dense"] = _measured(source.load(), tests)
-        settings = {"model": model, "calibration": calibration, "samples": SAMPLES, "length": LENGTH}
+        settings = {"model": model, "calibration": calibration, "samples": SAMPLES, "sequence_length": LENGTH}
         for label, words in METHODS.items():
             for pattern in PATTERNS:
                 key = f"{label} | {pattern}"

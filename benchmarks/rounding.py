@@ -24,7 +24,7 @@ from torch import Tensor
 
 FILE = MEASURED / "rounding.json"
 
-METHODS = ("wanda", "sparsegpt", "swift", "alps", "sparsellm")
+METHODS = ("wanda", "sparsegpt", "fast-admm", "alps", "sparsellm")
 
 CHANGES: dict[str, tuple[int, int, int]] = {
     "batch 3": (3, 1, 1),
@@ -43,7 +43,18 @@ def pruned(model: str, text: str, method: str, batch: int, threads: int, process
         if processes > 1:
             launcher += ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"]
         words = ["prune", model, f"{folder}/out", "--method", method, "--sparsity", "50%", "--calibration", "demo"]
-        words += ["--samples", "16", "--length", "256", "--batch", str(batch), "--evaluate", text, "--evaluate-limit", "32"]
+        words += [
+            "--samples",
+            "16",
+            "--sequence-length",
+            "256",
+            "--batch-size",
+            str(batch),
+            "--evaluate",
+            text,
+            "--evaluate-limit",
+            "32",
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         subprocess.run([*launcher, "sparsellm", *words], check=True, capture_output=True, env=environment)
         report = json.loads(Path(folder, "out", "sparsellm.json").read_text(encoding="utf-8"))

@@ -55,29 +55,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
 
 OURS = {"method": "sparsellm"}
-LAYER_BY_LAYER = OURS | {"couple": "none", "solver": "alps"}
+LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
-    "SparseGPT, read block by block": {"method": "sparsegpt", "stream": True},
+    "SparseGPT, read block by block": {"method": "sparsegpt", "offload": True},
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
-    "SparseGPT, true-sequential, read block by block, --memory 1GB": {
+    "SparseGPT, true-sequential, read block by block, --max-memory 1GB": {
         "method": "sparsegpt",
         "true_sequential": True,
-        "stream": True,
-        "memory": "1GB",
+        "offload": True,
+        "max_memory": "1GB",
     },
-    "Swift": {"method": "swift"},
-    "Swift, true-sequential": {"method": "swift", "true_sequential": True},
+    "Swift": {"method": "fast-admm"},
+    "Swift, true-sequential": {"method": "fast-admm", "true_sequential": True},
     "ALPS": {"method": "alps"},
     "SparseLLM as published, 4 epochs": {"method": "sparsellm", "as_published": True},
     "default": OURS,
-    "default, without Gauss-Newton, swift inside": OURS | {"newton": 0, "solver": "swift"},
-    "default, without Gauss-Newton, ALPS inside": OURS | {"newton": 0, "solver": "alps"},
-    "default, couple none, ALPS inside": LAYER_BY_LAYER,
-    "default, couple none, swift inside": LAYER_BY_LAYER | {"solver": "swift"},
-    "default, couple none, swift inside, uniform": LAYER_BY_LAYER | {"solver": "swift", "allocation": "uniform"},
-    "default, couple none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
+    "default, without Gauss-Newton, fast-admm inside": OURS | {"gauss_newton_steps": 0, "solver": "fast-admm"},
+    "default, without Gauss-Newton, ALPS inside": OURS | {"gauss_newton_steps": 0, "solver": "alps"},
+    "default, scope none, ALPS inside": LAYER_BY_LAYER,
+    "default, scope none, fast-admm inside": LAYER_BY_LAYER | {"solver": "fast-admm"},
+    "default, scope none, fast-admm inside, uniform": LAYER_BY_LAYER | {"solver": "fast-admm", "allocation": "uniform"},
+    "default, scope none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
 }
 """Those behind the default are cheaper forms of it, with their names in `excess.py`."""
 
@@ -121,7 +121,14 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
     length = min(LENGTH, AutoConfig.from_pretrained(model).max_position_embeddings)
     samples = windows * LENGTH // length
     recipe = read_recipe(
-        {"model": str(model), "sparsity": SPARSITY, "calibration": "demo", "samples": samples, "length": length, **settings}
+        {
+            "model": str(model),
+            "sparsity": SPARSITY,
+            "calibration": "demo",
+            "samples": samples,
+            "sequence_length": length,
+            **settings,
+        }
     )
     phases = Phases(operations)
 
@@ -195,7 +202,12 @@ def memory(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
         making.start()
         making.join()
         for name in methods:
-            settings = METHODS[name] | {"sparsity": SPARSITY, "calibration": "demo", "samples": windows, "length": LENGTH}
+            settings = METHODS[name] | {
+                "sparsity": SPARSITY,
+                "calibration": "demo",
+                "samples": windows,
+                "sequence_length": LENGTH,
+            }
             Path(folder, "recipe.yaml").write_text(json.dumps({"model": str(model), **settings}))
             words = [sys.executable, "-m", "sparsellm", "prune", "--config", f"{folder}/recipe.yaml", "--overwrite"]
             _, status, used = os.wait4(

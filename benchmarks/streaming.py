@@ -5,8 +5,8 @@
     python benchmarks/streaming.py compare                  # a model that fits, in memory and streamed, in turn, three times
     python benchmarks/streaming.py tables
 
-A model of each size is made in a temporary folder, pruned by SparseGPT with `--memory`, and evaluated on the beginning of the
-demo's text, each in a process of its own whose peak of resident memory the system tells.
+A model of each size is made in a temporary folder, pruned by SparseGPT with `--max-memory`, and evaluated on the beginning of
+the demo's text, each in a process of its own whose peak of resident memory the system tells.
 """
 
 from __future__ import annotations
@@ -103,14 +103,24 @@ def measure(blocks: int, windows: int, width: int, memory: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         size = make(Path(folder) / "model", blocks, width)
         command = [sys.executable, "-m", "sparsellm"]
-        words = ["--calibration", "demo", "--length", str(LENGTH), "--samples", str(windows), "--memory", memory]
+        words = ["--calibration", "demo", "--sequence-length", str(LENGTH), "--samples", str(windows), "--max-memory", memory]
         pruned, seconds = peak(
             [*command, "prune", f"{folder}/model", f"{folder}/out", "--method", "sparsegpt", "--sparsity", "70%", *words]
         )
         text = Path(folder) / "text.txt"
         text.write_text(read_text("demo", "test").stream[:CHARACTERS], encoding="utf-8")
         evaluated, more = peak(
-            [*command, "evaluate", f"{folder}/out", "--text", str(text), "--length", str(LENGTH), "--memory", memory]
+            [
+                *command,
+                "evaluate",
+                f"{folder}/out",
+                "--text",
+                str(text),
+                "--sequence-length",
+                str(LENGTH),
+                "--max-memory",
+                memory,
+            ]
         )
     cell = {"bytes": size, "prune": pruned, "prune_seconds": round(seconds, 1)}
     known[key] = cell | {"evaluate": evaluated, "evaluate_seconds": round(more, 1)}
@@ -121,7 +131,7 @@ def measure(blocks: int, windows: int, width: int, memory: str) -> None:
 
 def compare(blocks: int, width: int, windows: int, times: int) -> None:
     """Seconds of pruning one model in memory and streamed, in turn, as the reports tell them."""
-    found: dict[str, list[float]] = {"--no-stream": [], "--stream": []}
+    found: dict[str, list[float]] = {"--no-offload": [], "--offload": []}
     with tempfile.TemporaryDirectory() as folder:
         size = make(Path(folder) / "model", blocks, width)
         for number in range(times):
@@ -138,7 +148,16 @@ def compare(blocks: int, width: int, windows: int, times: int) -> None:
                     "sparsegpt",
                     words,
                 ]
-                more = ["--sparsity", "70%", "--calibration", "demo", "--length", str(LENGTH), "--samples", str(windows)]
+                more = [
+                    "--sparsity",
+                    "70%",
+                    "--calibration",
+                    "demo",
+                    "--sequence-length",
+                    str(LENGTH),
+                    "--samples",
+                    str(windows),
+                ]
                 subprocess.run([*command, *more], check=True, capture_output=True)
                 seconds = json.loads((out / "sparsellm.json").read_text())["seconds"]
                 spent.append(round(seconds["pruning"] + seconds["loading"], 2))
@@ -153,7 +172,7 @@ def cost() -> list[str]:
     if not COST.exists():
         return []
     told = json.loads(COST.read_text())
-    inside, streamed = told["seconds"]["--no-stream"], told["seconds"]["--stream"]
+    inside, streamed = told["seconds"]["--no-offload"], told["seconds"]["--offload"]
     ratios = [two / one for one, two in zip(inside, streamed, strict=True)]
     form = f"{told['bytes'] / 1e9:.2f} GB ({told['blocks']} blocks of width {told['width']}, {told['windows']} windows)"
     return [
@@ -168,7 +187,7 @@ def tables() -> list[str]:
     if not FILE.exists():
         return []
     lines = [
-        "| blocks | width | model | windows | `--memory` | peak, pruning | peak, evaluating | seconds |",
+        "| blocks | width | model | windows | `--max-memory` | peak, pruning | peak, evaluating | seconds |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for key, cell in json.loads(FILE.read_text()).items():

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-CALIBRATION = ("--calibration", "demo", "--samples", "8", "--length", "64", "--device", "cpu")
+CALIBRATION = ("--calibration", "demo", "--samples", "8", "--sequence-length", "64", "--device", "cpu")
 """What every recipe calibrates on."""
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -30,12 +30,12 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "SparseGPT 70 %": ("demo:opt", "--method", "sparsegpt", "--sparsity", "70%"),
     "SparseGPT 2:4, true sequential": ("demo:llama", "--method", "sparsegpt", "--sparsity", "2:4", "--true-sequential"),
     "ALPS 70 %": ("demo:llama", "--method", "alps", "--sparsity", "70%"),
-    "ALPS 2:4, accurate": ("demo:opt", "--method", "thorough", "--sparsity", "2:4"),
-    "fast ADMM 70 %": ("demo:llama", "--method", "swift", "--sparsity", "70%"),
+    "ALPS 2:4, accurate": ("demo:opt", "--method", "alps-accurate", "--sparsity", "2:4"),
+    "fast ADMM 70 %": ("demo:llama", "--method", "fast-admm", "--sparsity", "70%"),
     "SparseLLM 70 %": ("demo:opt", "--sparsity", "70%"),
     "SparseLLM 2:4": ("demo:llama", "--sparsity", "2:4"),
     "Algorithm 1 70 %": ("demo:opt", "--as-published", "--sparsity", "70%"),
-    "SparseLLM 70 %, streamed, killed and resumed": ("demo:llama", "--sparsity", "70%", "--stream"),
+    "SparseLLM 70 %, streamed, killed and resumed": ("demo:llama", "--sparsity", "70%", "--offload"),
     "SparseGPT 70 %, two processes": ("demo:llama", "--method", "sparsegpt", "--sparsity", "70%"),
 }
 """By name, the model and options of a run. "killed" and "two processes" in a name say how it is run."""

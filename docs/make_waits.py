@@ -19,8 +19,8 @@ from tests.simulated_device import waits
 
 PAGE = Path(__file__).with_name("architecture.md")
 BEGIN, END = "<!-- waits: written by docs/make_waits.py -->\n", "<!-- end of waits -->\n"
-METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("magnitude", "wanda", "sparsegpt", "swift")}
-METHODS |= {name: {"method": name} for name in ("alps", "thorough", "sparsellm")}
+METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("magnitude", "wanda", "sparsegpt", "fast-admm")}
+METHODS |= {name: {"method": name} for name in ("alps", "alps-accurate", "sparsellm")}
 METHODS |= {"sparsellm as published": {"method": "sparsellm", "as_published": True}}
 BLOCKS, LAYERS, BATCHES = 3, 7, 4
 
@@ -40,7 +40,7 @@ def counted(settings: dict[str, Any]) -> tuple[int, Counter[str]]:
             ends.append(waits.copy())
 
     sparsellm.prune(
-        model, calibration=windows, sparsity="60%", device="simulated", seed=0, batch=2, observe=observe, **settings
+        model, calibration=windows, sparsity="60%", device="simulated", seed=0, batch_size=2, observe=observe, **settings
     )
     return waits.total(), ends[1] - ends[0]
 

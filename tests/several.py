@@ -35,7 +35,7 @@ CONFIGS = {
 LAYER_WISE = ("magnitude", "wanda", "sparsegpt", "alps")
 CASES = {
     **{f"{name} {method}": (name, {"method": method}) for name in CONFIGS for method in LAYER_WISE},
-    **{f"llama {method}": ("llama", {"method": method}) for method in ("swift", "thorough")},
+    **{f"llama {method}": ("llama", {"method": method}) for method in ("fast-admm", "alps-accurate")},
     **{f"{name} sparsellm": (name, {"method": "sparsellm"}) for name in CONFIGS},
     **{f"{name} published": (name, {"method": "sparsellm", "as_published": True}) for name in CONFIGS},
     "opt 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4"}),
@@ -93,7 +93,7 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
             if chosen not in case:
                 continue
             before = distributed.sent()
-            recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch": 2} | settings
+            recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch_size": 2} | settings
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
             model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)

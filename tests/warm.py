@@ -21,6 +21,8 @@ with tempfile.TemporaryDirectory() as folder:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, max_position_embeddings=32)).save_pretrained(model)
     byte_tokenizer().save_pretrained(model)
     text.write_text("all that is needed " * 20)
-    recipe = Recipe(model=str(model), method="wanda", sparsity="50%", calibration=str(text), samples=2, length=16, stream=True)
+    recipe = Recipe(
+        model=str(model), method="wanda", sparsity="50%", calibration=str(text), samples=2, sequence_length=16, offload=True
+    )
     with working(out) as work:
         run(recipe, work=work).save_pretrained(out)

@@ -40,8 +40,8 @@ def uniform(
     blocks: Sequence[Block],
     pattern: Pattern,
     chosen: frozenset[int] | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> Plan:
     """The same pattern for every chosen layer, checked against every layer's shape.
 
@@ -50,7 +50,7 @@ def uniform(
     Raises InvalidSetting, naming the layers, where a shape does not divide, a name matches nothing, or nothing is left.
     """
     every = [(block, name) for block in blocks for name in block.layers]
-    for wish in (*only, *skip):
+    for wish in (*include, *exclude):
         if not any(_matches(block.full_name(name), wish) for block, name in every):
             ends = {name for _, name in every} | {name.rsplit(".", 1)[-1] for _, name in every}
             raise InvalidSetting(f"No layer matches {wish!r}. {nearest(wish, ends)}")
@@ -60,9 +60,9 @@ def uniform(
         full = block.full_name(name)
         if chosen is not None and block.index not in chosen:
             continue
-        if only and not any(_matches(full, wish) for wish in only):
+        if include and not any(_matches(full, wish) for wish in include):
             continue
-        if any(_matches(full, wish) for wish in skip):
+        if any(_matches(full, wish) for wish in exclude):
             continue
         layer = block.layer(name)
         try:
@@ -74,7 +74,7 @@ def uniform(
         more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 else ""
         raise InvalidSetting(f"{refused[0][0]}{more}: {refused[0][1]}")
     if not plan:
-        raise InvalidSetting("Nothing is left to prune: `blocks`, `only` and `skip` together leave out every layer.")
+        raise InvalidSetting("Nothing is left to prune: `blocks`, `include` and `exclude` together leave out every layer.")
     return plan
 
 
@@ -86,7 +86,7 @@ def _matches(full: str, wish: str) -> bool:
 def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]], pattern: Pattern) -> Plan:
     """A plan whose layers get the patterns that a YAML file names; the others share what is left of the total.
 
-    The file maps layer names, with `*` as in `only`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`; the first that
+    The file maps layer names, with `*` as in `include`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`; the first that
     matches a layer counts. Layers that it does not name get the one unstructured sparsity that makes the total `pattern`'s,
     exact to one weight. plan: the layers that may be named. shapes: (out, in) of each.
     Raises InvalidSetting for a name that matches no layer, a shape that does not divide, and a total that cannot be reached.

@@ -98,7 +98,7 @@ def _long_enough(text: Text, tokenizer: PreTrainedTokenizerBase, length: int) ->
     """The stream, at least one window long."""
     stream = tokenize(tokenizer, text)
     if len(stream) < length:
-        shorter = f", or windows of at most {len(stream)} (--length {len(stream)})" if len(stream) > 1 else ""
+        shorter = f", or windows of at most {len(stream)} (--sequence-length {len(stream)})" if len(stream) > 1 else ""
         raise BadText(
             f"{text.source} has {len(stream):,} tokens, but one window needs {length:,}. Take a longer text{shorter}."
         )

@@ -14,24 +14,24 @@ SOLVERS: dict[str, Callable[[], LayerSolver]] = {
     "magnitude": Magnitude,
     "wanda": Wanda,
     "sparsegpt": SparseGPT,
-    "swift": Swift,
+    "fast-admm": Swift,
     "alps": ALPS,
-    "thorough": ALPS.thorough,
+    "alps-accurate": ALPS.thorough,
 }
 """Every layer solver by its name on the command line; each is also a layer-wise method of that name."""
 
 METHODS = {
     "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
-    "thorough": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
+    "alps-accurate": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
     "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
-    "swift": "the first steps of ALPS's search, for one factorisation, and a short fit",
+    "fast-admm": "the first steps of ALPS's search, for one factorisation, and a short fit",
     "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
     "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",
     "magnitude": "keeps the largest weights; needs no text",
 }
 """Every method by its name on the command line, in words."""
 
-COUPLES = ("none", "feedforward")
+SCOPES = ("none", "feedforward")
 """The set Omega: whose layers form one problem."""
 
 ALLOCATIONS = ("uniform", "owl", "fisher")

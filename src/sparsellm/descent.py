@@ -166,7 +166,7 @@ def coming_back(block: Block, gradients: Mapping[str, Look], reads: Mapping[str,
             if not output.requires_grad:
                 raise UnsupportedModel(
                     f"What the model predicts has no gradient by {block.full_name(name)}, which the default's sensitivities "
-                    f"need. Leave it dense with --skip '{name}', or use a layer-wise method such as --method alps."
+                    f"need. Leave it dense with --exclude '{name}', or use a layer-wise method such as --method alps."
                 )
             output.register_hook(gradients[name])
 

@@ -22,7 +22,7 @@ from sparsellm.files import card_terms
 from sparsellm.recipe import RunRecipe
 from sparsellm.solvers import column_loop
 
-NOT_DECISIVE = ("memory", "stream", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
+NOT_DECISIVE = ("max_memory", "offload", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Fields of a recipe that may differ when a run goes on: they do not change the weights."""
 
 SETTINGS = (".json", ".txt", ".jinja", ".model", ".tiktoken")

@@ -107,7 +107,7 @@ def _check_called(block: Block, names: Sequence[str]) -> None:
         skipped = idle[0].rpartition(".")[0] or idle[0]
         raise UnsupportedModel(
             f"{block.full_name(idle[0])} is not called when the model reads text, so nothing is known of its inputs. "
-            f"Leave it dense with --skip '{skipped}*', or use --method magnitude."
+            f"Leave it dense with --exclude '{skipped}*', or use --method magnitude."
         )
 
 

@@ -116,7 +116,7 @@ Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run a
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 Track = Annotated[
     list[str] | None,
-    _output("--track", help="Tracker to log the run to: wandb, tensorboard, trackio or mlflow."),
+    _output("--report-to", help="Tracker to log the run to: wandb, tensorboard, trackio or mlflow."),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 

@@ -104,7 +104,7 @@ class NM:
         if shape[1] % self.group:
             raise InvalidSetting(
                 f"{self} needs a number of inputs that {self.group} divides, got {shape[1]}. "
-                "Leave the layer out with --skip, or use an unstructured sparsity."
+                "Leave the layer out with --exclude, or use an unstructured sparsity."
             )
 
     def removed(self, count: int) -> int:

@@ -142,13 +142,13 @@ def fitted(recipe: RunRecipe, ready: Prepared, place: Place, say: Observer, outp
     batch = ready.batch
     try:
         found = forecast(recipe, ready, place, timed=False)
-        if not found.fits and recipe.stream is None and not place.streamed:
+        if not found.fits and recipe.offload is None and not place.streamed:
             place = _streamed(recipe, ready, found, output is not None)
             found = forecast(recipe, ready, place, timed=False)
         if not found.fits and place.ahead:
             place = replace(place, ahead=False)
             found = forecast(recipe, ready, place, timed=False)
-        while not found.fits and batch > 1 and recipe.batch is None:
+        while not found.fits and batch > 1 and recipe.batch_size is None:
             batch //= 2
             found = forecast(recipe, ready, place, batch, timed=False)
         if not found.fits:
@@ -166,7 +166,7 @@ def fitted(recipe: RunRecipe, ready: Prepared, place: Place, say: Observer, outp
 def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Place:
     """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
     try:
-        place = place_of(recipe.model_copy(update={"stream": True}), ready.source, ready.device, files)
+        place = place_of(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files)
     except TooLarge:
         return found.place
     told = f"{found.peak.name} would need {human_bytes(found.data)}, and {human_bytes(place.memory)} may be taken"
@@ -181,19 +181,25 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
         f"{human_bytes(found.place.memory)} may be taken."
     )
     trials: list[tuple[str, dict[str, Any]]] = []
-    if not found.place.streamed and recipe.stream is False and not recipe.model_steps and not recipe.calibration_written:
-        trials.append(("--stream", {"stream": True}))
-    if recipe.batch is not None and recipe.batch > 1:
-        trials.append(("--batch 1", {"batch": 1}))
-    trials += [(f"--length {length}", {"length": length}) for length in (ready.length // 2, ready.length // 4) if length >= 128]
+    if not found.place.streamed and recipe.offload is False and not recipe.model_steps and not recipe.calibration_written:
+        trials.append(("--offload", {"offload": True}))
+    if recipe.batch_size is not None and recipe.batch_size > 1:
+        trials.append(("--batch-size 1", {"batch_size": 1}))
+    trials += [
+        (f"--sequence-length {length}", {"sequence_length": length})
+        for length in (ready.length // 2, ready.length // 4)
+        if length >= 128
+    ]
     for words, change in trials:
         other = recipe.model_copy(update=change)
-        place = replace(found.place, streamed=bool(change.get("stream", found.place.streamed)), ahead=False)
-        less = replace(ready, length=change.get("length", ready.length), windows=ready.windows[:, : change.get("length")])
-        if forecast(other, less, place, other.batch or 1, timed=False).fits:
+        place = replace(found.place, streamed=bool(change.get("offload", found.place.streamed)), ahead=False)
+        less = replace(
+            ready, length=change.get("sequence_length", ready.length), windows=ready.windows[:, : change.get("sequence_length")]
+        )
+        if forecast(other, less, place, other.batch_size or 1, timed=False).fits:
             return f"{told} Pass {words}."
-    if recipe.memory is not None and found.data <= SHARE * (available(ready.device) or 0):
-        return f"{told} Pass --memory {-(-found.data // 10**6)}MB."
+    if recipe.max_memory is not None and found.data <= SHARE * (available(ready.device) or 0):
+        return f"{told} Pass --max-memory {-(-found.data // 10**6)}MB."
     return f"{told} Use a machine with more memory, or --method wanda or magnitude, which need least."
 
 

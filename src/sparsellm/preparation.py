@@ -109,7 +109,7 @@ def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | N
             if len(windows)
             else windows
         )
-        batch = recipe.batch or _usual_batch(every, length)
+        batch = recipe.batch_size or _usual_batch(every, length)
         if isinstance(method, BlockRecovery) and method.training.steps:
             most = windows_a_step(*every.shape)
             if batch > most:
@@ -124,16 +124,16 @@ def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | N
 def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     """The recipe's method, and its plan checked against every layer's shape."""
     method = recipe.to_method(len(blocks))
-    coupled = isinstance(method, PublishedSparseLLM) and method.couple != frozenset()
+    coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
     if coupled and blocks[0].architecture.known and not any(block.architecture.parts for block in blocks):
         raise UnsupportedModel(
             f"The feed-forward part of {recipe.model} has an activation that SparseLLM does not solve. "
-            "Pass --couple none, or a layer-wise method such as --method alps."
+            "Pass --scope none, or a layer-wise method such as --method alps."
         )
     chosen = select_blocks(recipe.blocks, len(blocks))
     # A file may give another pattern to a layer that could not have the recipe's: its own shapes are checked there.
     by_file = recipe.sharing not in ALLOCATIONS
-    plan = uniform(blocks, Unstructured(0) if by_file else recipe.pattern, chosen, recipe.only, recipe.skip)
+    plan = uniform(blocks, Unstructured(0) if by_file else recipe.pattern, chosen, recipe.include, recipe.exclude)
     if by_file:
         every = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
         shapes = {name: (every[name].out_features, every[name].in_features) for name in plan}
@@ -165,23 +165,25 @@ def check_memory(
     if recipe.model_steps:
         needed = model_bytes(recipe, blocks, windows, vocabulary)
         told.append(f"training the whole model takes {human_bytes(needed)}")
-        check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch.")
+        check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch-size.")
     return ", ".join(told)
 
 
 def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
     """Bytes that gradient steps over the whole model take besides the model."""
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    batch = min(model_step(*windows.shape), recipe.batch or len(windows)) * windows.shape[1]
+    batch = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
     every = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
     return trained_bytes(blocks, together=True) + predictions_bytes(every, width, batch, vocabulary, len(blocks))
 
 
 def window_length(recipe: RunRecipe, longest: int) -> int:
     """Tokens a window. Raises InvalidSetting when the model was not made for as many."""
-    if recipe.length is not None and recipe.length > longest:
-        raise InvalidSetting(f"`length` is {recipe.length}, but {recipe.model} was made for {longest} tokens at most.")
-    return recipe.length or min(USUAL_LENGTH, longest)
+    if recipe.sequence_length is not None and recipe.sequence_length > longest:
+        raise InvalidSetting(
+            f"`sequence_length` is {recipe.sequence_length}, but {recipe.model} was made for {longest} tokens at most."
+        )
+    return recipe.sequence_length or min(USUAL_LENGTH, longest)
 
 
 def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded, length: int) -> tuple[Tensor, str]:

@@ -102,7 +102,7 @@ def _look(
                 metrics = _remembered(known, len(blocks_of(model)), find)
     if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
         with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
-            where = f"blocks {recipe.blocks}, only {recipe.only}, skip {recipe.skip}"
+            where = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
             asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
             shares = known.fact(asked) if known else None
             if shares is None:

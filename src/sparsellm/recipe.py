@@ -10,7 +10,7 @@ import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError, field_validator, model_validator
 
 from sparsellm.allocation import select_blocks
-from sparsellm.choices import ALLOCATIONS, COUPLES, SOLVERS
+from sparsellm.choices import ALLOCATIONS, SCOPES, SOLVERS
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.layerwise import LayerWise
@@ -19,14 +19,14 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.recipe_fields import RecipeFields, RecoveryFields, RunFields, SolverName
 
-_ONLY_DEFAULT = ("effort", "newton")
+_ONLY_DEFAULT = ("effort", "gauss_newton_steps")
 _ONLY_PUBLISHED = ("epochs", "alpha", "beta")
-_ONLY_SPARSELLM = ("as_published", "solver", "couple", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
+_ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
 EFFORTS: dict[str, tuple[SolverName, str]] = {
-    "fast": ("swift", "none"),
-    "standard": ("thorough", "feedforward"),
-    "best": ("thorough", "feedforward"),
+    "fast": ("fast-admm", "none"),
+    "standard": ("alps-accurate", "feedforward"),
+    "best": ("alps-accurate", "feedforward"),
 }
 """By the name of an effort, the solver and the coupling where the recipe names none."""
 
@@ -49,7 +49,7 @@ class RunRecipe(RunFields):
     def _as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("memory")
+    @field_validator("max_memory")
     @classmethod
     def _is_size(cls, value: str | None) -> str | None:
         if value is None:
@@ -58,12 +58,12 @@ class RunRecipe(RunFields):
             # ByteSize ignores what follows a unit, so that it reads "1,5GiB" as one byte.
             if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
                 return value
-        raise InvalidSetting(f"`memory` must be a size such as 16GiB or 500MB, got {value!r}.")
+        raise InvalidSetting(f"`max_memory` must be a size such as 16GiB or 500MB, got {value!r}.")
 
     @property
     def memory_bytes(self) -> int | None:
-        """What `memory` means, in bytes."""
-        return None if self.memory is None else _SIZE.validate_python(self.memory)
+        """What `max_memory` means, in bytes."""
+        return None if self.max_memory is None else _SIZE.validate_python(self.max_memory)
 
     @property
     def sharing(self) -> str:
@@ -102,12 +102,12 @@ class RunRecipe(RunFields):
 class Recipe(RunRecipe, RecipeFields):
     """Everything that decides a run's result, as on the command line and in YAML. See docs/cli.md for each field."""
 
-    @field_validator("sparsity", "blocks", "couple", mode="before")
+    @field_validator("sparsity", "blocks", "scope", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("only", "skip", mode="before")
+    @field_validator("include", "exclude", mode="before")
     @classmethod
     def _names_as_list(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
@@ -135,20 +135,20 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`{foreign[0]}` is {getattr(self, foreign[0])}, which only Algorithm 1 has. "
                 "Pass --as-published with it, or leave it out."
             )
-        elif self.couple not in (None, *COUPLES):
+        elif self.scope not in (None, *SCOPES):
             raise InvalidSetting(
-                f"`couple` is unknown: got {self.couple!r}. {nearest(str(self.couple), COUPLES)} "
+                f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
                 "A list of blocks goes with --as-published."
             )
         if self.true_sequential and self.method in ("sparsellm", "magnitude"):
             why = "looks at no inputs" if self.method == "magnitude" else "has an order of its own"
             raise InvalidSetting(
-                f"`true_sequential` is for alps, swift, sparsegpt and wanda, got the method {self.method}, which {why}. "
+                f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.resolved_couple == "none" and self.newton and self._differs("newton"):
+        if self.resolved_couple == "none" and self.gauss_newton_steps and self._differs("gauss_newton_steps"):
             raise InvalidSetting(
-                "With `couple` none, or `effort` fast, every layer is a problem of its own: leave out `newton`."
+                "With `scope` none, or `effort` fast, every layer is a problem of its own: leave out `gauss_newton_steps`."
             )
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
@@ -206,7 +206,7 @@ class Recipe(RunRecipe, RecipeFields):
     @property
     def resolved_couple(self) -> str:
         """Whose layers form one problem, also where the recipe leaves it to `effort`."""
-        return self.couple or EFFORTS[self.effort][1]
+        return self.scope or EFFORTS[self.effort][1]
 
     def to_method(self, blocks: int) -> BlockMethod:
         """The method that the recipe names. blocks: how many the model has."""
@@ -214,12 +214,12 @@ class Recipe(RunRecipe, RecipeFields):
             return LayerWise(SOLVERS[self.method](), self.keep_zeros, self.true_sequential)
         solver = SOLVERS[self.inner]()
         if self.as_published:
-            couple = None if self.couple in (None, "feedforward") else select_blocks(self.couple, blocks)
-            return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, couple=couple, keep_zeros=self.keep_zeros)
+            scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
+            return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, scope=scope, keep_zeros=self.keep_zeros)
         return SparseLLM(
             solver=solver,
-            newton=self.newton,
-            couple="none" if self.resolved_couple == "none" else "feedforward",
+            gauss_newton_steps=self.gauss_newton_steps,
+            scope="none" if self.resolved_couple == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
         )
 

@@ -53,22 +53,24 @@ def place_of(recipe: RunRecipe, source: Checkpoint | Loaded, device: torch.devic
     memory = recipe.memory_bytes or int(SHARE * available(device))
     size = resident_bytes(recipe, source)
     told = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
-    wanted = size > RESIDENT_SHARE * memory if recipe.stream is None else recipe.stream
+    wanted = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
     if isinstance(source, Loaded) or not wanted:
         return Place(memory, size, False)
     if recipe.model_steps or recipe.calibration_written:
         what = "gradient steps over it" if recipe.model_steps else "`written`"
-        reason = told if recipe.stream is None else "--stream reads it block by block"
-        raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --memory.")
+        reason = told if recipe.offload is None else "--offload reads it block by block"
+        raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
     if not files:
-        reason = told if recipe.stream is None else "`stream` reads the model block by block and keeps what is pruned in files"
+        reason = (
+            told if recipe.offload is None else "`offload` reads the model block by block and keeps what is pruned in files"
+        )
         raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:
         source.stream(recipe.dtype)
     except NotStreamable as error:
         return Place(memory, size, False, f"loaded as a whole: {error}")
     ahead = 2 * block_bytes(recipe, source) <= RESIDENT_SHARE * memory
-    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.stream is None else ""), ahead)
+    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.offload is None else ""), ahead)
 
 
 def settle(

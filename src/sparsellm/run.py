@@ -86,7 +86,8 @@ def prune(
     """Prune a model and say what was done.
 
     model: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned IN PLACE.
-    method: sparsellm, thorough, alps, swift, sparsegpt, wanda or magnitude. sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
+    method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
+    sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
     calibration: a file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of (samples,
     length), without padding; needed by every method but magnitude. tokenizer: for a model in memory and a text.
     settings: any other field of `Recipe`. observe: told of every stage, layer, epoch and block.
@@ -291,8 +292,8 @@ def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.de
     return {
         "method": repr(method),
         "samples": len(windows),
-        "length": windows.shape[1] if windows.numel() else None,
-        "batch": batch,
+        "sequence_length": windows.shape[1] if windows.numel() else None,
+        "batch_size": batch,
         "device": str(device),
         "dtype": str(home.model.dtype),
         "computed_in": str(home.compute or home.model.dtype),

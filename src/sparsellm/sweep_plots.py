@@ -48,7 +48,7 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     measures = [name for name in names if name.startswith("perplexity ") or name == "accuracy mean"]
     plots: list[Plot | None] = []
     for number, measure in enumerate(measures):
-        axes = [axis for axis in ("sparsity", "samples", "length", "written") if axis in varied]
+        axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
         plots += [against(sweep, done, axis, measure, f"{axis}-{number}") for axis in axes]
         if {"alpha", "beta"} <= varied:
             plots += surfaces(sweep, done, measure, f"grid-{number}")

@@ -33,7 +33,7 @@ SWEEP = "sweep.json"
 
 State = Literal["finished", "failed", "at work", "open"]
 
-OF_THE_MACHINE = ("device", "memory", "stream", "batch")
+OF_THE_MACHINE = ("device", "max_memory", "offload", "batch_size")
 """Fields of a recipe that do not make it another cell: processes on several machines may differ in them."""
 
 

@@ -94,8 +94,8 @@ def _suiting(recipe: RunRecipe, ready: Prepared, place: Place, batch: int, journ
         if not all(seen for _, _, seen in every):
             raise InvalidSetting(
                 "The model is read block by block, and not every process sees the folder to write. Name one that all machines "
-                "share, or pass --no-stream."
+                "share, or pass --no-offload."
             )
         if not place.streamed:
-            place = place_of(recipe.model_copy(update={"stream": True}), ready.source, ready.device, files=True)
+            place = place_of(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
     return place, batch

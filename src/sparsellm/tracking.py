@@ -152,7 +152,7 @@ class Tracked:
 def check_tracker(name: str) -> None:
     """Raise InvalidSetting for an unknown tracker and for wandb without a login, MissingPackage for one not installed."""
     if name not in LOGGER_TYPE_TO_CLASS:
-        raise InvalidSetting(f"`track` got {name!r}. {nearest(name, LOGGER_TYPE_TO_CLASS)}")
+        raise InvalidSetting(f"`report_to` got {name!r}. {nearest(name, LOGGER_TYPE_TO_CLASS)}")
     if name not in map(str, get_available_trackers()):
         raise MissingPackage(f"The tracker {name} is not installed: pip install {name}")
     if name == "wandb":

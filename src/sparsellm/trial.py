@@ -109,7 +109,7 @@ class Trial:
     def _tiny(self) -> Recipe:
         """The recipe for the miniature."""
         sharing = self.recipe.sharing if self.recipe.sharing in ALLOCATIONS else "uniform"
-        form = {"allocation": sharing, "stream": self.place.streamed, "device": str(self.ready.device)}
+        form = {"allocation": sharing, "offload": self.place.streamed, "device": str(self.ready.device)}
         return self.recipe.model_copy(update=form | {"model": str(self.small.checkpoint.folder), "dtype": "auto"})
 
     def _settled(self, meter: Meter) -> Residence:
@@ -133,10 +133,10 @@ class Trial:
         chosen = frozenset(block.index for block in self.ready.blocks if any(name in self.ready.plan for name in _names(block)))
         pattern = self.recipe.pattern
         try:
-            return uniform(blocks, pattern, chosen, self.recipe.only, self.recipe.skip)
+            return uniform(blocks, pattern, chosen, self.recipe.include, self.recipe.exclude)
         except InvalidSetting:
             share = pattern.removed(2**20) / 2**20
-            return uniform(blocks, Unstructured(share), chosen, self.recipe.only, self.recipe.skip)
+            return uniform(blocks, Unstructured(share), chosen, self.recipe.include, self.recipe.exclude)
 
     @property
     def measured(self) -> int:

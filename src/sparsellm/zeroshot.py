@@ -93,7 +93,7 @@ def accuracies(
     """
     if home.streamed:
         raise TooLarge(
-            "Tasks need the whole model in memory, and it is read block by block. Leave out --task, or raise --memory."
+            "Tasks need the whole model in memory, and it is read block by block. Leave out --task, or raise --max-memory."
         )
     asked = prepared(tasks, folder)
     model = home.model

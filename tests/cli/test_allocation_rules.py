@@ -165,7 +165,18 @@ def test_through_the_command_line(
     if allocation == "FILE":
         (tmp_path / "shares.yaml").write_text('"layers.1.*": 2:4\n"q_proj": 80%\n')
         allocation = str(tmp_path / "shares.yaml")
-    words = ("--allocation", allocation, "--sparsity", "60%", "--calibration", text_file, "--samples", 6, "--length", 32)
+    words = (
+        "--allocation",
+        allocation,
+        "--sparsity",
+        "60%",
+        "--calibration",
+        text_file,
+        "--samples",
+        6,
+        "--sequence-length",
+        32,
+    )
     ran = command("prune", tiny[family], out, "--method", method, *words)
     assert ran.exit_code == 0, ran.stderr
     weights = load_file(out / "model.safetensors")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 OWN = {("push", "revision"), ("sweep", "only")}
 """Options that are named like a field of the recipe but mean something else."""
-NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "track", "as_json"}
+NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json"}
 
 
 def test_page_is_up_to_date() -> None:
@@ -74,7 +74,7 @@ def test_value_lists_hold_every_name() -> None:
 
 
 def test_gauss_newton_steps_default_to_the_method_s() -> None:
-    assert Recipe.model_fields["newton"].default == SparseLLM.newton
+    assert Recipe.model_fields["gauss_newton_steps"].default == SparseLLM.gauss_newton_steps
 
 
 def test_help_lists_the_values_of_a_field_and_completion_offers_them() -> None:
@@ -89,15 +89,15 @@ def test_help_lists_the_values_of_a_field_and_completion_offers_them() -> None:
 def test_recipe_options_pass_on_only_what_was_given() -> None:
     received: list[dict[str, Any]] = []
 
-    @recipe_options("seed", "keep_zeros", "only", "device")
+    @recipe_options("seed", "keep_zeros", "include", "device")
     def command(context: typer.Context, *, device: str = "cpu", **settings: Any) -> None:
         received.append({"device": device} | settings)
 
     program = typer.Typer()
     program.command()(command)
-    for line in ([], ["--seed", "0", "--no-keep-zeros", "--only", "a", "--only", "b", "--device", "cuda"]):
+    for line in ([], ["--seed", "0", "--no-keep-zeros", "--include", "a", "--include", "b", "--device", "cuda"]):
         assert CliRunner().invoke(program, line).exit_code == 0
-    assert received == [{"device": "cpu"}, {"device": "cuda", "seed": 0, "keep_zeros": False, "only": ["a", "b"]}]
+    assert received == [{"device": "cpu"}, {"device": "cuda", "seed": 0, "keep_zeros": False, "include": ["a", "b"]}]
     assert CliRunner().invoke(program, ["--sparsity", "50%"]).exit_code == 2
 
 

@@ -23,9 +23,9 @@ def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result]
         "magnitude",
         "wanda",
         "sparsegpt",
-        "swift",
+        "fast-admm",
         "alps",
-        "thorough",
+        "alps-accurate",
         "sparsellm",
     ]
     assert all(row["sparsity"] == pytest.approx(0.8, abs=1e-5) for row in rows[1:])

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = "sparsellm demo --output pruned-demo"
 """Takes a minute, so it is run once, as written, on README's page; other pages may show it in the same words."""
-SMALL = {"samples": 2, "length": 32, "evaluate_limit": 1}
+SMALL = {"samples": 2, "sequence_length": 32, "evaluate_limit": 1}
 """Fields of a recipe: windows and tokens, few enough that a page takes seconds."""
 INSTALLS = ("pip install", "bash tests/all.sh", "python -m venv", ". .venv/bin/activate", "git clone", "cd ")
 
@@ -54,7 +54,7 @@ def test_every_example_runs(
     page: Path, as_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing, no connection is tried; examples may build on earlier ones."""
-    if "--track tensorboard" in page.read_text(encoding="utf-8"):
+    if "--report-to tensorboard" in page.read_text(encoding="utf-8"):
         pytest.importorskip("tensorboard", reason="the page uses it: pip install tensorboard")
     monkeypatch.chdir(tmp_path)
     tried: list[object] = []

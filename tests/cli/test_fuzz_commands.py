@@ -104,7 +104,7 @@ def test_changed_files_end_in_one_message(
     out = tmp_path / "out"
     words: dict[str, tuple[object, ...]] = {
         "prune": (model, out, "--sparsity", "2:4", *(() if name == "recipe.yaml" else ("--method", "magnitude"))),
-        "evaluate": (model, "--length", 8),
+        "evaluate": (model, "--sequence-length", 8),
         "verify": (model,),
         "sweep": (file, out),
     }

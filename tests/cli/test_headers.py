@@ -149,7 +149,7 @@ def refused_by_all(command: Callable[..., Result], folder: Path, tmp_path: Path,
         ("evaluate", folder, "--text", text),
         ("plan", folder, *prune[3:]),
         prune,
-        (*prune, "--stream"),
+        (*prune, "--offload"),
     )
     told = {refused(command(*words), *parts).partition("error: ")[2] for words in commands}
     assert len(told) == 1, told
@@ -165,7 +165,7 @@ def test_the_format_before_torch_1_6_is_pruned_and_inspected(
     folder = Path(shutil.copytree(tiny["llama"], tmp_path / "model"))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     (folder / "model.safetensors").unlink()
-    for words in ((), ("--stream",)):
+    for words in ((), ("--offload",)):
         out = tmp_path / f"out{len(words)}"
         result = command("prune", folder, out, "--method", "magnitude", *words)
         assert result.exit_code == 0, result.stderr

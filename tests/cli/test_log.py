@@ -34,7 +34,7 @@ def lines_of(text: str) -> list[dict]:
 def test_every_event_is_a_line(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """What happened in its order: recipe, figures, layers, epochs, blocks, totals; the report lists the file."""
     out = tmp_path / "out"
-    words = ("--calibration", text_file, "--samples", 8, "--length", 32, "--evaluate", text_file)
+    words = ("--calibration", text_file, "--samples", 8, "--sequence-length", 32, "--evaluate", text_file)
     ran = command("prune", tiny["opt"], out, *words)
     assert ran.exit_code == 0, ran.stderr
     found, report = lines_of((out / LOG).read_text(encoding="utf-8")), report_of(out)
@@ -79,7 +79,19 @@ def test_a_killed_run_s_log_survives_and_goes_on(
         return plain(self, block, result)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Journal, "keep", keep)
-    words = ("prune", tiny["llama"], out, "--method", "wanda", "--calibration", text_file, "--samples", 4, "--length", 32)
+    words = (
+        "prune",
+        tiny["llama"],
+        out,
+        "--method",
+        "wanda",
+        "--calibration",
+        text_file,
+        "--samples",
+        4,
+        "--sequence-length",
+        32,
+    )
     assert command(*words).exit_code == 130
     assert seen[0] < seen[1] < seen[2]
     monkeypatch.undo()

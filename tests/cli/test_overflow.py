@@ -18,7 +18,7 @@ from sparsellm.run import prune
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
-METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "swift", "sparsellm", "as published")
+METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "fast-admm", "sparsellm", "as published")
 
 
 def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None = None, part: str = ".layers.") -> Path:
@@ -35,7 +35,7 @@ def scaled(dense: Path, folder: Path, factor: float, dtype: torch.dtype | None =
 def words_of(method: str, text: Path) -> tuple[object, ...]:
     """The words of the command line for a method, on a short text."""
     named = ("--as-published",) if method == "as published" else ("--method", method)
-    return (*named, "--calibration", text, "--samples", 4, "--length", 32, "--sparsity", "50%")
+    return (*named, "--calibration", text, "--samples", 4, "--sequence-length", 32, "--sparsity", "50%")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -45,7 +45,7 @@ def test_weights_that_overflow_are_refused(
 ) -> None:
     """Float32 (llama) and bfloat16 (opt) × 1e30: no method ends with "mean error 0"; nothing is written."""
     folder = scaled(tiny[family], tmp_path / "model", 1e30)
-    for memory in ((), ("--stream",)):
+    for memory in ((), ("--offload",)):
         message = refused(command("prune", folder, tmp_path / "out", *words_of(method, text_file), *memory))
         assert "overflow" in message or "not finite" in message, message
         assert "layers.0" in message or "logits" in message, message

@@ -63,7 +63,7 @@ def test_no_path_of_the_machine(
     ran = command(
         *("prune", "own model", out, "--method", "wanda", "--allocation", place / "shares.yaml", "--samples", 4),
         *("--calibration", "one/words.txt", "--evaluate", "one/words.txt", "--evaluate", place / "two" / "words.txt"),
-        *("--length", 32, "--evaluate-limit", 2, *(["--stream"] if streamed else [])),
+        *("--sequence-length", 32, "--evaluate-limit", 2, *(["--offload"] if streamed else [])),
         *("--prompt", f"the file {place}/two/words.txt, or {place / 'homeZq7'}/x.txt"),
     )
     assert ran.exit_code == 0, ran.stderr
@@ -131,7 +131,7 @@ def test_every_kind_of_data() -> None:
 
 def card_of(text: str) -> str:
     """The card of a run in which everything that can be named is named by a text."""
-    recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), skip=(text,))
+    recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), exclude=(text,))
     report = Report(recipe, {"sparsellm": "0"}, calibration=f"4 windows of {text}", notes=[text])
     report.perplexity = {text: {"dense": Perplexity(1.0, None, 1, 8, text, 0.0)}}
     report.tasks = {text: {"pruned": Accuracy(0.5, None, None, 4)}}
@@ -180,7 +180,7 @@ def test_names_on_disk(tiny: dict[str, Path], text_file: Path, tmp_path: Path, c
     model = Path(shutil.copytree(tiny["opt"], tmp_path / "<img src=x onerror=alert(1)>"))
     text = Path(shutil.copy(text_file, tmp_path / "a`b|c\n<script>d.txt"))
     out = tmp_path / "<b>out"
-    words = ("--method", "wanda", "--samples", 4, "--length", 32, "--calibration", text, "--evaluate", text)
+    words = ("--method", "wanda", "--samples", 4, "--sequence-length", 32, "--calibration", text, "--evaluate", text)
     ran = command("prune", model, out, *words, "--evaluate-limit", 2, "--prompt", "```\n<script>alert(1)</script>")
     assert ran.exit_code == 0, ran.stderr
     card = (out / "README.md").read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ def run_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.
 
     out = tmp_path_factory.mktemp("page") / "out"
     words = ["prune", tiny["opt"], out, "--as-published", "--sparsity", "60%", "--calibration", text_file, "--samples", 4]
-    words += ["--length", 32, "--evaluate", text_file, "--prompt", "<script>the sum</script>"]
+    words += ["--sequence-length", 32, "--evaluate", text_file, "--prompt", "<script>the sum</script>"]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert done.exit_code == 0, done.stderr
     return out
@@ -47,7 +47,13 @@ def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytes
     from sparsellm.cli import app
 
     place = tmp_path_factory.mktemp("sweep")
-    shared = {"calibration": str(text_file), "length": 32, "evaluate": [str(text_file)], "as_published": True, "epochs": 2}
+    shared = {
+        "calibration": str(text_file),
+        "sequence_length": 32,
+        "evaluate": [str(text_file)],
+        "as_published": True,
+        "epochs": 2,
+    }
     axes = {"model": {"opt": str(tiny["opt"]), "none": str(place / "none")}, "sparsity": ["50%", "2:4", "70%"]}
     axes |= {"samples": [2, 4], "alpha": [0.1, 0.2], "beta": [0.1, 0.2]}
     left_out = [{"model": "none", "alpha": 0.2}, {"model": "none", "beta": 0.2}, {"model": "none", "samples": 2}]

@@ -32,7 +32,7 @@ from sparsellm.sweeping import CellFolder, Outcome, read_outcomes, run_sweep, sa
 
 Command = Callable[..., Result]
 AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
-SHARED = {"calibration": "demo", "samples": 2, "length": 32}
+SHARED = {"calibration": "demo", "samples": 2, "sequence_length": 32}
 
 
 def written(folder: Path, name: str = "sweep.yaml", **parts: Any) -> Path:
@@ -47,7 +47,7 @@ def small(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> Callable[..
     """A sweep of tiny models; other axes and fields as given."""
 
     def make(axes: dict[str, Any] | None = None, **fields: Any) -> Sweep:
-        shared = {"calibration": str(text_file), "samples": 4, "length": 32, "evaluate": [str(text_file)]} | fields
+        shared = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "evaluate": [str(text_file)]} | fields
         usual = {"model": {family: str(folder) for family, folder in tiny.items()}, "method": ["magnitude", "sparsegpt"]}
         return read_sweep(written(tmp_path, recipe=shared, axes=axes or usual))
 
@@ -175,7 +175,9 @@ def test_what_the_dense_model_shows_is_found_once(
     monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
     monkeypatch.setattr(pruning, "share_out", count("shares", share))
     monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
-    sweep = small({"model": [small().cells[0].recipe.model], "newton": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm")
+    sweep = small(
+        {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"
+    )
     run_sweep(sweep, tmp_path / "out", quiet)
     assert calls == {"sensitivities": 1, "shares": 2, "perplexities": 1 + 4}
 

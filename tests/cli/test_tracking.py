@@ -31,7 +31,7 @@ from sparsellm.tracking import Tracked
 from tests.conftest import report_of
 
 Command = Callable[..., Result]
-QUICK = ("--samples", 8, "--length", 32)
+QUICK = ("--samples", 8, "--sequence-length", 32)
 
 
 class Recorder(GeneralTracker):
@@ -81,7 +81,7 @@ def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[tuple[int,
 def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Path) -> None:
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
     own, said = Recorder(), []
-    settings = {"calibration": text_file, "samples": 1, "length": 32, "evaluate": (str(text_file),)}
+    settings = {"calibration": text_file, "samples": 1, "sequence_length": 32, "evaluate": (str(text_file),)}
     report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
     ((stored, rows),) = own.runs
     assert own.finished == 1
@@ -147,7 +147,7 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
         raise KeyboardInterrupt
 
     with pytest.raises(InvalidSetting), Tracked(own) as tracked:
-        sparsellm.prune(tiny["opt"], method="magnitude", only="fc9", observe=tracked)
+        sparsellm.prune(tiny["opt"], method="magnitude", include="fc9", observe=tracked)
     assert (own.runs, own.started) == ([], 0)
     monkeypatch.setattr("sparsellm.pruning.prune_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
@@ -177,7 +177,7 @@ def test_each_cell_of_a_sweep_is_a_run(tiny: dict[str, Path], tmp_path: Path, co
     """By its name; a cell that fails is ended, with why as a note, and what the next is told is not put down to it."""
     file = tmp_path / "s.yaml"
     file.write_text(f"recipe: {{model: '{tiny['opt']}', method: magnitude}}\naxes: {{sparsity: [50%, 5:7, 2:4]}}\n")
-    ran = command("sweep", file, tmp_path / "out", "--track", "own", "--track", "own")
+    ran = command("sweep", file, tmp_path / "out", "--report-to", "own", "--report-to", "own")
     assert ran.exit_code == 1  # 5:7 does not divide
     assert [stored["run"] for stored, _ in own.runs] == ["out, 50%", "out, 2:4"]
     assert own.finished == 2
@@ -196,7 +196,7 @@ def test_a_resumed_run_has_whole_charts(
             raise KeyboardInterrupt
         return plain(self, block, result)
 
-    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--track", "own")
+    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--report-to", "own")
     monkeypatch.setattr("sparsellm.journal.Journal.keep", keep)
     assert command(*words).exit_code == 130
     monkeypatch.setattr("sparsellm.journal.Journal.keep", plain)
@@ -209,7 +209,7 @@ def test_a_resumed_run_has_whole_charts(
 
 def test_what_cannot_track_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown name with the nearest known one; a missing package with how to install it."""
-    with pytest.raises(InvalidSetting, match=r"`track` got 'tensorbord'.*'tensorboard'"):
+    with pytest.raises(InvalidSetting, match=r"`report_to` got 'tensorbord'.*'tensorboard'"):
         Tracked("tensorbord")
     monkeypatch.setattr("sparsellm.tracking.get_available_trackers", list)
     with pytest.raises(MissingPackage, match=r"The tracker trackio is not installed: pip install trackio"):
@@ -247,7 +247,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pruned(tracker: str, model: Path, text: Path) -> tuple[dict[str, Any], str]:
     """A run with a real tracker, in a process of its own; its report and what it said."""
-    words = ["prune", model, "out", "--calibration", text, *QUICK, "--evaluate", text, "--track", tracker, "--json"]
+    words = ["prune", model, "out", "--calibration", text, *QUICK, "--evaluate", text, "--report-to", tracker, "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "sparsellm", *map(str, words)], capture_output=True, text=True, check=False, env=os.environ
     )

@@ -39,9 +39,9 @@ SIZES = {
 OUTPUTS = {
     "opt": ("opt", {"sparsity": "50%"}),
     "tied": ("llama", {"sparsity": "70%"}),
-    "streamed": ("llama", {"sparsity": "2:4", "stream": True}),
+    "streamed": ("llama", {"sparsity": "2:4", "offload": True}),
     "experts": ("mixtral", {"sparsity": "2:4"}),
-    "fused": ("phi3", {"sparsity": "60%", "skip": ("*.qkv_proj.k",)}),
+    "fused": ("phi3", {"sparsity": "60%", "exclude": ("*.qkv_proj.k",)}),
 }
 """By name, the model and the settings of a run by magnitude."""
 

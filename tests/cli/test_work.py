@@ -33,9 +33,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "a full disk": lambda: OSError(errno.ENOSPC, "No space left on device", "somewhere"),
     "verification": lambda: VerificationFailed("A layer differs."),
 }
-QUICK = ("--sparsity", "60%", "--samples", 6, "--length", 32, "--batch", 2)
-METHODS = ["magnitude", "wanda", "sparsegpt", "swift", "alps", "sparsellm"]
-STREAMED = ("--stream",)
+QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2)
+METHODS = ["magnitude", "wanda", "sparsegpt", "fast-admm", "alps", "sparsellm"]
+STREAMED = ("--offload",)
 """A tiny model fits any memory: what is larger goes the same way."""
 
 
@@ -339,15 +339,15 @@ def test_killed_at_once(memory: tuple[str, ...], words: tuple[object, ...], tmp_
 
 def test_what_needs_the_whole_model_says_so(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
     model, *rest = words
-    refused(command("prune", model, tmp_path / "out", *rest, "--written", 3, *STREAMED), "`written`", "raise --memory")
+    refused(command("prune", model, tmp_path / "out", *rest, "--written", 3, *STREAMED), "`written`", "raise --max-memory")
     assert list(tmp_path.iterdir()) == []
-    refused(command("prune", model, tmp_path / "out", *rest, "--memory", "plenty"), "16GiB", "'plenty'")
+    refused(command("prune", model, tmp_path / "out", *rest, "--max-memory", "plenty"), "16GiB", "'plenty'")
 
 
 def test_without_an_output_the_model_must_fit(words: tuple[object, ...]) -> None:
 
     with pytest.raises(TooLarge, match="Name the folder to write"):
-        prune(words[0], "wanda", "60%", words[2], memory="100KB", samples=4, length=32)  # type: ignore[arg-type]
+        prune(words[0], "wanda", "60%", words[2], max_memory="100KB", samples=4, sequence_length=32)  # type: ignore[arg-type]
 
 
 LIMITED = """
@@ -362,7 +362,7 @@ app(sys.argv[2:])
 @pytest.mark.parametrize(
     ("limit", "more", "kept"),
     [
-        (2_000, ("--stream", "--memory", "500KB", "--samples", 48), 0),  # an activation file
+        (2_000, ("--offload", "--max-memory", "500KB", "--samples", 48), 0),  # an activation file
         (20_000, (), 0),  # the first block
         (70_000, (), 3),  # the finished checkpoint
     ],

@@ -171,13 +171,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
         text_file,
         "--samples",
         64,
-        "--length",
+        "--sequence-length",
         64,
         "--sparsity",
         "60%",
         "--device",
         "cpu",
-        "--newton",
+        "--gauss-newton-steps",
         30,
     )
     output, port = tmp_path_factory.mktemp("unbroken") / "out", free_port()
@@ -242,7 +242,7 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
 
 def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Another recipe in one process, or another model: refused before anything is written, and told which and what."""
-    words = ("--calibration", text_file, "--samples", 8, "--length", 32, "--method", "wanda")
+    words = ("--calibration", text_file, "--samples", 8, "--sequence-length", 32, "--method", "wanda")
     for name, other in (("recipe.sparsity", (tiny["llama"], "--sparsity", "60%")), ("file config.json", (tiny["opt"],))):
         port, output = free_port(), tmp_path / name
         model, *more = other
@@ -257,7 +257,7 @@ def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Pat
 def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """What goes wrong in a process that does not lead is told by the one that does, with its number and place."""
     port, output = free_port(), tmp_path / "out"
-    words = ("--samples", 8, "--length", 32, "--method", "wanda")
+    words = ("--samples", 8, "--sequence-length", 32, "--method", "wanda")
     first = started(0, port, "prune", tiny["llama"], output, *words, "--calibration", text_file)
     second = started(1, port, "prune", tiny["llama"], output, *words, "--calibration", tmp_path / "missing.txt")
     told = ended(first)
@@ -270,7 +270,7 @@ def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path)
 
 def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     port = free_port()
-    words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--length", 32)
+    words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--sequence-length", 32)
     both = [started(rank, port, *words) for rank in (0, 1)]
     assert "There are 1 calibration windows for 2 processes. Pass more --samples." in ended(both[0])
     assert ended(both[1]) == ""
@@ -343,7 +343,7 @@ def test_a_sweep_and_a_measurement(tiny: dict[str, Path], text_file: Path, tmp_p
     assert told[1] == ("", "")
     assert len(list((tmp_path / "out" / "cells").glob("*/result.json"))) == 6
     assert len(json.loads(told[0][0])["cells"]) == 6
-    port, words = free_port(), ("evaluate", tiny["llama"], "--text", text_file, "--length", 32, "--json")
+    port, words = free_port(), ("evaluate", tiny["llama"], "--text", text_file, "--sequence-length", 32, "--json")
     both = [started(rank, port, *words) for rank in (0, 1)]
     alone = subprocess.run([sys.executable, "-m", "sparsellm", *map(str, words)], capture_output=True, text=True, check=True)
     said = [process.communicate(timeout=240)[0] for process in both]

@@ -21,11 +21,11 @@ from sparsellm.inspection import REPORT, WORK
 from sparsellm.log import LOG
 from sparsellm.output_lock import EXPORT
 
-QUICK = ("--sparsity", "60%", "--samples", "24", "--length", "64", "--batch", "4")
+QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
 RECIPES: dict[str, tuple[str, ...]] = {
     "sparsegpt": ("--method", "sparsegpt"),
-    "wanda, streamed": ("--method", "wanda", "--stream"),
-    "alps, streamed": ("--method", "alps", "--stream"),
+    "wanda, streamed": ("--method", "wanda", "--offload"),
+    "alps, streamed": ("--method", "alps", "--offload"),
     "sparsellm": ("--method", "sparsellm"),
     "as published": ("--as-published", "--epochs", "3"),
 }

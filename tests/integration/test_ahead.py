@@ -172,8 +172,14 @@ def test_its_memory_is_counted(tmp_path: Path) -> None:
 
 def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """A plan counts one block more, and a run that fits without it goes without."""
-    settings = {"model": str(tiny["llama"]), "calibration": str(text_file), "samples": 8, "length": 32, "sparsity": "50%"}
-    recipe = read_recipe(settings | {"method": "sparsegpt", "stream": True})
+    settings = {
+        "model": str(tiny["llama"]),
+        "calibration": str(text_file),
+        "samples": 8,
+        "sequence_length": 32,
+        "sparsity": "50%",
+    }
+    recipe = read_recipe(settings | {"method": "sparsegpt", "offload": True})
     ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
     place = place_of(recipe, ready.source, ready.device, files=True)
     assert place.ahead
@@ -184,5 +190,5 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     assert needs[1] - needs[0] == pytest.approx(block, rel=0.1)
     for memory, ahead in ((needs[1] + 1000, True), (sum(needs) // 2, False)):
         assert fitted(recipe, ready, replace(place, memory=memory), lambda _: None)[0].ahead is ahead
-    small = place_of(recipe.model_copy(update={"memory": f"{3 * block}B"}), ready.source, ready.device, files=True)
+    small = place_of(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready.source, ready.device, files=True)
     assert not small.ahead, "two blocks are more than half of the memory"

@@ -37,7 +37,7 @@ def test_owl(family: str, skip: list[str], sparsity: str) -> None:
     """Densities rise linearly with a block's outliers among the planned layers' |W| times input norm."""
     model = heavy(family)
     read, figures = signals(model), []
-    plan = uniform(blocks_of(model), parse_pattern(sparsity), skip=skip)
+    plan = uniform(blocks_of(model), parse_pattern(sparsity), exclude=skip)
     for block in blocks_of(model):
         names = [name for name in block.layers if block.full_name(name) in plan]
         every = [
@@ -129,7 +129,7 @@ def test_totals(family: str, rule: str, sparsity: str) -> None:
     """All layers together lose what was asked, to one weight; not each the same; N:M cannot be shared out."""
     model = heavy(family)
     sizes = {name: model.get_submodule(name).weight.numel() for name in uniform(blocks_of(model), Unstructured(0))}
-    plan = uniform(blocks_of(model), parse_pattern(sparsity), skip=["v_proj"])
+    plan = uniform(blocks_of(model), parse_pattern(sparsity), exclude=["v_proj"])
     shared = share_out(rule, model, batches(), plan)
     assert list(shared) == list(plan)
     total = sum(sizes[name] for name in plan)

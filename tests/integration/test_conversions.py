@@ -52,7 +52,7 @@ def test_split_tensors_have_the_names_and_numbers_of_the_model(kind: str, tiny_m
 @pytest.mark.parametrize("kind", [SPLIT[1], *(pytest.param(kind, marks=pytest.mark.long) for kind in SPLIT[2:])])
 def test_a_model_with_split_tensors_is_streamed_as_in_memory(kind: str, tiny_models: ModuleType, tmp_path: Path) -> None:
     source = saved(kind, tiny_models, tmp_path / "dense")
-    folders = [written(source, tmp_path / str(stream), "sparsegpt", stream=stream, sparsity="2:4") for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), "sparsegpt", offload=stream, sparsity="2:4") for stream in (False, True)]
     whole, streamed = (tensors_of(folder) for folder in folders)
     assert whole.keys() == streamed.keys()
     assert all(torch.equal(whole[key], streamed[key]) for key in whole)

@@ -136,8 +136,8 @@ def test_a_part_that_the_user_names_is_told(half_covered: Path, tmp_path: Path, 
 
 
 def test_a_part_that_the_user_chooses_is_told(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
-    """--only is no lack of the model's form: no parameter is said to be without a layer, but the share is said."""
-    result = command("prune", tiny["llama"], tmp_path / "out", *WORDS, "--only", "mlp.*")
+    """--include is no lack of the model's form: no parameter is said to be without a layer, but the share is said."""
+    result = command("prune", tiny["llama"], tmp_path / "out", *WORDS, "--include", "mlp.*")
     share = 100 * 3 * 32 * 48 / (3 * 32 * 48 + 2 * 32 * 32 + 2 * 32 * 16)
     assert f"The pruned layers hold {share:.2f} % of the matrix weights in the blocks." in " ".join(result.stdout.split())
     found = report_of(tmp_path / "out")["coverage"]
@@ -156,12 +156,12 @@ def test_layers_that_text_does_not_reach_are_refused(
     method: str, bart: Path, text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     """Attention to an encoder that is not there: named by the message, and left dense when the user says so."""
-    words = ("--method", method, "--sparsity", "2:4", "--calibration", text_file, "--samples", 2, "--length", 16)
+    words = ("--method", method, "--sparsity", "2:4", "--calibration", text_file, "--samples", 2, "--sequence-length", 16)
     result = command("prune", bart, tmp_path / "out", *words)
     assert result.exit_code == 1
     assert "encoder_attn.k_proj is not called when the model reads text" in " ".join(result.stderr.split())
-    assert "--skip 'encoder_attn*'" in " ".join(result.stderr.split())
-    skipped = command("prune", bart, tmp_path / "out", *words, "--skip", "encoder_attn*", "--restart")
+    assert "--exclude 'encoder_attn*'" in " ".join(result.stderr.split())
+    skipped = command("prune", bart, tmp_path / "out", *words, "--exclude", "encoder_attn*", "--restart")
     assert skipped.exit_code == 0, skipped.stderr
     assert "of the matrix weights in the blocks" in " ".join(skipped.stdout.split())
 

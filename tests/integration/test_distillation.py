@@ -98,7 +98,7 @@ def test_what_moves_and_what_stays(family: str, dtype: torch.dtype) -> None:
 
     Biases and norms of the planned blocks may move, and are told; dtypes, the tie, the mode and gradients are as before.
     """
-    choice = {"chosen": frozenset({0, 2}), "skip": ["k_proj"]}
+    choice = {"chosen": frozenset({0, 2}), "exclude": ["k_proj"]}
     before, model, plan, _, moved = distilled(family, Descent(30, 3e-3), dtype, **choice)
     again = distilled(family, Descent(30, 3e-3), dtype, **choice)[1]
     changed = set[str]()

@@ -118,9 +118,9 @@ METHODS: dict[str, BlockMethod] = {
     "wanda": LayerWise(Wanda()),
     "alps": LayerWise(ALPS(iterations=6, refit_steps=2)),
     "sparsegpt": LayerWise(SparseGPT()),
-    "swift": LayerWise(Swift()),
+    "fast-admm": LayerWise(Swift()),
     "published": PublishedSparseLLM(SparseGPT(), epochs=2),
-    "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), newton=1),
+    "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), gauss_newton_steps=1),
 }
 
 
@@ -262,12 +262,12 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
     tokens = torch.cat([batch[:, :20] for batch in batches()])
     chosen = {"method": method, "sparsity": "60%", "calibration": "given in memory", "allocation": "uniform", **settings}
     if method == "sparsellm":
-        chosen |= {"solver": "sparsegpt", "newton": 0}
-    recipe = read_recipe({"model": str(source), "batch": 2, **chosen})
+        chosen |= {"solver": "sparsegpt", "gauss_newton_steps": 0}
+    recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
     with working(output) as work:
         result = run(recipe, lambda event: said.append(str(event)), tokens, work=work)
-        assert any("read block by block" in told for told in said) == bool(settings.get("stream"))
+        assert any("read block by block" in told for told in said) == bool(settings.get("offload"))
         return result.save_pretrained(output)
 
 
@@ -284,7 +284,7 @@ def test_streamed_as_in_memory(name: str, method: str, pattern: str, tmp_path: P
     tiny(name).save_pretrained(source, max_shard_size="40kB")
     byte_tokenizer().save_pretrained(source)
     folders = [
-        written(source, tmp_path / place, method, stream=place == "streamed", sparsity=pattern)
+        written(source, tmp_path / place, method, offload=place == "streamed", sparsity=pattern)
         for place in ("whole", "streamed")
     ]
     whole, streamed = (tensors_of(folder) for folder in folders)
@@ -327,9 +327,9 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     """Over a block, then over the model: every piece keeps its zeros; a parameter with a piece left dense does not move."""
     model, dense = tiny(name), tiny(name)
     left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
-    plan = uniform(blocks_of(model), parse_pattern("60%"), skip=[left])
+    plan = uniform(blocks_of(model), parse_pattern("60%"), exclude=[left])
     pruned, windows = tiny(name), torch.cat([batches()[0]] * 3)
-    results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), newton=0), plan))
+    results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), gauss_newton_steps=0), plan))
     list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, Descent(4, 1e-2)), plan))
     held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}

@@ -28,9 +28,9 @@ from tests.integration.test_sparsellm_method import batches, two_families
 from tests.integration.test_sparsellm_method import tiny as three_blocks
 
 
-def costs_of(model: PreTrainedModel, some: list[Tensor], skip: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def costs_of(model: PreTrainedModel, some: list[Tensor], exclude: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """By layer, with every layer planned."""
-    return dict(weight_costs(model, some, uniform(blocks_of(model), parse_pattern("50%"), skip=skip)))
+    return dict(weight_costs(model, some, uniform(blocks_of(model), parse_pattern("50%"), exclude=exclude)))
 
 
 def gradient(model: PreTrainedModel, window: Tensor, number: int) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def test_which_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fisher, "TOKENS", tokens)
         found, first = costs_of(model, batches()), costs_of(model, [every[:count]])
         assert all(torch.equal(found[name], costs) for name, costs in first.items())
-    skipped = costs_of(model, batches(), skip=("q_proj",))
+    skipped = costs_of(model, batches(), exclude=("q_proj",))
     assert not any("q_proj" in name for name in skipped)
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
@@ -182,13 +182,13 @@ def test_sums_of_the_smallest() -> None:
 def test_the_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each curve is the sum of the smallest costs; half the way to the split that balances them."""
     model = three_blocks(family)
-    plan = uniform(blocks_of(model), parse_pattern("70%"), skip=["k_proj"])
+    plan = uniform(blocks_of(model), parse_pattern("70%"), exclude=["k_proj"])
     seen = caught(monkeypatch, plan)
     found = budgets.fisher(model, batches(), plan)
     assert found == half_way(plan)
     ((curves, levels),) = seen
     assert levels == pytest.approx([0.3 * level for level in (0.33, 0.5, 0.75, 1.0, 1.5, 2.0)])
-    costs = costs_of(model, batches(), skip=("k_proj",))
+    costs = costs_of(model, batches(), exclude=("k_proj",))
     assert curves.keys() == costs.keys() == plan.keys()
     for name, (size, lost) in curves.items():
         rising = costs[name].flatten().double().sort().values

@@ -84,7 +84,7 @@ UNRUN = [
 
 
 @pytest.mark.parametrize(("family", "fields"), UNRUN)
-@pytest.mark.parametrize("way", ["prune", "prune --stream", "prune --evaluate", "evaluate"])
+@pytest.mark.parametrize("way", ["prune", "prune --offload", "prune --evaluate", "evaluate"])
 def test_configuration_that_fails_in_the_first_pass(
     family: str, fields: dict[str, Any], way: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
@@ -92,12 +92,12 @@ def test_configuration_that_fails_in_the_first_pass(
     model, out = Path(shutil.copytree(tiny[family], tmp_path / "model")), tmp_path / "out"
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | fields))
-    drawn = ("--calibration", text_file, "--samples", 2, "--length", 32, "--method", "wanda")
+    drawn = ("--calibration", text_file, "--samples", 2, "--sequence-length", 32, "--method", "wanda")
     words = {
         "prune": ("prune", model, out, *drawn),
-        "prune --stream": ("prune", model, out, *drawn, "--stream"),
-        "prune --evaluate": ("prune", model, out, "--method", "magnitude", "--evaluate", text_file, "--length", 32),
-        "evaluate": ("evaluate", model, "--text", text_file, "--length", 32),
+        "prune --offload": ("prune", model, out, *drawn, "--offload"),
+        "prune --evaluate": ("prune", model, out, "--method", "magnitude", "--evaluate", text_file, "--sequence-length", 32),
+        "evaluate": ("evaluate", model, "--text", text_file, "--sequence-length", 32),
     }[way]
     result = command(*words)
     message = " ".join(result.stderr.split())
@@ -116,7 +116,7 @@ def test_evaluate_refuses_the_tokenizer_of_another_model(
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary |= {f"word{number}": len(vocabulary) + number for number in range(20)}
     file.write_text(json.dumps(tokenizer))
-    result = command("evaluate", model, "--text", text_file, "--length", 32)
+    result = command("evaluate", model, "--text", text_file, "--sequence-length", 32)
     message = " ".join(result.stderr.split())
     assert result.exit_code == 1, message
     assert "The tokenizer of" in message, message

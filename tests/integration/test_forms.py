@@ -101,7 +101,7 @@ def test_what_sees_keeps_every_bit(name: str, method: str, tmp_path: Path) -> No
     source = tmp_path / "dense"
     random(SEES[name]).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
-    folders = [written(source, tmp_path / place, method, stream=place == "streamed") for place in ("whole", "streamed")]
+    folders = [written(source, tmp_path / place, method, offload=place == "streamed") for place in ("whole", "streamed")]
     dense, whole, streamed = (tensors_of(folder) for folder in (source, *folders))
     assert dense.keys() == whole.keys() == streamed.keys()
     assert all(torch.equal(whole[key], streamed[key]) for key in whole)
@@ -149,7 +149,7 @@ def test_the_report_says_that_nothing_was_coupled(tmp_path: Path, text_file: Pat
     source, output = tmp_path / "dense", tmp_path / "out"
     random(LACKING["starcoder2"]).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
-    words = ("--sparsity", "2:4", "--calibration", text_file, "--samples", 4, "--length", 32, "--stream")
+    words = ("--sparsity", "2:4", "--calibration", text_file, "--samples", 4, "--sequence-length", 32, "--offload")
     result = command("prune", source, output, *words)
     assert result.exit_code == 0, result.stderr
     for text in (" ".join(result.stderr.split()), (output / "README.md").read_text(), (output / "sparsellm.json").read_text()):
@@ -185,7 +185,7 @@ def test_ten_lines_describe_a_family(tmp_path: Path) -> None:
     random(LACKING["starcoder2"]).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
     chosen = {"architecture": str(file), "sparsity": "2:4"}
-    folders = [written(source, tmp_path / str(stream), "sparsellm", stream=stream, **chosen) for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), "sparsellm", offload=stream, **chosen) for stream in (False, True)]
     one, other = (tensors_of(folder) for folder in folders)
     assert all(torch.equal(one[key], other[key]) for key in one)
     report = json.loads((folders[0] / "sparsellm.json").read_text())
@@ -296,7 +296,18 @@ def test_keep_zeros_from_the_command_line(tmp_path: Path, text_file: Path, comma
     tiny("llama").save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
     assert command("prune", source, half, "--method", "magnitude", "--sparsity", "40%").exit_code == 0
-    words = ("--calibration", text_file, "--samples", 4, "--length", 32, "--newton", 0, "--solver", "sparsegpt")
+    words = (
+        "--calibration",
+        text_file,
+        "--samples",
+        4,
+        "--sequence-length",
+        32,
+        "--gauss-newton-steps",
+        0,
+        "--solver",
+        "sparsegpt",
+    )
     assert command("prune", half, more, "--sparsity", "60%", "--keep-zeros", *words).exit_code == 0
     one, other = tensors_of(half), tensors_of(more)
     assert all(bool((other[key][one[key] == 0] == 0).all()) for key in one if key.endswith("proj.weight"))
@@ -313,7 +324,7 @@ def test_checkpoints_as_they_come(name: str, form: str, tmp_path: Path) -> None:
     if form == "bin":
         torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
         (source / "model.safetensors").unlink()
-    folders = [written(source, tmp_path / str(stream), "sparsegpt", stream=stream) for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), "sparsegpt", offload=stream) for stream in (False, True)]
     one, other = (tensors_of(folder) for folder in folders)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
@@ -348,7 +359,7 @@ def test_code_of_its_own(tmp_path: Path, command: Callable[..., Result]) -> None
     refused = command("prune", source, tmp_path / "out", *words)
     assert refused.exit_code == 1
     assert "--trust-remote-code" in refused.stderr
-    for place in ("--no-stream", "--stream"):
+    for place in ("--no-offload", "--offload"):
         output = tmp_path / place
         result = command("prune", source, output, *words, "--trust-remote-code", place)
         assert result.exit_code == 0, result.stderr

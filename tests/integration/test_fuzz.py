@@ -50,8 +50,8 @@ def both(texts: list[str]) -> Changed:
 
 
 def test_recipes(tmp_path: Path) -> None:
-    full = Recipe(model="demo:opt", calibration="demo", evaluate=("demo",), only=("q_proj",), prompt=("a",)).to_yaml()
-    short = "model: demo:opt\nmethod: alps\nsparsity: 2:4\ncalibration: demo\nbatch: 3\nalpha: 1e-3\nmemory: 1GiB\n"
+    full = Recipe(model="demo:opt", calibration="demo", evaluate=("demo",), include=("q_proj",), prompt=("a",)).to_yaml()
+    short = "model: demo:opt\nmethod: alps\nsparsity: 2:4\ncalibration: demo\nbatch_size: 3\nalpha: 1e-3\nmax_memory: 1GiB\n"
 
     def read() -> None:
         recipe = read_recipe({}, tmp_path / "recipe.yaml")

@@ -194,7 +194,7 @@ def test_streamed_as_in_memory(name: str, method: str, tmp_path: Path) -> None:
     source = tmp_path / "dense"
     tiny(name).save_pretrained(source, max_shard_size="40kB")
     byte_tokenizer().save_pretrained(source)
-    folders = [written(source, tmp_path / str(stream), method, stream=stream, sparsity="2:4") for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), method, offload=stream, sparsity="2:4") for stream in (False, True)]
     whole, streamed = (tensors_of(folder) for folder in folders)
     assert whole.keys() == streamed.keys()
     assert all(torch.equal(whole[key], streamed[key]) for key in whole)
@@ -328,7 +328,7 @@ def test_a_model_that_hears(method: str, tmp_path: Path) -> None:
     source = tmp_path / "dense"
     transformers.Qwen2AudioForConditionalGeneration(made).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
-    folders = [written(source, tmp_path / str(stream), method, stream=stream, sparsity="2:4") for stream in (False, True)]
+    folders = [written(source, tmp_path / str(stream), method, offload=stream, sparsity="2:4") for stream in (False, True)]
     dense, whole, streamed = (tensors_of(folder) for folder in (source, *folders))
     assert all(torch.equal(whole[key], streamed[key]) for key in whole)
     changed = {key for key in dense if not torch.equal(dense[key], whole[key])}

@@ -37,7 +37,7 @@ METHODS: dict[str, BlockMethod] = {
     "sparsegpt": LayerWise(SparseGPT()),
     "alps": LayerWise(ALPS()),
     "published": PublishedSparseLLM(SparseGPT(), epochs=2),
-    "sparsellm": SparseLLM(newton=1),
+    "sparsellm": SparseLLM(gauss_newton_steps=1),
 }
 
 

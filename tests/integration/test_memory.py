@@ -50,11 +50,11 @@ STREAMS = 2 * 4 * (8 * 32) * 32
 MODEL = 7 * 4 * 3 * BLOCK + 4 * (8 * 32 * 32 + 3 * 32 * 260 + 32 * 32 * 3)
 """Bytes of gradient steps over the whole model, one window at a time."""
 
-TEXT = ("--samples", 8, "--length", 32, "--batch", 2)
+TEXT = ("--samples", 8, "--sequence-length", 32, "--batch-size", 2)
 QUICK = ("--sparsity", "60%", *TEXT)
 WHOLE = ("--scope", "model", "--steps", 20, "--written", 0)
 BLOCKS = ("--scope", "block", "--steps", 5)
-WEAK = ("--solver", "magnitude", "--newton", 0)
+WEAK = ("--solver", "magnitude", "--gauss-newton-steps", 0)
 """Leaves something to gain."""
 
 
@@ -131,8 +131,8 @@ def test_sizes_in_words() -> None:
     """Decimal and binary units, with their fraction; the recipe keeps what was written."""
     sizes = {"16GiB": 16 * 2**30, "500MB": 500 * 10**6, "1.5 gib": 3 * 2**29, "2T": 2 * 10**12}
     for words, count in sizes.items():
-        recipe = read_recipe({"model": "demo:opt", "method": "magnitude", "memory": words})
-        assert (recipe.memory_bytes, recipe.memory) == (count, words)
+        recipe = read_recipe({"model": "demo:opt", "method": "magnitude", "max_memory": words})
+        assert (recipe.memory_bytes, recipe.max_memory) == (count, words)
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,8 @@ def test_sizes_in_words() -> None:
 )
 def test_sizes_that_are_none(words: str) -> None:
     """Are refused in one message, a plain number and a decimal comma among them."""
-    with pytest.raises(InvalidSetting, match=re.escape(f"`memory` must be a size such as 16GiB or 500MB, got {words!r}.")):
-        read_recipe({"model": "demo:opt", "method": "magnitude", "memory": words})
+    with pytest.raises(InvalidSetting, match=re.escape(f"`max_memory` must be a size such as 16GiB or 500MB, got {words!r}.")):
+        read_recipe({"model": "demo:opt", "method": "magnitude", "max_memory": words})
 
 
 def test_available_here() -> None:
@@ -201,7 +201,7 @@ def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def pruned(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama, pruned by magnitude."""
-    settings = {"solver": "magnitude", "newton": 0, "samples": 8, "length": 32}
+    settings = {"solver": "magnitude", "gauss_newton_steps": 0, "samples": 8, "sequence_length": 32}
     result = prune(tiny["llama"], sparsity="60%", calibration=text_file, **settings)
     return result.save_pretrained(tmp_path_factory.mktemp("pruned") / "llama")
 
@@ -214,7 +214,7 @@ def pruned(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.Temp
         (WHOLE, 1000, ("1,000",)),
         ((*WHOLE[:4], "--written", 5), MODEL + 4 * 5 * 32 * 32 - 1, (f"{MODEL + 4 * 5 * 32 * 32:,}",)),
         (WHOLE[:4], MODEL + 4 * 2 * 32 * 32 - 1, (f"{MODEL + 4 * 2 * 32 * 32:,}",)),
-        (WHOLE, MODEL - 1, ("Training the whole model", f"{MODEL:,}", f"{MODEL - 1:,}", "--scope block", "--batch")),
+        (WHOLE, MODEL - 1, ("Training the whole model", f"{MODEL:,}", f"{MODEL - 1:,}", "--scope block", "--batch-size")),
     ],
 )
 def test_refused_before_weights_are_read(
@@ -276,7 +276,7 @@ def test_pruning_asks_for_no_gradient_memory(
 @two_families
 def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """The divergence on held-back windows falls; zeros exact, what is not planned untouched, the same bytes twice."""
-    words = ("--calibration", text_file, *QUICK, *WEAK, "--skip", "q_proj")
+    words = ("--calibration", text_file, *QUICK, *WEAK, "--exclude", "q_proj")
     assert command("prune", loud[family], tmp_path / "pruned", *words).exit_code == 0
     words = ("--against", loud[family], "--calibration", text_file, *TEXT, *WHOLE)
     for name in ("one", "two"):
@@ -306,10 +306,10 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
 def test_the_divergence_is_that_of_the_held_back_windows(family: str, loud: dict[str, Path], tmp_path: Path) -> None:
     """Before and after are the mean over these windows' tokens of KL(dense || pruned), in nats."""
     tokens = torch.randint(0, 256, (8, 32), generator=torch.Generator().manual_seed(3))
-    settings: dict[str, Any] = {"solver": "magnitude", "newton": 0, "sparsity": "80%"}
-    start = prune(loud[family], **settings, batch=2, calibration=tokens)
+    settings: dict[str, Any] = {"solver": "magnitude", "gauss_newton_steps": 0, "sparsity": "80%"}
+    start = prune(loud[family], **settings, batch_size=2, calibration=tokens)
     start.save_pretrained(tmp_path / "pruned")
-    found = recover(tmp_path / "pruned", loud[family], tokens, steps=20, written=0, batch=2)
+    found = recover(tmp_path / "pruned", loud[family], tokens, steps=20, written=0, batch_size=2)
     assert found.report.recovered is not None
     assert found.report.recovered.steps > 0
     dense, before, after = (
@@ -364,7 +364,7 @@ def test_a_loss_that_is_not_finite(
 
 def test_few_windows_are_held_back_too(loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """Without a batch size named, some windows are held back also where all of them are few tokens."""
-    words = ("--calibration", text_file, "--samples", 32, "--length", 32)
+    words = ("--calibration", text_file, "--samples", 32, "--sequence-length", 32)
     assert command("prune", loud["llama"], tmp_path / "pruned", *words, "--sparsity", "60%", *WEAK).exit_code == 0
     base = ("recover", tmp_path / "pruned", tmp_path / "out", "--against", loud["llama"])
     assert command(*base, *words, *WHOLE).exit_code == 0

@@ -1,4 +1,4 @@
-"""`--memory` holds: what a process takes above its imports stays within a tenth of the budget."""
+"""`--max-memory` holds: what a process takes above its imports stays within a tenth of the budget."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from sparsellm.inspection import REPORT, WORK
 from sparsellm.output_lock import EXPORT, LOCK, locked, recover, replacing
 
 Command = Callable[..., Result]
-QUICK = ("--sparsity", "60%", "--samples", 6, "--length", 32, "--batch", 2, "--method", "wanda")
+QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2, "--method", "wanda")
 
 
 def killed(do: Callable[[], object], step: str) -> None:

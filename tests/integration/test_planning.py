@@ -33,7 +33,7 @@ from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
 
 Command = Callable[..., Result]
-QUICK = ("--sparsity", "60%", "--samples", 8, "--length", 32)
+QUICK = ("--sparsity", "60%", "--samples", 8, "--sequence-length", 32)
 
 
 # ---- the meter
@@ -184,13 +184,13 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, flo
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "wanda": ("llama", {"method": "wanda", "samples": 64}),
-    "sparsegpt, streamed, 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4", "samples": 16, "stream": True}),
+    "sparsegpt, streamed, 2:4": ("opt", {"method": "sparsegpt", "sparsity": "2:4", "samples": 16, "offload": True}),
     "true-sequential": ("opt", {"method": "sparsegpt", "samples": 16, "true_sequential": True}),
-    "true-sequential, on files": ("llama", {"method": "wanda", "samples": 64, "true_sequential": True, "memory": "60MB"}),
-    "streams on files": ("llama", {"method": "sparsegpt", "samples": 64, "stream": True, "memory": "60MB"}),
+    "true-sequential, on files": ("llama", {"method": "wanda", "samples": 64, "true_sequential": True, "max_memory": "60MB"}),
+    "streams on files": ("llama", {"method": "sparsegpt", "samples": 64, "offload": True, "max_memory": "60MB"}),
     "as published": ("opt", {"as_published": True, "samples": 16, "epochs": 2}),
-    "coupled, streamed": ("llama", {"samples": 8, "newton": 0, "stream": True, "solver": "magnitude"}),
-    "coupled": ("opt", {"samples": 8, "newton": 0, "solver": "sparsegpt", "allocation": "uniform"}),
+    "coupled, streamed": ("llama", {"samples": 8, "gauss_newton_steps": 0, "offload": True, "solver": "magnitude"}),
+    "coupled": ("opt", {"samples": 8, "gauss_newton_steps": 0, "solver": "sparsegpt", "allocation": "uniform"}),
 }
 """Form and settings."""
 
@@ -199,7 +199,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def test_a_forecast_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Stage by stage, memory within a tenth of what the real run's tensors take at the peak, operations within a fifth."""
     form, change = CASES[case]
-    settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "length": 128} | change
+    settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128} | change
     settings["evaluate"] = (str(text_file),)
     recipe = read_recipe(settings)
     ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
@@ -217,9 +217,15 @@ def test_a_forecast_holds(case: str, folders: dict[str, Path], text_file: Path, 
 def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Bytes on files: two streams for the default, what attention writes in one, and what the feed-forward part reads and is
     to write; what attention writes in the other fits into a quarter of the memory."""
-    settings = {"model": str(folders["llama"]), "calibration": str(text_file), "samples": 64, "length": 64, "newton": 0}
+    settings = {
+        "model": str(folders["llama"]),
+        "calibration": str(text_file),
+        "samples": 64,
+        "sequence_length": 64,
+        "gauss_newton_steps": 0,
+    }
     settings |= {"solver": "magnitude", "allocation": "uniform"}
-    recipe = read_recipe(settings | {"stream": True, "memory": "24MB"})
+    recipe = read_recipe(settings | {"offload": True, "max_memory": "24MB"})
     found = plan_run(recipe, tmp_path)
     pruning = next(stage for stage in found.found.stages if stage.name == "pruning")
     stream = 64 * 64 * 256 * 4
@@ -244,7 +250,7 @@ def test_plan_tells_and_writes_nothing(folders: dict[str, Path], text_file: Path
         assert part in told
     for part in ("Peak:", "Disk:", "Time: about", "--samples"):
         assert part in told
-    data = json.loads(command("plan", *words, "--json", "--stream").stdout)
+    data = json.loads(command("plan", *words, "--json", "--offload").stdout)
     assert data["streamed"] is True
     assert data["fits"] is True
     assert data["blocks"] == 3
@@ -264,45 +270,47 @@ def test_plan_reads_no_weights(folders: dict[str, Path], text_file: Path, tmp_pa
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """By `plan` and by `prune` in the same words, which name what would do; and that does."""
-    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "60%", "--samples", 64, "--length", 256)
-    tight = ("--memory", "20MB", "--no-stream", "--batch", 16)
+    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "60%", "--samples", 64, "--sequence-length", 256)
+    tight = ("--max-memory", "20MB", "--no-offload", "--batch-size", 16)
     planned = command("plan", folders["llama"], *words, *tight)
     assert planned.exit_code == 1
     ran = command("prune", folders["llama"], tmp_path / "out", *words, *tight)
-    refused(ran, "Pruning needs", "of memory on cpu, and 19.1 MiB may be taken. Pass --batch 1.")
+    refused(ran, "Pruning needs", "of memory on cpu, and 19.1 MiB may be taken. Pass --batch-size 1.")
     assert ran.stderr.splitlines()[-1] == planned.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
     assert command("prune", folders["llama"], tmp_path / "out", *words, *tight[:-1], 1).exit_code == 0
-    ran = command("prune", folders["llama"], tmp_path / "other", *words, "--memory", "1MB")
-    told = refused(ran, ", with one window at a time, and 976.6 KiB may be taken. Pass --memory ")
-    enough = told.split("--memory ")[1].rstrip(".")
-    assert command("prune", folders["llama"], tmp_path / "other", *words, "--memory", enough).exit_code == 0
+    ran = command("prune", folders["llama"], tmp_path / "other", *words, "--max-memory", "1MB")
+    told = refused(ran, ", with one window at a time, and 976.6 KiB may be taken. Pass --max-memory ")
+    enough = told.split("--max-memory ")[1].rstrip(".")
+    assert command("prune", folders["llama"], tmp_path / "other", *words, "--max-memory", enough).exit_code == 0
 
 
 def test_what_fits_only_block_by_block_is_read_so(
     folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     """A model that fits the memory while its run does not: read block by block without being asked, and the reason told."""
-    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "60%", "--samples", 64, "--length", 256)
-    words = (*words, "--batch", 8)
+    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "60%", "--samples", 64, "--sequence-length", 256)
+    words = (*words, "--batch-size", 8)
     needs = {
-        flag: json.loads(command("plan", folders["llama"], *words, "--memory", "20MB", flag, "--json").stdout)["peak"][
+        flag: json.loads(command("plan", folders["llama"], *words, "--max-memory", "20MB", flag, "--json").stdout)["peak"][
             "data_bytes"
         ]
-        for flag in ("--stream", "--no-stream")
+        for flag in ("--offload", "--no-offload")
     }
     between = f"{sum(needs.values()) // 2}B"
-    ran = command("prune", folders["llama"], tmp_path / "out", *words, "--memory", between)
+    ran = command("prune", folders["llama"], tmp_path / "out", *words, "--max-memory", between)
     assert ran.exit_code == 0, ran.stderr
     assert "note: read block by block: pruning would need" in " ".join(ran.stderr.split())
-    refused(command("prune", folders["llama"], tmp_path / "two", *words, "--memory", between, "--no-stream"), "Pass --stream.")
+    refused(
+        command("prune", folders["llama"], tmp_path / "two", *words, "--max-memory", between, "--no-offload"), "Pass --offload."
+    )
 
 
 def test_a_disk_that_is_too_small_is_refused(
     folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sparsellm.planning.free_disk", lambda folder: 10_000)
-    words = ("--calibration", text_file, "--method", "wanda", *QUICK, "--memory", "40MB")
+    words = ("--calibration", text_file, "--method", "wanda", *QUICK, "--max-memory", "40MB")
     parts = ("of disk are needed, and 9.8 KiB are free", "another disk")
     refused(command("prune", folders["llama"], tmp_path / "out", *words), *parts)
     refused(command("plan", folders["llama"], *words), *parts)
@@ -311,20 +319,20 @@ def test_a_disk_that_is_too_small_is_refused(
 
 def test_fewer_windows_at_a_time(folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
     """Where the usual number does not fit, as many as do: told, and the same weights to rounding."""
-    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "2:4", "--samples", 64, "--length", 256)
-    words = (*words, "--no-stream")
+    words = ("--calibration", text_file, "--method", "wanda", "--sparsity", "2:4", "--samples", 64, "--sequence-length", 256)
+    words = (*words, "--no-offload")
     peaks = [
-        json.loads(command("plan", folders["llama"], *words, "--memory", "50MB", "--batch", batch, "--json").stdout)["peak"][
-            "data_bytes"
-        ]
+        json.loads(command("plan", folders["llama"], *words, "--max-memory", "50MB", "--batch-size", batch, "--json").stdout)[
+            "peak"
+        ]["data_bytes"]
         for batch in (8, 2, 1)
     ]
     assert peaks[0] > peaks[1] > peaks[2]
     assert command("prune", folders["llama"], tmp_path / "usual", *words).exit_code == 0
-    ran = command("prune", folders["llama"], tmp_path / "fewer", *words, "--memory", f"{(peaks[0] + peaks[1]) // 2}B")
+    ran = command("prune", folders["llama"], tmp_path / "fewer", *words, "--max-memory", f"{(peaks[0] + peaks[1]) // 2}B")
     assert ran.exit_code == 0, ran.stderr
-    batch = report_of(tmp_path / "fewer")["resolved"]["batch"]
-    assert 2 <= batch < report_of(tmp_path / "usual")["resolved"]["batch"] == 8
+    batch = report_of(tmp_path / "fewer")["resolved"]["batch_size"]
+    assert 2 <= batch < report_of(tmp_path / "usual")["resolved"]["batch_size"] == 8
     assert f"{batch} windows at a time, where 8 are usual" in " ".join(ran.stderr.split())
     one, two = (_weights(tmp_path / name) for name in ("usual", "fewer"))
     moved = sum(int(((one[name] == 0) != (two[name] == 0)).sum()) for name in one)
@@ -344,14 +352,14 @@ def test_out_of_memory_on_the_device(
 
     monkeypatch.setattr(Gram, "update", update)
     monkeypatch.setattr("sparsellm.sequential._prune_block", _counting(finished))
-    words = ("--calibration", text_file, "--method", "sparsegpt", "--sparsity", "60%", "--samples", 64, "--length", 32)
+    words = ("--calibration", text_file, "--method", "sparsegpt", "--sparsity", "60%", "--samples", 64, "--sequence-length", 32)
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
     assert [line for line in " ".join(ran.stderr.split()).split("note: ") if "out of memory" in line][-1].startswith(
         "cpu is out of memory: from here on 2 windows at a time"
     )
     report = report_of(tmp_path / "out")
-    assert report["resolved"]["batch"] == 2
+    assert report["resolved"]["batch_size"] == 2
     assert [block["index"] for block in report["blocks"]] == [0, 1, 2]
     assert finished == [0, 1, 2], "the first block was not pruned again"
 
@@ -366,7 +374,7 @@ def test_out_of_memory_with_one_window(
 
     monkeypatch.setattr(Gram, "update", update)
     words = ("--calibration", text_file, "--method", "sparsegpt", *QUICK)
-    refused(command("prune", folders["llama"], tmp_path / "out", *words), "out of memory", "shorter --length")
+    refused(command("prune", folders["llama"], tmp_path / "out", *words), "out of memory", "shorter --sequence-length")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -374,7 +382,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
     """It is there already: it is pruned whatever the memory."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tokens = torch.zeros(4, 32, dtype=torch.long)
-    result = prune(model, "wanda", "60%", tokens, memory="1MB")
+    result = prune(model, "wanda", "60%", tokens, max_memory="1MB")
     assert result.report.sparsity == pytest.approx(0.6, abs=1e-3)
 
 

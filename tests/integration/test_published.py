@@ -171,11 +171,11 @@ def test_one_epoch_is_local_pruning(family: str, solver: LayerSolver) -> None:
 def test_omega(family: str) -> None:
     """An empty Omega equals LayerWise; with one block in it just that block's feed-forward layers differ."""
     local, _ = prune(family, LayerWise(SparseGPT()))
-    model, steps = prune(family, PublishedSparseLLM(SparseGPT(), couple=frozenset()))
+    model, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset()))
     assert same_bits(model, local)
     assert not epochs_of(steps)
-    assert PublishedSparseLLM(Magnitude(), couple=frozenset()).needs is NoInputs
-    second, steps = prune(family, PublishedSparseLLM(SparseGPT(), couple=frozenset({1}), keep_best=False))
+    assert PublishedSparseLLM(Magnitude(), scope=frozenset()).needs is NoInputs
+    second, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset({1}), keep_best=False))
     assert {step.block for step in epochs_of(steps)} == {blocks_of(model)[1].name}
     coupled = {blocks_of(model)[1].full_name(name) + ".weight" for name in (*READERS[family], WRITER[family])}
     for (name, one), other in zip(second.named_parameters(), local.parameters(), strict=True):
@@ -202,7 +202,7 @@ def test_signals_never_raise_the_objective(family: str, solver: LayerSolver, alp
 def test_against_algorithm_1_in_memory(family: str, index: int, alpha: float, beta: float, solver: LayerSolver) -> None:
     """The streamed float32 sums give the objectives, true errors and weights of the slow float64 reference."""
     layers, method = [*READERS[family], WRITER[family]], PublishedSparseLLM(solver, 3, alpha, beta, keep_best=False)
-    model, steps = prune(family, method, "60%", chosen=frozenset({index}), only=layers)
+    model, steps = prune(family, method, "60%", chosen=frozenset({index}), include=layers)
     trace, weights = algorithm_1(family, index, solver, parse_pattern("60%"), method)
     for epoch, wanted in zip(epochs_of(steps), trace, strict=True):
         got = [epoch.after_weights, epoch.after_signals, epoch.feed_forward_error]
@@ -238,7 +238,7 @@ def test_keep_best_returns_the_best_epoch(family: str, good: int, keep_best: boo
     only = [*READERS[family], WRITER[family]]
     x, y = feed_forward_signals(tiny(family), family, 0)
     method = PublishedSparseLLM(Scripted(good, len(only)), epochs=3, keep_best=keep_best)
-    model, steps = prune(family, method, chosen=frozenset({0}), only=only)
+    model, steps = prune(family, method, chosen=frozenset({0}), include=only)
     errors, returned = [epoch.feed_forward_error for epoch in epochs_of(steps)], good if keep_best else 3
     assert min(errors) == errors[good - 1]
     assert {step.epoch for step in steps if isinstance(step, LayerResult)} == {returned}
@@ -269,7 +269,7 @@ def test_batches_do_not_matter(family: str, solver: LayerSolver) -> None:
 def test_what_is_not_planned_stays(family: str) -> None:
     """Layers that the plan leaves out, biases, norms and embeddings keep every bit; planned layers have their zeros."""
     dense, method = tiny(family), PublishedSparseLLM(SparseGPT(), epochs=2)
-    model, steps = prune(family, method, chosen=frozenset({1}), skip=["self_attn.q_proj"])
+    model, steps = prune(family, method, chosen=frozenset({1}), exclude=["self_attn.q_proj"])
     layers = {step.name: step for step in steps if isinstance(step, LayerResult)}
     assert len(layers) == (5 if family == "opt" else 6)
     for (name, parameter), before in zip(model.named_parameters(), dense.parameters(), strict=True):
@@ -281,8 +281,8 @@ def test_what_is_not_planned_stays(family: str) -> None:
 
 def test_incomplete_feed_forward_is_pruned_layer_wise() -> None:
     """Where a feed-forward layer stays dense the block is pruned layer-wise, and the block's note says so."""
-    model, steps = prune("llama", PublishedSparseLLM(SparseGPT()), skip=["up_proj"])
-    assert same_bits(model, prune("llama", LayerWise(SparseGPT()), skip=["up_proj"])[0])
+    model, steps = prune("llama", PublishedSparseLLM(SparseGPT()), exclude=["up_proj"])
+    assert same_bits(model, prune("llama", LayerWise(SparseGPT()), exclude=["up_proj"])[0])
     notes = {step.note for step in steps if isinstance(step, BlockResult)}
     assert notes == {"pruned layer-wise, since mlp.up_proj stays dense"}
 
@@ -293,7 +293,7 @@ def test_other_activations_are_refused() -> None:
     plan = uniform(blocks_of(model), parse_pattern("50%"))
     with pytest.raises(UnsupportedModel, match=r"layers\.0 has an activation"):
         list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT()), plan))
-    assert list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT(), couple=frozenset()), plan))
+    assert list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT(), scope=frozenset()), plan))
 
 
 @pytest.mark.parametrize("bad", [{"epochs": 0}, {"alpha": 0.0}, {"beta": -1.0}, {"ridge": -1e-3}, {"beta": float("nan")}])

@@ -17,7 +17,7 @@ from sparsellm.methods import BlockResult, EpochResult, LayerResult
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
     """A model in memory is pruned in place, to the same weights as from its folder."""
-    settings = {"method": "alps", "sparsity": "60%", "calibration": text_file, "samples": 8, "length": 32}
+    settings = {"method": "alps", "sparsity": "60%", "calibration": text_file, "samples": 8, "sequence_length": 32}
     by_path = sparsellm.prune(tiny["llama"], **settings).model
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
@@ -30,7 +30,7 @@ def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: P
 def test_texts_and_tokens_in_place_of_a_name(tiny: dict[str, Path], text_file: Path) -> None:
     """A list of texts serves like the file that holds them; token numbers need no tokenizer."""
     text = text_file.read_text()
-    settings = {"method": "wanda", "samples": 4, "length": 32}
+    settings = {"method": "wanda", "samples": 4, "sequence_length": 32}
     one = sparsellm.prune(tiny["opt"], calibration=[text], **settings).model
     other = sparsellm.prune(tiny["opt"], calibration=text_file, **settings).model
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
@@ -43,7 +43,7 @@ def test_texts_and_tokens_in_place_of_a_name(tiny: dict[str, Path], text_file: P
 
 def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither by this library nor by transformers while it works."""
-    result = sparsellm.prune(tiny["opt"], calibration=text_file, samples=4, length=32, evaluate=(str(text_file),))
+    result = sparsellm.prune(tiny["opt"], calibration=text_file, samples=4, sequence_length=32, evaluate=(str(text_file),))
     result.save_pretrained(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
 
@@ -51,7 +51,7 @@ def test_nothing_is_printed(tiny: dict[str, Path], text_file: Path, tmp_path: Pa
 def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> None:
     """Stages, layers, epochs and blocks, in the order in which they happen."""
     seen: list[object] = []
-    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, length=32, observe=seen.append)
+    sparsellm.prune(tiny["llama"], calibration=text_file, samples=8, sequence_length=32, observe=seen.append)
     stages = [event.name for event in seen if isinstance(event, Stage)]
     assert [name for name in stages if "takes" not in name] == [
         "opening",
@@ -72,7 +72,7 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     with pytest.raises(InvalidSetting, match="tokenizer"):
-        sparsellm.prune(model, calibration=text_file, length=32)
+        sparsellm.prune(model, calibration=text_file, sequence_length=32)
     with pytest.raises(InvalidSetting, match="dtype"):
         sparsellm.prune(model, method="magnitude", dtype="float16")
     with pytest.raises(BadText, match="whole numbers"):
@@ -141,7 +141,7 @@ def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: 
 
 def test_the_dense_model_may_write_more(tiny: dict[str, Path], text_file: Path) -> None:
     """Windows that the dense model wrote stand before the given ones, and the report says so; the same seed, the same model."""
-    settings = {"calibration": text_file, "samples": 4, "length": 32, "sparsity": "60%", "method": "sparsegpt"}
+    settings = {"calibration": text_file, "samples": 4, "sequence_length": 32, "sparsity": "60%", "method": "sparsegpt"}
     plain, one, two = (sparsellm.prune(tiny["llama"], **settings, written=written) for written in (0, 6, 6))
     layers = [[layer.tokens for layer in found.report.layers] for found in (plain, one)]
     assert set(layers[0]) == {4 * 32}

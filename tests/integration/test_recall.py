@@ -83,7 +83,7 @@ def test_it_is_forgotten() -> None:
 @pytest.mark.parametrize("couple", ["none", "feedforward"])
 def test_pruning_is_the_same_without(family: str, couple: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight to the bit, and attention runs less often."""
-    method = SparseLLM(SparseGPT(), couple=couple, newton=1)
+    method = SparseLLM(SparseGPT(), scope=couple, gauss_newton_steps=1)
     ran: Counter[bool] = Counter()
     found: dict[bool, list[Tensor]] = {}
     for recalls in (True, False):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., "Result"]
 TOKENS = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(3))
-WEAK: dict[str, Any] = {"solver": "magnitude", "newton": 0, "batch": 2, "skip": ["q_proj"]}
+WEAK: dict[str, Any] = {"solver": "magnitude", "gauss_newton_steps": 0, "batch_size": 2, "exclude": ["q_proj"]}
 """Leaves something to gain."""
 
 families = pytest.mark.parametrize("family", ["opt", "llama"])
@@ -82,7 +82,7 @@ def alike(model: PreTrainedModel, folder: Path) -> bool:
 def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path) -> None:
     """The bytes of its parts called by hand: the dense model reads and writes, then gradient steps from the pruned weights."""
     folder = pruned(tiny[family], tmp_path / "pruned")
-    result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch=2)
+    result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     dense, model = load(tiny[family]), load(folder)
     step = model_step(*TOKENS.shape)
@@ -102,7 +102,7 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
 def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     """The bytes of `prune_blocks` with the block's own steps, on both streams."""
     folder = pruned(tiny[family], tmp_path / "pruned", dtype=dtype)
-    result = recover(folder, tiny[family], TOKENS, scope="block", steps=20, batch=2)
+    result = recover(folder, tiny[family], TOKENS, scope="block", steps=20, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     kind = getattr(torch, dtype)
     dense, model = load(tiny[family], kind), load(folder)
@@ -122,7 +122,7 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []
-    result = recover(folder, loud[family], TOKENS, scope, 20, observe=seen.append, written=0, batch=2)
+    result = recover(folder, loud[family], TOKENS, scope, 20, observe=seen.append, written=0, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
@@ -153,8 +153,8 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
 def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
     """A recovered checkpoint can be recovered further: by blocks, then as a whole."""
     folder = pruned(tiny["llama"], tmp_path / "pruned", dtype="bfloat16")
-    first = recover(folder, tiny["llama"], TOKENS, "block", 10, batch=2).save_pretrained(tmp_path / "first")
-    second = recover(first, tiny["llama"], TOKENS, "model", 10, batch=2).save_pretrained(tmp_path / "second")
+    first = recover(folder, tiny["llama"], TOKENS, "block", 10, batch_size=2).save_pretrained(tmp_path / "first")
+    second = recover(first, tiny["llama"], TOKENS, "model", 10, batch_size=2).save_pretrained(tmp_path / "second")
     one, two = tensors(folder), tensors(second)
     for layer in (layer for block in report_of(second)["blocks"] for layer in block["layers"]):
         assert torch.equal(one[f"{layer['name']}.weight"] == 0, two[f"{layer['name']}.weight"] == 0)
@@ -162,13 +162,24 @@ def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
     assert report_of(second)["pruned"]["pruned"]["recipe"]["method"] == "sparsellm"
 
 
-@pytest.mark.parametrize("more", [(), ("--stream",)], ids=["in memory", "streamed"])
+@pytest.mark.parametrize("more", [(), ("--offload",)], ids=["in memory", "streamed"])
 def test_killed_and_resumed(
     more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     """SIGKILL once a block is finished; the same command with --resume comes to the same bytes."""
     folder, out = pruned(tiny["llama"], tmp_path / "pruned"), tmp_path / "out"
-    words = ("--against", tiny["llama"], "--calibration", text_file, "--samples", 16, "--length", 32, "--batch", 2)
+    words = (
+        "--against",
+        tiny["llama"],
+        "--calibration",
+        text_file,
+        "--samples",
+        16,
+        "--sequence-length",
+        32,
+        "--batch-size",
+        2,
+    )
     words = (*words, "--scope", "block", "--steps", 60, *more)
     assert command("recover", folder, tmp_path / "whole", *words).exit_code == 0
     line = [sys.executable, "-m", "sparsellm", *map(str, ("recover", folder, out, *words))]
@@ -195,7 +206,18 @@ def test_another_pruned_checkpoint_is_another_run(
 ) -> None:
     """A run does not go on with a pruned checkpoint that was put in the place of the first."""
     folder = pruned(tiny["llama"], tmp_path / "pruned")
-    words = ("--against", tiny["llama"], "--calibration", text_file, "--samples", 16, "--length", 32, "--batch", 2)
+    words = (
+        "--against",
+        tiny["llama"],
+        "--calibration",
+        text_file,
+        "--samples",
+        16,
+        "--sequence-length",
+        32,
+        "--batch-size",
+        2,
+    )
     words = (folder, tmp_path / "out", *words, "--scope", "block", "--steps", 2)
 
     def interrupted(*arguments: object) -> None:
@@ -258,7 +280,7 @@ def test_what_the_command_refuses(
     tiny: dict[str, Path], sound: Path, text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     """An output that is there, the pruned checkpoint or the dense model as output, no text; and no model to recover toward."""
-    words = ("--against", tiny["llama"], "--samples", 16, "--length", 32, "--steps", 2)
+    words = ("--against", tiny["llama"], "--samples", 16, "--sequence-length", 32, "--steps", 2)
     text = ("--calibration", text_file)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("mine")
@@ -266,7 +288,7 @@ def test_what_the_command_refuses(
     refused(command("recover", sound, sound, *words, *text, "--overwrite"), "not written over")
     refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
-    refused(command("recover", sound, tmp_path / "out", *words, *text, "--stream"), "whole model must be in memory")
+    refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "whole model must be in memory")
     assert command("recover", sound, tmp_path / "out", *text).exit_code == 2
     assert not (tmp_path / "out").exists()
     ran = command("recover", sound, tmp_path / "out", *words, *text, "--json")

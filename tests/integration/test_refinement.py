@@ -221,7 +221,7 @@ def refined(
     """A fresh model with pruned weights and gradient steps on each block, its plan, and everything that was yielded."""
     model, pruned = tiny(family, dtype), tiny(family, dtype)
     plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
-    results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), newton=0), plan, compute))
+    results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), gauss_newton_steps=0), plan, compute))
     told = list[Step]()
     for step in prune_blocks(model, batches(), block_recovery(pruned, results, Descent(steps, 1e-3)), plan, compute):
         told.append(step)
@@ -236,7 +236,7 @@ def refined(
 def test_blocks_are_refined(family: str, dtype: torch.dtype, compute: torch.dtype) -> None:
     """Zeros stay where they were without the steps; what was not planned keeps every bit; the error told falls; dtypes stay."""
     (before, plan, _), (model, _, steps), (again, _, _) = (
-        refined(family, steps, dtype=dtype, compute=compute, chosen=frozenset({1}), skip=["q_proj"]) for steps in (0, 40, 40)
+        refined(family, steps, dtype=dtype, compute=compute, chosen=frozenset({1}), exclude=["q_proj"]) for steps in (0, 40, 40)
     )
     (told,) = (step for step in steps if isinstance(step, Refined))
     (block,) = (step for step in steps if isinstance(step, BlockResult))

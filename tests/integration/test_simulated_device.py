@@ -108,10 +108,22 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("streamed", ["--stream", "--no-stream"])
+@pytest.mark.parametrize("streamed", ["--offload", "--no-offload"])
 def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """With evaluation, in memory and block by block: the masks of the CPU. Perplexities are not compared."""
-    words = ["--method", "wanda", "--calibration", text_file, "--samples", 4, "--length", 32, "--evaluate", text_file, streamed]
+    words = [
+        "--method",
+        "wanda",
+        "--calibration",
+        text_file,
+        "--samples",
+        4,
+        "--sequence-length",
+        32,
+        "--evaluate",
+        text_file,
+        streamed,
+    ]
     reports = []
     for device in ("cpu", "simulated"):
         program = ["-m", "sparsellm"] if device == "cpu" else [SIMULATION, "-m", "sparsellm"]
@@ -126,7 +138,18 @@ def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_
 @pytest.mark.long
 def test_a_killed_run_goes_on(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Killed once its first block is finished, and resumed: the bytes of an unbroken run."""
-    words = ["--method", "sparsegpt", "--calibration", text_file, "--samples", 4, "--length", 32, "--device", "simulated"]
+    words = [
+        "--method",
+        "sparsegpt",
+        "--calibration",
+        text_file,
+        "--samples",
+        4,
+        "--sequence-length",
+        32,
+        "--device",
+        "simulated",
+    ]
     program = [SIMULATION, "-m", "sparsellm", "prune", tiny["llama"]]
     ran(*program, tmp_path / "whole", *words)
     killed = [sys.executable, *map(str, [*program, tmp_path / "killed", *words])]

@@ -42,8 +42,8 @@ def test_the_dense_stream_is_the_dense_models_own(family: str) -> None:
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
 def test_what_moves_is_told_and_all_else_stays(family: str) -> None:
     """Biases of planned layers move; `moved` names these; the rest keeps its bits."""
-    method = SparseLLM(Magnitude(), newton=0)
-    model, steps = prune(family, method, chosen=frozenset({1}), skip=["q_proj"])
+    method = SparseLLM(Magnitude(), gauss_newton_steps=0)
+    model, steps = prune(family, method, chosen=frozenset({1}), exclude=["q_proj"])
     results = {step.name for step in steps if isinstance(step, LayerResult)}
     (finished,) = [step for step in steps if isinstance(step, BlockResult)]
     assert finished.refined is None
@@ -60,16 +60,16 @@ def test_what_moves_is_told_and_all_else_stays(family: str) -> None:
     [
         ("opt-tanh", {}, "feedforward", "its layers were pruned one by one, since its activation is none that is coupled"),
         ("opt-tanh", {}, "none", ""),
-        ("opt", {"skip": ["fc1"]}, "feedforward", "its feed-forward layers were pruned one by one, since fc1 stays dense"),
-        ("llama", {"only": ["up_proj"]}, "block", "one by one, since mlp.down_proj, mlp.gate_proj stays dense"),
-        ("llama", {"only": ["up_proj"]}, "none", ""),
-        ("llama", {"only": ["self_attn.*"]}, "block", ""),
+        ("opt", {"exclude": ["fc1"]}, "feedforward", "its feed-forward layers were pruned one by one, since fc1 stays dense"),
+        ("llama", {"include": ["up_proj"]}, "block", "one by one, since mlp.down_proj, mlp.gate_proj stays dense"),
+        ("llama", {"include": ["up_proj"]}, "none", ""),
+        ("llama", {"include": ["self_attn.*"]}, "block", ""),
         ("llama", {}, "feedforward", ""),
     ],
 )
 def test_parts_that_cannot_be_coupled(family: str, choice: dict[str, Any], couple: Any, note: str) -> None:
     """Their layers are pruned one by one, and the block's note says why; no loop runs over half a part."""
-    method = SparseLLM(SparseGPT(), couple=couple)
+    method = SparseLLM(SparseGPT(), scope=couple)
     model, steps = prune(family, method, **choice)
     plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
     assert [step.name for step in steps if isinstance(step, LayerResult)] == list(plan)
@@ -104,13 +104,13 @@ def test_same_call_same_bits(family: str) -> None:
     assert changed(one, tiny(family))
 
 
-@pytest.mark.parametrize("bad", [{"newton": -1}, {"ridge": -1e-3}, {"ridge": float("nan")}], ids=str)
+@pytest.mark.parametrize("bad", [{"gauss_newton_steps": -1}, {"ridge": -1e-3}, {"ridge": float("nan")}], ids=str)
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     """Settings that cannot be raise at once, name the limits, and say what they got."""
     with pytest.raises(InvalidSetting, match="ridge >= 0 and newton >= 0, got") as caught:
         SparseLLM(**bad)
     assert str(next(iter(bad.values()))) in str(caught.value).split("got")[1]
-    assert SparseLLM(newton=0, ridge=0.0).ridge == 0
+    assert SparseLLM(gauss_newton_steps=0, ridge=0.0).ridge == 0
 
 
 def test_efforts() -> None:
@@ -121,12 +121,12 @@ def test_efforts() -> None:
         assert recipe.sharing == "fisher"
         return recipe.to_method(4)
 
-    assert built() == built(effort="standard") == SparseLLM(ALPS.thorough(), couple="feedforward")
-    assert built(effort="fast") == SparseLLM(Swift(), couple="none") == built(couple="none", solver="swift")
-    assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), couple="none")
-    assert built(effort="fast", couple="feedforward") == SparseLLM(Swift(), couple="feedforward")
+    assert built() == built(effort="standard") == SparseLLM(ALPS.thorough(), scope="feedforward")
+    assert built(effort="fast") == SparseLLM(Swift(), scope="none") == built(scope="none", solver="fast-admm")
+    assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), scope="none")
+    assert built(effort="fast", scope="feedforward") == SparseLLM(Swift(), scope="feedforward")
     assert (
         Recipe(model="demo:opt", calibration="demo", effort="fast")
         .describe()
-        .startswith("sparsellm (swift inside, coupled: none)")
+        .startswith("sparsellm (fast-admm inside, coupled: none)")
     )

@@ -34,7 +34,7 @@ def test_the_loop_only_goes_down(family: str, singly: bool) -> None:
 
     The first solve is judged by all tokens, rounds by the last sixteenth of them, 15 of 240, however they are batched.
     """
-    model, steps = prune(family, SparseLLM(SparseGPT(), newton=2), singly)
+    model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=2), singly)
     dense, pruned, blocks = signals(tiny(family)), signals(model), blocks_of(tiny(family))
     metrics = output_sensitivities(tiny(family), batches())
     for block in blocks:
@@ -77,7 +77,7 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
 
     for name in ("newton", "regression", "error"):
         counting(name)
-    prune(family, SparseLLM(SparseGPT(), newton=1), singly=True, chosen=frozenset({0}))
+    prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=1), singly=True, chosen=frozenset({0}))
     assert seen["newton"] == [225]
     assert seen["regression"][:2] == [240, 225]
     assert set(seen["regression"][1:]) == {225}
@@ -87,7 +87,9 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
 @two_families
 def test_rounds_hold_the_mask(family: str) -> None:
     """Gauss-Newton moves readers, writer and their biases in the block, and nothing else; every zero stays, and none comes."""
-    (start, _), (model, _) = (prune(family, SparseLLM(SparseGPT(), newton=n), chosen=frozenset({0})) for n in (0, 2))
+    (start, _), (model, _) = (
+        prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=n), chosen=frozenset({0})) for n in (0, 2)
+    )
     block = blocks_of(model)[0]
     part = block.architecture.feed_forward
     assert part is not None
@@ -109,9 +111,9 @@ def test_a_step_too_long_is_halved(family: str, factor: float, accepted: bool, m
         steps = plain(self, *arguments)
         return {name: (factor * weight, None if bias is None else factor * bias) for name, (weight, bias) in steps.items()}
 
-    start, _ = prune(family, SparseLLM(SparseGPT(), newton=0), chosen=frozenset({0}))
+    start, _ = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=0), chosen=frozenset({0}))
     monkeypatch.setattr(Part, "newton", far_off)
-    model, steps = prune(family, SparseLLM(SparseGPT(), newton=3), chosen=frozenset({0}))
+    model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=3), chosen=frozenset({0}))
     rounds = [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
     assert rounds[0].accepted == accepted
     assert accepted or (len(rounds) == 1 and not changed(model, start))

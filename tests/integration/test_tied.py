@@ -87,7 +87,7 @@ def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -
         stream = number % 2 == 1  # every form and every name once in memory and once not: their product takes twice as long
         store(under(tensors, names), folder, form)
         with working(out) as work:
-            recipe = read_recipe({"model": str(folder), "method": "magnitude", "sparsity": "2:4", "stream": stream})
+            recipe = read_recipe({"model": str(folder), "method": "magnitude", "sparsity": "2:4", "offload": stream})
             run(recipe, work=work).save_pretrained(out, overwrite=True)
         found = inspect(str(out), against=str(folder), expect="2:4")
         case = form, names, stream
@@ -102,7 +102,7 @@ def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -
         shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])
+@pytest.mark.parametrize("memory", [(), ("--offload",)], ids=["in memory", "streamed"])
 @pytest.mark.parametrize("names", NAMES)
 def test_the_command_prunes_resumes_and_inspects(
     names: str, memory: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]

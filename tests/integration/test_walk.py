@@ -340,14 +340,14 @@ def test_blocks_refused(text: str) -> None:
 
 
 def test_plans_by_name() -> None:
-    """`only` and `skip` match full names and their ends; skip wins; `chosen` limits the blocks."""
+    """`include` and `exclude` match full names and their ends; skip wins; `chosen` limits the blocks."""
     blocks = blocks_of(tiny("llama"))
     pattern = Unstructured(0.5)
-    assert set(uniform(blocks, pattern, only=["down_proj"])) == {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
-    assert set(uniform(blocks, pattern, only=["model.layers.1.self_attn.*"], skip=["q_proj"])) == {
+    assert set(uniform(blocks, pattern, include=["down_proj"])) == {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
+    assert set(uniform(blocks, pattern, include=["model.layers.1.self_attn.*"], exclude=["q_proj"])) == {
         f"model.layers.1.self_attn.{name}_proj" for name in "kvo"
     }
-    assert len(uniform(blocks, pattern, frozenset({2}), skip=["mlp.*"])) == 4
+    assert len(uniform(blocks, pattern, frozenset({2}), exclude=["mlp.*"])) == 4
     assert set(uniform(blocks, pattern).values()) == {pattern}
 
 
@@ -355,14 +355,14 @@ def test_plans_refused() -> None:
     """Names that match nothing, shapes that do not divide (naming the layer), and empty plans are refused."""
     blocks = blocks_of(tiny("llama"))
     with pytest.raises(InvalidSetting, match=r"No layer matches 'dwn_proj'\. Did you mean 'down_proj'\?"):
-        uniform(blocks, Unstructured(0.5), only=["dwn_proj"])
+        uniform(blocks, Unstructured(0.5), include=["dwn_proj"])
     with pytest.raises(InvalidSetting, match="No layer matches 'fc1'"):
-        uniform(blocks, Unstructured(0.5), skip=["fc1"])
+        uniform(blocks, Unstructured(0.5), exclude=["fc1"])
     with pytest.raises(InvalidSetting, match=r"model\.layers\.0\.self_attn\.q_proj \(and 20 more layers\): 3:5 needs"):
         uniform(blocks, NM(3, 5))
     with pytest.raises(InvalidSetting, match=r"^model\.layers\.2\.mlp\.down_proj: 5:48 needs .* got 64"):
-        uniform(blocks, NM(5, 48), frozenset({2}), only=["down_proj"])
-    for nothing in ({"chosen": frozenset()}, {"skip": ["*"]}, {"only": ["mlp.*"], "skip": ["mlp.*"]}):
+        uniform(blocks, NM(5, 48), frozenset({2}), include=["down_proj"])
+    for nothing in ({"chosen": frozenset()}, {"exclude": ["*"]}, {"include": ["mlp.*"], "exclude": ["mlp.*"]}):
         with pytest.raises(InvalidSetting, match="Nothing is left to prune"):
             uniform(blocks, Unstructured(0.5), **nothing)  # type: ignore[arg-type]
 

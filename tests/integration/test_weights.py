@@ -126,7 +126,7 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     assert all(torch.equal(a, b) for a, b in pairs)
     plan = uniform(blocks_of(model), parse_pattern("60%"))
     assert fisher(whole, batches, plan) == fisher(model, batches, plan, None, weights, storage)
-    method = SparseLLM(newton=1)
+    method = SparseLLM(gauss_newton_steps=1)
     list(prune_blocks(whole, batches, method, plan))
     journal = Journal.begin(tmp_path / "journal", {})
     list(prune_blocks(model, batches, method, plan, weights=weights, storage=storage, journal=journal))
@@ -222,7 +222,7 @@ def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, m
     assert compare(here, wide, as_stored=False)["changed"] == ()
 
 
-@pytest.mark.parametrize("memory", [(), ("--stream",)], ids=["in memory", "streamed"])
+@pytest.mark.parametrize("memory", [(), ("--offload",)], ids=["in memory", "streamed"])
 def test_code_in_a_bin_file_is_refused(
     memory: tuple[str, ...], tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]
 ) -> None:

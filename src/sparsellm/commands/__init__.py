@@ -44,7 +44,10 @@ def ended(why: str) -> None:
 def _message(error: Exception) -> str:
     """An error in words."""
     if _out_of_memory(error):
-        return "The device is out of memory. Pass a smaller --batch, fewer --samples, a shorter --length, or --device cpu."
+        return (
+            "The device is out of memory. Pass a smaller --batch-size, fewer --samples, a shorter --sequence-length, "
+            "or --device cpu."
+        )
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"The disk is full{f' ({error.filename})' if error.filename else ''}."
     if isinstance(error, OSError) and not isinstance(error, SparseLLMError) and error.strerror:

@@ -24,7 +24,7 @@ def sweep(
     changes: options.Changes = None,
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
-    track: options.Track = None,
+    report_to: options.Track = None,
     as_json: options.Json = False,
     device: str | None = None,
 ) -> None:
@@ -51,7 +51,7 @@ def sweep(
             stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
             return
         number, count = watch.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
-        with Progress(silent if number else stderr) as progress, Tracked(*(track or ()), say=progress) as tracked:
+        with Progress(silent if number else stderr) as progress, Tracked(*(report_to or ()), say=progress) as tracked:
             observe = each(manage_memory, progress, tracked)
             outcomes = run_sweep(
                 cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)

@@ -12,7 +12,17 @@ from rich.text import Text
 from sparsellm import options
 from sparsellm.commands import ended, print_json, silent, stderr, stdout, told
 
-_EVALUATION = ("task", "task_data", "task_limit", "text_field", "length", "evaluate_limit", "memory", "device", "dtype")
+_EVALUATION = (
+    "task",
+    "task_data",
+    "task_limit",
+    "text_field",
+    "sequence_length",
+    "evaluate_limit",
+    "max_memory",
+    "device",
+    "dtype",
+)
 
 
 @options.recipe_options("revision", "trust_remote_code", *_EVALUATION)

@@ -28,7 +28,7 @@ def prune(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
-    track: options.Track = None,
+    report_to: options.Track = None,
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -49,7 +49,7 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -62,7 +62,7 @@ def recover(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
-    track: options.Track = None,
+    report_to: options.Track = None,
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -76,11 +76,11 @@ def recover(
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         check_output(output, overwrite or resume or restart, recipe.pruned)
-        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, track=track or [], as_json=as_json)
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
 
 
 def _write(
-    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, track: list[str], as_json: bool
+    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, report_to: list[str], as_json: bool
 ) -> None:
     """Run a recipe, alone or with the other processes of a launcher, write the output, and print what was done."""
     if resume and restart:
@@ -105,7 +105,7 @@ def _write(
             check_output(output, overwrite, recipe.model)
         with (
             Progress(stderr if leads else silent) as progress,
-            Tracked(*(track if leads else ()), say=progress) as tracked,
+            Tracked(*(report_to if leads else ()), say=progress) as tracked,
             working(output, resume, restart) as work,
         ):
             result = run(recipe, each(manage_memory, progress, tracked), work=work)

@@ -60,7 +60,7 @@ class PublishedSparseLLM:
     alpha: float = 0.1
     beta: float = 0.1
     ridge: float = 1e-3
-    couple: frozenset[int] | None = None
+    scope: frozenset[int] | None = None
     keep_best: bool = False
     keep_zeros: bool = False
 
@@ -73,7 +73,7 @@ class PublishedSparseLLM:
 
     @property
     def needs(self) -> type[NoInputs]:
-        return self.solver.needs if self.couple == frozenset() else Gram
+        return self.solver.needs if self.scope == frozenset() else Gram
 
     @property
     def teacher(self) -> bool:
@@ -96,7 +96,7 @@ class PublishedSparseLLM:
         if self._wants(block) and block.architecture.known and not block.architecture.parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
-                "Use --couple none, or a layer-wise method."
+                "Use --scope none, or a layer-wise method."
             )
         if parts:
             yield from self._prune_coupled(block, parts, inputs, plan)
@@ -105,7 +105,7 @@ class PublishedSparseLLM:
 
     def _wants(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
-        return self.couple is None or block.index in self.couple
+        return self.scope is None or block.index in self.scope
 
     def _prune_coupled(
         self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan

@@ -18,12 +18,12 @@ class Settings:
     """The settings of `sparsellm.methods.sparsellm.SparseLLM`, which says what they mean."""
 
     solver: LayerSolver = field(default_factory=ALPS.thorough)
-    newton: int = 3
+    gauss_newton_steps: int = 3
     sampled: int = SAMPLED
-    couple: Couple = "feedforward"
+    scope: Couple = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
 
     def __post_init__(self) -> None:
-        if not self.ridge >= 0 or self.newton < 0:
-            raise InvalidSetting(f"SparseLLM needs ridge >= 0 and newton >= 0, got {self.ridge} and {self.newton}.")
+        if not self.ridge >= 0 or self.gauss_newton_steps < 0:
+            raise InvalidSetting(f"SparseLLM needs ridge >= 0 and newton >= 0, got {self.ridge} and {self.gauss_newton_steps}.")

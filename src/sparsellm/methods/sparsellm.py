@@ -46,14 +46,14 @@ class SparseLLM(Settings):
 
     @property
     def sensitive(self) -> bool:
-        return self.couple != "none"
+        return self.scope != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
         if not planned(block, plan):
             return ""
         if not block.architecture.known:
             return UNKNOWN
-        if self.couple == "none":
+        if self.scope == "none":
             return ""
         if not block.architecture.parts:
             return "its layers were pruned one by one, since its activation is none that is coupled"
@@ -62,7 +62,7 @@ class SparseLLM(Settings):
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned(block, plan)
-        metric = inputs.metric(block) if self.couple != "none" else None
+        metric = inputs.metric(block) if self.scope != "none" else None
         parts = [] if metric is None else coupled_parts(block, plan)
         together = {name for part in parts for name in (*part.readers, part.writer)}
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly

@@ -119,7 +119,7 @@ class TwoStreams:
         """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
         fitted, held = part.split()
         error = held.error(self._weights(names))
-        for number in range(1, self._settings.newton + 1):
+        for number in range(1, self._settings.gauss_newton_steps + 1):
             weights = self._weights(names)
             steps = fitted.newton(weights, self._keep, NEWTON_STEPS)
             length, found, moved = 1.0, error, weights
