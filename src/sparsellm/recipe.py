@@ -146,7 +146,7 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {why}. "
                 "Leave it out."
             )
-        if self.resolved_couple == "none" and self.gauss_newton_steps and self._differs("gauss_newton_steps"):
+        if self.resolved_scope == "none" and self.gauss_newton_steps and self._differs("gauss_newton_steps"):
             raise InvalidSetting(
                 "With `scope` none, or `effort` fast, every layer is a problem of its own: leave out `gauss_newton_steps`."
             )
@@ -204,7 +204,7 @@ class Recipe(RunRecipe, RecipeFields):
         return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
 
     @property
-    def resolved_couple(self) -> str:
+    def resolved_scope(self) -> str:
         """Whose layers form one problem, also where the recipe leaves it to `effort`."""
         return self.scope or EFFORTS[self.effort][1]
 
@@ -219,7 +219,7 @@ class Recipe(RunRecipe, RecipeFields):
         return SparseLLM(
             solver=solver,
             gauss_newton_steps=self.gauss_newton_steps,
-            scope="none" if self.resolved_couple == "none" else "feedforward",
+            scope="none" if self.resolved_scope == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
         )
 
@@ -242,7 +242,7 @@ class Recipe(RunRecipe, RecipeFields):
         """The method and pattern in one line."""
         detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
         if not self.as_published:
-            detail = f" ({self.inner} inside, coupled: {self.resolved_couple})"
+            detail = f" ({self.inner} inside, coupled: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"

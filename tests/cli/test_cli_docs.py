@@ -16,7 +16,7 @@ from sparsellm.choices import ALLOCATIONS, METHODS, SOLVERS
 from sparsellm.cli import app
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.options import recipe_options
-from sparsellm.recipe import Recipe
+from sparsellm.recipe import Recipe, RecoveryRecipe
 from sparsellm.recipe_fields import MethodName, SolverName, TaskName
 from sparsellm.zeroshot import SPLITS
 
@@ -58,7 +58,7 @@ def test_prune_has_an_option_for_every_field_of_the_recipe() -> None:
 def test_options_for_fields_show_the_description_and_default_of_the_field(name: str) -> None:
     """Their default is None, so that a recipe file counts; help shows the recipe's."""
     for parameter in COMMANDS[name].params:
-        field = Recipe.model_fields.get(parameter.name)
+        field = (RecoveryRecipe if name == "recover" else Recipe).model_fields.get(parameter.name)
         if parameter.param_type_name == "option" and field is not None and (name, parameter.name) not in OWN:
             assert parameter.default is None
             assert parameter.help.startswith(field.description), parameter.name
