@@ -13,11 +13,10 @@ from rich.text import Text
 
 from sparsellm.events import Event, Measured, Note, Stage
 from sparsellm.inspection import Inspection
+from sparsellm.measurements import Accuracy, Perplexity
 from sparsellm.memory import human_bytes, peak_memory
-from sparsellm.methods import BlockResult, EpochResult, LayerResult
+from sparsellm.methods import BlockResult, EpochResult, LayerResult, Refined
 from sparsellm.planning import RunPlan
-from sparsellm.records import Accuracy, Perplexity
-from sparsellm.refinement import Refined
 from sparsellm.report import Report, When
 
 GIB = 1024**3

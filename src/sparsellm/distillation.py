@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from sparsellm import distributed
 from sparsellm.blocks import blocks_of
-from sparsellm.methods import Plan
+from sparsellm.methods import Plan, Refined
 from sparsellm.methods.layerwise import planned
 from sparsellm.modes import checkpointed, computed_in, evaluating, only_trained
-from sparsellm.refinement import Descent, Refined
+from sparsellm.refinement import Descent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

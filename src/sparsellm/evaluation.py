@@ -16,8 +16,8 @@ from sparsellm.blocks import blocks_of
 from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.loaded_model import Residence
+from sparsellm.measurements import Perplexity
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.records import Perplexity
 from sparsellm.stand_ins import predicting
 from sparsellm.storage import Storage
 from sparsellm.walk import walk

@@ -9,9 +9,9 @@ from typing import Any
 from sparsellm.checkpoint import device_of, open_checkpoint
 from sparsellm.evaluation import measure as measure_perplexity
 from sparsellm.first_pass import check_runs
+from sparsellm.measurements import Accuracy, Perplexity
 from sparsellm.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.recipe_file import read_recipe
-from sparsellm.records import Accuracy, Perplexity
 from sparsellm.residence import settle
 from sparsellm.zeroshot import accuracies, prepared
 

@@ -1,10 +1,9 @@
-"""How much memory there is, and how much the gradient stages take: told before they start."""
+"""How much memory there is, and how much this process has."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -12,28 +11,12 @@ import torch
 from pydantic import ByteSize
 
 from sparsellm import devices
-from sparsellm.blocks import Block
 from sparsellm.errors import TooLarge
-
-COPIES = 7
-"""float32 copies of what is trained: the weights, Adam's two moments, the best state so far, a batch's gradient, and, as two,
-the sum of all batches' in float64."""
 
 
 def available(device: torch.device) -> int:
     """Bytes that can still be allocated on a device."""
     return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
-
-
-def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
-    """What gradient steps hold: over the largest block, or over all of them together."""
-    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
-    return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
-
-
-def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
-    """What the model's stage holds besides: the dense model's last states, a batch's logits three times, the blocks' inputs."""
-    return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)
 
 
 def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:

@@ -19,7 +19,7 @@ from sparsellm.coverage import check_coverage, coverage_of
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
 from sparsellm.events import Note, Observer, Stage, note, phase
 from sparsellm.headers import all_entries
-from sparsellm.memory import check_fits, human_bytes, predictions_bytes, trained_bytes
+from sparsellm.memory import check_fits, human_bytes
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.moments import Gram
@@ -30,6 +30,7 @@ from sparsellm.recovery import BlockRecovery, recovery_plan
 from sparsellm.refinement import windows_a_step
 from sparsellm.report import Report
 from sparsellm.texts import Text, read_text
+from sparsellm.training_memory import predictions_bytes, trained_bytes
 from sparsellm.weights import tied_names
 from sparsellm.zeroshot import prepared
 

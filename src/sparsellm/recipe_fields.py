@@ -1,6 +1,6 @@
 """The fields of a recipe, each with its type, default and description; the command line generates its options from them.
 
-Imports pydantic only, so that `sparsellm --help` and shell completion need not wait for torch.
+Imports no torch, so that `sparsellm --help` and shell completion need not wait for torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sparsellm.measurements import TaskName
+
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
-TaskName = Literal["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa", "piqa"]
 
 
 def _field(panel: str, default: Any, description: str, default_text: str | None = None, **constraints: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -31,34 +30,6 @@ def _pattern(text: str) -> str:
 Number = Annotated[float, BeforeValidator(_number)]
 Finite = Annotated[Number, Field(allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """A perplexity and what it was measured on.
-
-    value: at least 1; infinite where the loss is beyond what an exponential can hold, as after ruinous pruning.
-    standard_error: of `value`, over windows; None for a single window and for an infinite value.
-    windows, length: how many windows, and tokens a window. source: where they are from. seconds: the measurement took.
-    """
-
-    value: float
-    standard_error: float | None
-    windows: int
-    length: int
-    source: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """A task's result. value: the share answered right by the likeliest choice; standard_error: over questions, None for one.
-    normalised: by the choice likeliest for its length in bytes, where lm-eval has that. questions: how many."""
-
-    value: float
-    standard_error: float | None
-    normalised: float | None
-    questions: int
 
 
 class Record(BaseModel, strict=True, extra="allow"):

@@ -15,13 +15,13 @@ from sparsellm.checkpoint import Checkpoint, Loaded, open_checkpoint
 from sparsellm.errors import InvalidSetting
 from sparsellm.finished import finished_report, pruned_layers
 from sparsellm.linalg import zeros_in
-from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods import EpochResult, LayerResult, Plan, Refined
 from sparsellm.methods.layerwise import planned
 from sparsellm.moments import InputNorms, NoInputs
 from sparsellm.places import NotStreamable
 from sparsellm.recipe import RecoveryRecipe
 from sparsellm.recipe_file import validated
-from sparsellm.refinement import Descent, Refined, refine_block
+from sparsellm.refinement import Descent, refine_block
 from sparsellm.verification import verify
 
 RATE = 3e-4

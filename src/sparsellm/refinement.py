@@ -15,6 +15,7 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.errors import InvalidSetting
 from sparsellm.linalg import spectrum
+from sparsellm.methods import Refined
 from sparsellm.modes import computed_in, only_trained
 
 LOOKS = 10
@@ -39,20 +40,6 @@ def cut(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
     """
     step = max(batch, windows_a_step(*windows.shape))
     return tuple(piece for group in windows.split(step) for piece in group.split(batch))
-
-
-@dataclass(frozen=True)
-class Refined:
-    """What gradient steps did. before, after: the loss on held-back groups of windows, relative where it is an error.
-
-    steps: how many had been taken at the best look; 0 where none helped, and the weights are as they were. note: what went
-    wrong, or nothing.
-    """
-
-    before: float
-    after: float
-    steps: int
-    note: str = ""
 
 
 @dataclass(frozen=True)

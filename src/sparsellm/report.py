@@ -16,10 +16,9 @@ from huggingface_hub import ModelCardData
 from sparsellm.coverage import Coverage
 from sparsellm.files import Origin
 from sparsellm.markdown import fenced, plain
-from sparsellm.methods import BlockResult, LayerResult
+from sparsellm.measurements import Accuracy, Perplexity
+from sparsellm.methods import BlockResult, LayerResult, Refined
 from sparsellm.recipe import RunRecipe
-from sparsellm.records import Accuracy, Perplexity
-from sparsellm.refinement import Refined
 
 When = Literal["dense", "pruned"]
 

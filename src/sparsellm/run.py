@@ -25,13 +25,13 @@ from sparsellm.first_pass import check_runs
 from sparsellm.generation import continuation
 from sparsellm.loaded_model import Residence
 from sparsellm.log import LOG, Log
+from sparsellm.measurements import Accuracy, Perplexity
 from sparsellm.memory import give_back, out_of_memory, peak_memory
 from sparsellm.methods import BlockMethod
 from sparsellm.preparation import GivenText, Prepared, prepare
 from sparsellm.pruning import prune_model
 from sparsellm.recipe import RunRecipe
 from sparsellm.recipe_file import read_recipe
-from sparsellm.records import Accuracy, Perplexity
 from sparsellm.recovery import read_recovery
 from sparsellm.refinement import cut
 from sparsellm.remarks import remark

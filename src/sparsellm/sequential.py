@@ -15,9 +15,8 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block, blocks_of
 from sparsellm.errors import InvalidSetting
 from sparsellm.journal import Journal
-from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan
+from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, Refined
 from sparsellm.moments import NoInputs
-from sparsellm.refinement import Refined
 from sparsellm.sensitivity import output_sensitivities
 from sparsellm.storage import Storage
 from sparsellm.walk import walk

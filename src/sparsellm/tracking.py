@@ -21,10 +21,9 @@ from sparsellm.errors import InvalidSetting, MissingPackage, nearest
 from sparsellm.events import Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.files import first_line
 from sparsellm.memory import peak_memory
-from sparsellm.methods import BlockResult
+from sparsellm.methods import BlockResult, Refined
 from sparsellm.preparation import OPENING
 from sparsellm.pruning import TRAINING
-from sparsellm.refinement import Refined
 
 PROJECT = "sparsellm"
 """The project or experiment of the runs, where the tracker's own settings name none."""

@@ -22,27 +22,14 @@ from sparsellm.checkpoint import compute_dtype
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.files import first_line
 from sparsellm.loaded_model import Residence
+from sparsellm.measurements import SPLITS, Accuracy, TaskName
 from sparsellm.modes import computed_in, evaluating
-from sparsellm.recipe_fields import TaskName
-from sparsellm.records import Accuracy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-SPLITS: dict[TaskName, str] = {
-    "boolq": "validation",
-    "rte": "validation",
-    "hellaswag": "validation",
-    "winogrande": "validation",
-    "arc_easy": "test",
-    "arc_challenge": "test",
-    "openbookqa": "test",
-    "piqa": "validation",
-}
-"""The split that lm-eval evaluates, by task. The first seven tasks are the SparseLLM paper's."""
 
 BATCH = 8
 """Requests at a time. They are padded, so another number changes the last bits of the scores."""

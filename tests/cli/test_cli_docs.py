@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 from sparsellm.choices import ALLOCATIONS, METHODS, SOLVERS
 from sparsellm.cli import app
+from sparsellm.measurements import SPLITS, TaskName
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.options import recipe_options
 from sparsellm.recipe import Recipe, RecoveryRecipe
-from sparsellm.recipe_fields import MethodName, SolverName, TaskName
-from sparsellm.zeroshot import SPLITS
+from sparsellm.recipe_fields import MethodName, SolverName
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
-OWN = {("push", "revision"), ("sweep", "only")}
+OWN = {("push", "revision"), ("sweep", "only"), ("recover", "model")}
 """Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json"}
 

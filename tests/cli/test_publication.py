@@ -20,9 +20,9 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.markdown import fenced, plain
+from sparsellm.measurements import Accuracy, Perplexity
 from sparsellm.publication import Paths
 from sparsellm.recipe import Recipe
-from sparsellm.records import Accuracy, Perplexity
 from sparsellm.report import Report
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.distillation import Group, distil, grouped, last_states, written
-from sparsellm.methods import Plan
+from sparsellm.methods import Plan, Refined
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent, Refined
+from sparsellm.refinement import Descent
 from sparsellm.sequential import prune_blocks
 from sparsellm.solvers.criteria import Wanda
 

@@ -28,14 +28,13 @@ from sparsellm.memory import (
     check_fits,
     human_bytes,
     peak_memory,
-    predictions_bytes,
-    trained_bytes,
 )
 from sparsellm.meter import Meter
 from sparsellm.pages import manage_memory
 from sparsellm.patterns import parse_pattern
 from sparsellm.recipe_file import read_recipe
 from sparsellm.refinement import Descent
+from sparsellm.training_memory import predictions_bytes, trained_bytes
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

@@ -16,11 +16,11 @@ from sparsellm.activations import Activations
 from sparsellm.allocation import uniform
 from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockResult, Plan
+from sparsellm.methods import BlockResult, Plan, Refined
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent, Pieces, Refined, cut, refine_block, windows_a_step
+from sparsellm.refinement import Descent, Pieces, cut, refine_block, windows_a_step
 from sparsellm.sequential import Step, prune_blocks
 from sparsellm.solvers.criteria import Magnitude
 from tests.recovering import block_recovery

@@ -14,9 +14,10 @@ from typer.testing import Result
 
 from sparsellm import zeroshot
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage
+from sparsellm.measurements import SPLITS
 from sparsellm.measuring import measure
 from sparsellm.recipe_file import read_recipe
-from sparsellm.zeroshot import SPLITS, definition, mean, prepared
+from sparsellm.zeroshot import definition, mean, prepared
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None

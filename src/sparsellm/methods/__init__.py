@@ -10,7 +10,6 @@ from sparsellm.activations import Activations
 from sparsellm.blocks import Block
 from sparsellm.moments import NoInputs
 from sparsellm.patterns import Pattern
-from sparsellm.refinement import Refined
 
 Plan = dict[str, Pattern]
 """Which pattern each layer gets, by the layer's full name; layers that it lacks stay as they are."""
@@ -65,6 +64,20 @@ class EpochResult:
     accepted: bool
     after_weights: float | None = None
     after_signals: float | None = None
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What gradient steps did. before, after: the loss on held-back groups of windows, relative where it is an error.
+
+    steps: how many had been taken at the best look; 0 where none helped, and the weights are as they were. note: what went
+    wrong, or nothing.
+    """
+
+    before: float
+    after: float
+    steps: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
