@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsellm
-from sparsellm.meter import PRODUCT, _tensors, _work
+from sparsellm.runs.meter import PRODUCT, _tensors, _work
 
 MOMENTS = (
     "moments:Gram.update",

@@ -15,18 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.calibration import calibration_windows, test_windows
-from sparsellm.checkpoint import compute_dtype, open_checkpoint
-from sparsellm.evaluation import perplexity
+from sparsellm.checkpoints.loading import compute_dtype, open_checkpoint
+from sparsellm.data.samples import calibration_windows, test_windows
+from sparsellm.data.texts import read_text
+from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import EpochResult
-from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.modes import computed_in
-from sparsellm.patterns import parse_pattern
-from sparsellm.sequential import prune_blocks
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.models.blocks import blocks_of
+from sparsellm.models.contexts import computed_in
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
-from sparsellm.texts import read_text
+from sparsellm.solvers.patterns import parse_pattern
 
 PUBLISHED = PublishedSparseLLM()
 VARIANTS = {

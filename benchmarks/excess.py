@@ -29,13 +29,13 @@ import torch
 from forms import INGREDIENTS, MAIN, SUITES
 from results import MEASURED, STORIES, processor
 
-from sparsellm.calibration import test_windows
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.evaluation import measured
-from sparsellm.events import Stage
-from sparsellm.recipe_file import read_recipe
-from sparsellm.run import run
-from sparsellm.texts import read_text
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.data.samples import test_windows
+from sparsellm.data.texts import read_text
+from sparsellm.evaluation.perplexity import measured
+from sparsellm.runs.events import Stage
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
 
 PATTERNS = ("60%", "70%", "80%", "90%", "2:4", "3:4")
 SEEDS = (0, 1, 2)

@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 import sparsellm
-from sparsellm.blocks import blocks_of
-from sparsellm.coverage import LEAST, coverage_of
+from sparsellm.activations.walk import walk
 from sparsellm.errors import SparseLLMError
 from sparsellm.methods import BlockResult
-from sparsellm.walk import walk
+from sparsellm.models.blocks import blocks_of
+from sparsellm.models.coverage import LEAST, coverage_of
 
 FILE = MEASURED / "families.json"
 PAGE = ROOT / "docs" / "families.md"

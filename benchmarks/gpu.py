@@ -29,20 +29,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.meter import PASS, _tensors, _work
+from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.walk import walk
 from sparsellm.methods import BlockMethod
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.moments import Gram
-from sparsellm.patterns import Pattern, parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.sensitivity import output_sensitivities
-from sparsellm.solvers import column_loop
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.runs.meter import PASS, _tensors, _work
+from sparsellm.solvers import sparsegpt_triton
+from sparsellm.solvers.patterns import Pattern, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.walk import walk
+from sparsellm.solvers.statistics import Gram
 
 FILE = MEASURED / "gpu.json"
 
@@ -222,16 +222,16 @@ def kernel_beside_loop(shape: Mapping[str, int], pattern: Pattern, device: torch
     gram = Gram(wide, device)
     gram.update(x + 0.5 * x.roll(1, dims=1))
     problem = LayerProblem(torch.randn(wide, wide, generator=generator, device=device), gram)
-    serves, answers, found = column_loop.serves, {}, {}
+    serves, answers, found = sparsegpt_triton.serves, {}, {}
     for name, some in (("plain loop", lambda *_: False), ("kernel", serves)):
-        if name == "kernel" and not column_loop.runs(device):
+        if name == "kernel" and not sparsegpt_triton.runs(device):
             continue
-        column_loop.serves = some
+        sparsegpt_triton.serves = some
         try:
             found[name] = best(lambda: SparseGPT().solve(problem, pattern), device, 3)
             answers[name] = SparseGPT().solve(problem, pattern)
         finally:
-            column_loop.serves = serves
+            sparsegpt_triton.serves = serves
     if len(answers) == 2:
         plain, kernel = answers.values()
         found["masks alike"] = float(((plain == 0) == (kernel == 0)).float().mean())

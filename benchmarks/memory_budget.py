@@ -24,7 +24,7 @@ from results import MEASURED, processor
 from streaming import make
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
-from sparsellm.checkpoint import open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint
 
 FILE = MEASURED / "memory-budget.json"
 
@@ -43,11 +43,11 @@ REFUSAL = "error: Pruning needs"
 CHILD = """
 import json, sys
 import torch, transformers
-from sparsellm.memory import held_now, peak_memory
+from sparsellm.runtime.memory import held_now, peak_memory
 libraries = held_now()
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.cli import app
-import sparsellm.export, sparsellm.run
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.cli.app import app
+import sparsellm.runs.export, sparsellm.runs.run
 source = open_checkpoint(sys.argv[2])
 source.skeleton(), source.tokenizer()
 imports = held_now()

@@ -18,12 +18,12 @@ import torch
 from results import MEASURED, processor
 from transformers import AutoModelForCausalLM, OPTConfig
 
-from sparsellm import distributed, watch
-from sparsellm.blocks import blocks_of
+from sparsellm.activations.walk import walk
 from sparsellm.methods.layerwise import gather
-from sparsellm.moments import Gram
-from sparsellm.refinement import cut
-from sparsellm.walk import walk
+from sparsellm.models.blocks import blocks_of
+from sparsellm.recovery.masked_training import cut
+from sparsellm.runtime import collectives, watchdog
+from sparsellm.solvers.statistics import Gram
 
 FILE = MEASURED / "processes.json"
 BLOCKS, WINDOWS, LENGTH, BATCH = 3, 32, 512, 4
@@ -32,23 +32,23 @@ RUNS = 3
 
 def work() -> None:
     """One process's part: the walk with every layer's Gram, summed over the processes; the first tells the seconds."""
-    with watch.joined(os.environ) as leads:
+    with watchdog.joined(os.environ) as leads:
         torch.manual_seed(0)
         config = OPTConfig(hidden_size=768, ffn_dim=3072, num_attention_heads=12, num_hidden_layers=BLOCKS, dropout=0.0)
         model = AutoModelForCausalLM.from_config(config).eval()
         windows = torch.randint(config.vocab_size, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
-        for block, inputs in walk(model, cut(windows[: distributed.world()], 1), stop=1):  # the first pass is no measure
+        for block, inputs in walk(model, cut(windows[: collectives.world()], 1), stop=1):  # the first pass is no measure
             gather(block, inputs, dict.fromkeys(block.layers, Gram))
-        sent = distributed.sent()
-        distributed.agreed(None)
+        sent = collectives.sent()
+        collectives.agreed(None)
         started = time.perf_counter()
         for block, inputs in walk(model, cut(windows, BATCH)):
             for moments in gather(block, inputs, dict.fromkeys(block.layers, Gram)).values():
                 assert isinstance(moments, Gram)
                 moments.mean.sum()  # waits for the sums
-        distributed.agreed(None)
+        collectives.agreed(None)
         if leads:
-            told = {"seconds": time.perf_counter() - started, "bytes": (distributed.sent() - sent) / len(blocks_of(model))}
+            told = {"seconds": time.perf_counter() - started, "bytes": (collectives.sent() - sent) / len(blocks_of(model))}
             print(json.dumps(told))
 
 

@@ -16,7 +16,7 @@ import speed_tables
 import streaming
 from results import MEASURED, ROOT, epochs_tables, seconds_table, table
 
-from sparsellm.display import plus_minus
+from sparsellm.cli.display import plus_minus
 
 
 def render() -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.calibration import test_windows
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.display import plus_minus
-from sparsellm.evaluation import measured
-from sparsellm.recipe_file import read_recipe
-from sparsellm.run import run
-from sparsellm.texts import read_text
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.cli.display import plus_minus
+from sparsellm.data.samples import test_windows
+from sparsellm.data.texts import read_text
+from sparsellm.evaluation.perplexity import measured
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "measured"

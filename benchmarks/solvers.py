@@ -22,22 +22,22 @@ import torch
 from results import MEASURED, processor
 from torch import Tensor
 
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.calibration import calibration_windows
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.choices import SOLVERS
-from sparsellm.linalg import damped
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.data.samples import calibration_windows
+from sparsellm.data.texts import read_text
+from sparsellm.methods.feedforward_problem import Part, weights_of
 from sparsellm.methods.layerwise import gather, problem_of
-from sparsellm.methods.part import Part, weights_of
-from sparsellm.moments import Gram
-from sparsellm.patterns import Unstructured, parse_pattern
-from sparsellm.problem import LayerProblem
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.runs.registry import SOLVERS
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.swift import Swift
-from sparsellm.texts import read_text
-from sparsellm.walk import walk
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.patterns import Unstructured, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.statistics import Gram
 
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"

@@ -33,14 +33,14 @@ from results import processor
 from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
-from sparsellm.demo import model_path
-from sparsellm.events import Stage, each
-from sparsellm.memory import peak_memory
-from sparsellm.meter import PRODUCT, rates
-from sparsellm.pages import manage_memory
-from sparsellm.recipe_file import read_recipe
-from sparsellm.run import run
-from sparsellm.work import working
+from sparsellm.cli.allocator import manage_memory
+from sparsellm.data.demo import model_path
+from sparsellm.runs.events import Stage, each
+from sparsellm.runs.meter import PRODUCT, rates
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import working
+from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "opt-125m": {"family": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "vocab_size": 50272},

@@ -25,8 +25,8 @@ from results import MEASURED, processor
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig
 
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.texts import read_text
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.data.texts import read_text
 
 FILE, COST = MEASURED / "streaming.json", MEASURED / "streaming-cost.json"
 VOCABULARY_OF = "demo:llama"

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsellm.checkpoint import quiet_transformers
+from sparsellm.checkpoints.loading import quiet_transformers
 
 VOCABULARY = 384
 LAYERS = 4

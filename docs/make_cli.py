@@ -11,8 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from sparsellm.cli import app
-from sparsellm.recipe import Recipe
+from sparsellm.cli.app import app
+from sparsellm.runs.recipe import Recipe
 
 PAGE = Path(__file__).with_name("cli.md")
 

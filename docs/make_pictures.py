@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse, FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from sparsellm.patterns import NM, Pattern, Unstructured
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 
 FOLDER = Path(__file__).with_name("pictures")
 

@@ -124,7 +124,7 @@ def command() -> Callable[..., Result]:
     """Run the command line in this process; stdout and stderr apart."""
     from typer.testing import CliRunner
 
-    from sparsellm.cli import app
+    from sparsellm.cli.app import app
 
     def run(*words: object) -> Result:
         return CliRunner().invoke(app, [str(word) for word in words])

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sparsellm.methods import BlockResult
-from sparsellm.recovery import BlockRecovery
-from sparsellm.refinement import Descent
-from sparsellm.sequential import Step
+from sparsellm.pruning.sequential import Step
+from sparsellm.recovery.masked_training import Descent
+from sparsellm.runs.recovery import BlockRecovery
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

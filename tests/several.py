@@ -17,14 +17,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
-from sparsellm import devices, distributed, watch
-from sparsellm.distillation import distil, grouped, last_states, written
-from sparsellm.evaluation import perplexity
-from sparsellm.patterns import parse_pattern
-from sparsellm.recovery import BlockRecovery
-from sparsellm.refinement import Descent, cut
-from sparsellm.run import Result
-from sparsellm.sequential import prune_blocks
+from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.recovery.distillation import distil, grouped, last_states, written
+from sparsellm.recovery.masked_training import Descent, cut
+from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.run import Result
+from sparsellm.runtime import collectives, devices, watchdog
+from sparsellm.solvers.patterns import parse_pattern
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {
@@ -88,18 +88,18 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
     if device == "queued":
         device = "cpu"
         devices.queued = lambda device: True
-    with watch.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
+    with watchdog.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
         for case, (name, settings) in CASES.items():
             if chosen not in case:
                 continue
-            before = distributed.sent()
+            before = collectives.sent()
             recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch_size": 2} | settings
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
             model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)
             told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
-            told["sent"] = distributed.sent() - before
-            to = folder / f"{case}-{distributed.rank()}"
+            told["sent"] = collectives.sent() - before
+            to = folder / f"{case}-{collectives.rank()}"
             save_file(
                 {key: x.cpu().contiguous() for key, x in model.state_dict().items() if "lm_head" not in key},
                 f"{to}.safetensors",

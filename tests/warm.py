@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sparsellm.recipe import Recipe
-from sparsellm.run import run
-from sparsellm.work import working
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import working
 from tests.conftest import byte_tokenizer
 
 SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}

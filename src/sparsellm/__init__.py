@@ -9,59 +9,59 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+from sparsellm._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from sparsellm.activations.walk import walk as walk
     from sparsellm.errors import SparseLLMError as SparseLLMError
-    from sparsellm.evaluation import perplexity as perplexity
-    from sparsellm.inspection import inspect as inspect
+    from sparsellm.evaluation.perplexity import perplexity as perplexity
+    from sparsellm.methods.algorithm1 import PublishedSparseLLM as PublishedSparseLLM
     from sparsellm.methods.layerwise import LayerWise as LayerWise
-    from sparsellm.methods.published import PublishedSparseLLM as PublishedSparseLLM
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
-    from sparsellm.patterns import NM as NM
-    from sparsellm.patterns import Unstructured as Unstructured
-    from sparsellm.patterns import parse_pattern as parse_pattern
-    from sparsellm.recipe import Recipe as Recipe
-    from sparsellm.recipe import RecoveryRecipe as RecoveryRecipe
-    from sparsellm.report import Report as Report
-    from sparsellm.run import Result as Result
-    from sparsellm.run import prune as prune
-    from sparsellm.run import recover as recover
-    from sparsellm.sequential import prune_blocks as prune_blocks
+    from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.runs.inspection import inspect as inspect
+    from sparsellm.runs.recipe import Recipe as Recipe
+    from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
+    from sparsellm.runs.report import Report as Report
+    from sparsellm.runs.run import Result as Result
+    from sparsellm.runs.run import prune as prune
+    from sparsellm.runs.run import recover as recover
+    from sparsellm.runs.tracking import Tracked as Tracked
+    from sparsellm.runs.verification import verify as verify
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
+    from sparsellm.solvers.fast_admm import Swift as Swift
+    from sparsellm.solvers.patterns import NM as NM
+    from sparsellm.solvers.patterns import Unstructured as Unstructured
+    from sparsellm.solvers.patterns import parse_pattern as parse_pattern
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
-    from sparsellm.solvers.swift import Swift as Swift
-    from sparsellm.tracking import Tracked as Tracked
-    from sparsellm.verification import verify as verify
-    from sparsellm.walk import walk as walk
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
     "LayerWise": "methods.layerwise",
     "Magnitude": "solvers.criteria",
-    "NM": "patterns",
-    "PublishedSparseLLM": "methods.published",
-    "Recipe": "recipe",
-    "RecoveryRecipe": "recipe",
-    "Report": "report",
-    "Result": "run",
+    "NM": "solvers.patterns",
+    "PublishedSparseLLM": "methods.algorithm1",
+    "Recipe": "runs.recipe",
+    "RecoveryRecipe": "runs.recipe",
+    "Report": "runs.report",
+    "Result": "runs.run",
     "SparseGPT": "solvers.sparsegpt",
-    "Swift": "solvers.swift",
+    "Swift": "solvers.fast_admm",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
-    "Tracked": "tracking",
-    "Unstructured": "patterns",
+    "Tracked": "runs.tracking",
+    "Unstructured": "solvers.patterns",
     "Wanda": "solvers.criteria",
-    "inspect": "inspection",
-    "parse_pattern": "patterns",
-    "perplexity": "evaluation",
-    "prune": "run",
-    "prune_blocks": "sequential",
-    "recover": "run",
-    "verify": "verification",
-    "walk": "walk",
+    "inspect": "runs.inspection",
+    "parse_pattern": "solvers.patterns",
+    "perplexity": "evaluation.perplexity",
+    "prune": "runs.run",
+    "prune_blocks": "pruning.sequential",
+    "recover": "runs.run",
+    "verify": "runs.verification",
+    "walk": "activations.walk",
 }
 
 __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)

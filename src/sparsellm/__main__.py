@@ -1,6 +1,6 @@
 """python -m sparsellm"""
 
-from sparsellm.cli import main
+from sparsellm.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from sparsellm.allocation import from_file
-from sparsellm.budgets import exactly
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.patterns import NM, Unstructured, parse_pattern
+from sparsellm.pruning.allocation import exactly
+from sparsellm.pruning.plan import from_file
+from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

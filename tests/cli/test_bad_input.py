@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 from typer.testing import Result
 
-from sparsellm.checkpoint import Checkpoint
-from sparsellm.choices import METHODS
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.runs.registry import METHODS
 from tests.fuzzing import limited
 
 Command = Callable[..., Result]
@@ -114,7 +114,7 @@ def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monke
         refused(command(*words, "--report-to", "wandbb"), "`report_to`", "'wandbb'", "'wandb'")
         refused(command(*words, "--report-to", "mlfow"), "'mlfow'", "'mlflow'")
         with monkeypatch.context() as patched:
-            patched.setattr("sparsellm.tracking.get_available_trackers", list)
+            patched.setattr("sparsellm.runs.tracking.get_available_trackers", list)
             refused(command(*words, "--report-to", "trackio"), "trackio is not installed", "pip install trackio")
     assert list(tmp_path.iterdir()) == [sweep]
 
@@ -357,7 +357,7 @@ def test_interruption_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparsellm.pruning.prune_blocks", interrupt)
+    monkeypatch.setattr("sparsellm.runs.stages.prune_blocks", interrupt)
     result = command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

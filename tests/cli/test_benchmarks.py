@@ -34,7 +34,7 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that a phase names is there and is told of, wherever it was imported; afterwards all is as before."""
     monkeypatch.syspath_prepend(str(FOLDER))
     clock, layerwise = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layerwise")
-    linalg, solver = importlib.import_module("sparsellm.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
+    linalg, solver = importlib.import_module("sparsellm.solvers.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
     before = linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve
     phases = clock.Phases(operations=False)
     with clock.watched(phases.telling, clock.PHASES):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.files import card_terms
+from sparsellm.checkpoints.files import card_terms
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

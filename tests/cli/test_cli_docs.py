@@ -12,13 +12,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from sparsellm.choices import ALLOCATIONS, METHODS, SOLVERS
-from sparsellm.cli import app
-from sparsellm.measurements import SPLITS, TaskName
+from sparsellm.cli.app import app
+from sparsellm.cli.options import recipe_options
+from sparsellm.evaluation.measurements import SPLITS, TaskName
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.options import recipe_options
-from sparsellm.recipe import Recipe, RecoveryRecipe
-from sparsellm.recipe_fields import MethodName, SolverName
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe_fields import MethodName, SolverName
+from sparsellm.runs.registry import ALLOCATIONS, METHODS, SOLVERS
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

@@ -14,7 +14,7 @@ from tests.conftest import report_of
 
 def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """The Llama form (README's commands run the other): six methods, 80 % zeros each; one model written."""
-    monkeypatch.setattr("sparsellm.demonstration.SAMPLES", 4)
+    monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 4)
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsellm.patterns import parse_pattern
+from sparsellm.solvers.patterns import parse_pattern
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64}

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import Result
 
+from sparsellm.checkpoints.headers import entries_of
 from sparsellm.errors import BadCheckpoint
-from sparsellm.headers import entries_of
 from tests.cli.test_bad_input import refused
 from tests.integration.test_weights import Code
 

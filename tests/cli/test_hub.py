@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from sparsellm.digests import report_digest
+from sparsellm.checkpoints.digests import report_digest
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
@@ -151,7 +151,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def finished(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pruned model; not to be written to."""
-    from sparsellm.cli import app
+    from sparsellm.cli.app import app
 
     out = tmp_path_factory.mktemp("pruned") / "out"
     done = CliRunner().invoke(app, ["prune", str(tiny["llama"]), str(out), "--method", "magnitude", "--sparsity", "2:4"])

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.events import Note
-from sparsellm.inspection import WORK
-from sparsellm.journal import Journal
-from sparsellm.log import LOG, Log
+from sparsellm.pruning.journal import Journal
+from sparsellm.runs.event_log import LOG, Log
+from sparsellm.runs.events import Note
+from sparsellm.runs.inspection import WORK
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

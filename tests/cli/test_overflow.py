@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 from sparsellm.errors import NonFinite
-from sparsellm.moments import NoInputs
-from sparsellm.problem import LayerProblem
-from sparsellm.run import prune
+from sparsellm.runs.run import prune
+from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.statistics import NoInputs
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
-from sparsellm.patterns import NM, parse_pattern
+from sparsellm.solvers.patterns import NM, parse_pattern
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

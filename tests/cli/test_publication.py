@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.markdown import fenced, plain
-from sparsellm.measurements import Accuracy, Perplexity
-from sparsellm.publication import Paths
-from sparsellm.recipe import Recipe
-from sparsellm.report import Report
+from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.runs.markdown import fenced, plain
+from sparsellm.runs.publication import Paths
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.report import Report
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

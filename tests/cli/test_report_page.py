@@ -16,9 +16,9 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from sparsellm.drawing import Plot
 from sparsellm.errors import BadCheckpoint, MissingPackage
-from sparsellm.page import report_page
+from sparsellm.reports.figures import Plot
+from sparsellm.reports.page import report_page
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -29,7 +29,7 @@ def run_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.
     """A pruned tiny model, with epochs, two texts' perplexities, and samples that would be mark-up."""
     from typer.testing import CliRunner
 
-    from sparsellm.cli import app
+    from sparsellm.cli.app import app
 
     out = tmp_path_factory.mktemp("page") / "out"
     words = ["prune", tiny["opt"], out, "--as-published", "--sparsity", "60%", "--calibration", text_file, "--samples", 4]
@@ -44,7 +44,7 @@ def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytes
     """A sweep over everything that has a plot of its own, with a cell that failed and a paper's figure."""
     from typer.testing import CliRunner
 
-    from sparsellm.cli import app
+    from sparsellm.cli.app import app
 
     place = tmp_path_factory.mktemp("sweep")
     shared = {

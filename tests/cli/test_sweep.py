@@ -19,16 +19,16 @@ import yaml
 from rich.console import Console
 from typer.testing import Result
 
-from sparsellm import pruning, run
-from sparsellm.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
-from sparsellm.display import show
-from sparsellm.display import table as drawn
+from sparsellm.cli.display import show
+from sparsellm.cli.display import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
-from sparsellm.recipe_file import read_recipe
-from sparsellm.records import SavedReport
-from sparsellm.sweep_file import Sweep, read_sweep
-from sparsellm.sweeping import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
+from sparsellm.reports.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
+from sparsellm.reports.sweep_file import Sweep, read_sweep
+from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
+from sparsellm.runs import run, stages
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.records import SavedReport
 
 Command = Callable[..., Result]
 AXES = {"model": ["demo:opt"], "method": ["magnitude", "wanda"], "sparsity": [0.7, "2:4"]}
@@ -162,7 +162,7 @@ def test_what_the_dense_model_shows_is_found_once(
     small: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
-    each, share = pruning.each_sensitivity, pruning.share_out
+    each, share = stages.each_sensitivity, stages.share_out
     measured = run.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,8 +172,8 @@ def test_what_the_dense_model_shows_is_found_once(
 
         return counted
 
-    monkeypatch.setattr(pruning, "each_sensitivity", count("sensitivities", each))
-    monkeypatch.setattr(pruning, "share_out", count("shares", share))
+    monkeypatch.setattr(stages, "each_sensitivity", count("sensitivities", each))
+    monkeypatch.setattr(stages, "share_out", count("shares", share))
     monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Phi3Config
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.digests import report_digest
+from sparsellm.checkpoints.digests import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
@@ -62,9 +62,9 @@ def models(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(scope="module")
 def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The five outputs; not to be written to."""
-    from sparsellm.recipe_file import read_recipe
-    from sparsellm.run import run
-    from sparsellm.work import working
+    from sparsellm.runs.recipe_file import read_recipe
+    from sparsellm.runs.run import run
+    from sparsellm.runs.workspace import working
 
     made: dict[str, Path] = {}
     for name, (model, settings) in OUTPUTS.items():
@@ -394,7 +394,7 @@ def test_an_output_without_a_report(
 
 def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither zeros nor the dense model tell what a kept weight should be: it is held against the memory."""
-    from sparsellm import export
+    from sparsellm.runs import export
 
     written = export._document
 

@@ -19,11 +19,11 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from sparsellm import prune
-from sparsellm.blocks import Block
 from sparsellm.errors import TooLarge, VerificationFailed
-from sparsellm.inspection import WORK
-from sparsellm.journal import JOURNAL, Journal
 from sparsellm.methods import BlockResult
+from sparsellm.models.blocks import Block
+from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.inspection import WORK
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
@@ -251,9 +251,9 @@ def test_messages_agree(
         raise error
 
     if stage == cause == "verification":
-        monkeypatch.setattr("sparsellm.verification.zeros_in", lambda _: -1)
+        monkeypatch.setattr("sparsellm.runs.verification.zeros_in", lambda _: -1)
     elif stage == "verification":
-        monkeypatch.setattr("sparsellm.export.check_written", fail)
+        monkeypatch.setattr("sparsellm.runs.export.check_written", fail)
     else:
         ends(kept, error)
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
@@ -281,7 +281,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsellm.run.prepare", interrupt)
+        patch.setattr("sparsellm.runs.run.prepare", interrupt)
         ran = command(*base, "--resume")
     assert "interrupted; what was finished before is kept: pass --resume" in " ".join(ran.stderr.split())
     ran = command(*base, "--seed", 1, "--resume")
@@ -353,7 +353,7 @@ def test_without_an_output_the_model_must_fit(words: tuple[object, ...]) -> None
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
-from sparsellm.cli import app
+from sparsellm.cli.app import app
 app(sys.argv[2:])
 """
 """The command line in a process that may not write files larger than so many bytes: for it the disk is full."""

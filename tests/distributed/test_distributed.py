@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import OPTConfig
 
-from sparsellm import distributed, watch
+from sparsellm.runtime import collectives, watchdog
 from tests.several import CASES, CONFIGS
 
 TESTS = Path(__file__).parents[1]
@@ -87,25 +87,25 @@ def upper(width: int) -> int:
 def test_alone() -> None:
     """Without other processes nothing is exchanged and nothing changes."""
     tensor = torch.ones(3)
-    before = distributed.sent()
-    distributed.sum_(tensor)
-    distributed.handed(0, tensor)
+    before = collectives.sent()
+    collectives.sum_(tensor)
+    collectives.handed(0, tensor)
     assert torch.equal(tensor, torch.ones(3))
-    assert distributed.given(0, tensor) is tensor
-    assert (distributed.world(), distributed.rank(), distributed.leads()) == (1, 0, True)
-    assert distributed.dealt([1, 2, 3]) == distributed.collected([1, 2, 3]) == [1, 2, 3]
-    assert distributed.told((1, 2)) == [(1, 2)]
-    assert distributed.owners([3.0, 1.0]) == [0, 0]
-    assert distributed.sent() == before
-    with watch.joined({}) as leads:
+    assert collectives.given(0, tensor) is tensor
+    assert (collectives.world(), collectives.rank(), collectives.leads()) == (1, 0, True)
+    assert collectives.dealt([1, 2, 3]) == collectives.collected([1, 2, 3]) == [1, 2, 3]
+    assert collectives.told((1, 2)) == [(1, 2)]
+    assert collectives.owners([3.0, 1.0]) == [0, 0]
+    assert collectives.sent() == before
+    with watchdog.joined({}) as leads:
         assert leads
 
 
 def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dearest tasks first, each to whoever has the least to do: no load is above the mean by more than a task."""
-    monkeypatch.setattr(distributed, "world", lambda: 3)
+    monkeypatch.setattr(collectives, "world", lambda: 3)
     costs = [5.0, 1.0, 9.0, 2.0, 2.0, 7.0, 1.0]
-    whose = distributed.owners(costs)
+    whose = collectives.owners(costs)
     loads = [sum(cost for cost, owner in zip(costs, whose, strict=True) if owner == process) for process in range(3)]
     assert sorted(loads) == [9.0, 9.0, 9.0]
 

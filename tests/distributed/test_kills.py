@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm.inspection import REPORT, WORK
-from sparsellm.log import LOG
-from sparsellm.output_lock import EXPORT
+from sparsellm.runs.event_log import LOG
+from sparsellm.runs.inspection import REPORT, WORK
+from sparsellm.runs.output_lock import EXPORT
 
 QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -41,7 +41,7 @@ def run(words: list[str], told: str) -> None:
     with Path(told).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.cli import app
+    from sparsellm.cli.app import app
 
     app(words)
 
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerConte
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sparsellm.cli", "tests.warm", __name__])
+        context.set_forkserver_preload(["sparsellm.cli.app", "tests.warm", __name__])
         finished(context, ["methods"], tmp_path_factory.mktemp("server") / "said.txt")  # it has started when this has ended
         yield context
 

@@ -12,24 +12,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import open_checkpoint
+from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.checkpoints.block_loader import OnDisk
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
-from sparsellm.forecasting import forecast
-from sparsellm.journal import Journal
-from sparsellm.meter import Meter
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.patterns import parse_pattern
-from sparsellm.planning import fitted
-from sparsellm.preparation import prepare
-from sparsellm.recipe_file import read_recipe
-from sparsellm.report import Report
-from sparsellm.residence import place_of
-from sparsellm.sensitivity import output_sensitivities
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.journal import Journal
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.forecasting import forecast
+from sparsellm.runs.meter import Meter
+from sparsellm.runs.placement import place_of
+from sparsellm.runs.planning import fitted
+from sparsellm.runs.preparation import prepare
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.report import Report
 from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.weights import OnDisk
+from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_weights import saved, windows
 
 THREAD = "reading ahead"

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sparsellm import balance, budgets
-from sparsellm.allocation import uniform
-from sparsellm.balance import CAUTION
-from sparsellm.blocks import blocks_of
-from sparsellm.budgets import owl, share_out
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.patterns import NM, Unstructured, parse_pattern
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.allocation import owl, share_out
+from sparsellm.pruning.balance import CAUTION
+from sparsellm.pruning.plan import uniform
+from sparsellm.runs.stages import allocation, balance
+from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 
 
@@ -112,7 +112,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[tuple[Curves, li
         seen.append((curves, levels))
         return {name: 0.1 + 0.01 * number for number, name in enumerate(plan)}
 
-    monkeypatch.setattr(budgets, "balanced", balanced)
+    monkeypatch.setattr(allocation, "balanced", balanced)
     return seen
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.calibration import Text, calibration_windows, read_text, test_windows, tokenize
+from sparsellm.data.samples import Text, calibration_windows, read_text, test_windows, tokenize
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -211,7 +211,7 @@ def test_without_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> N
 def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
     """With HF_HUB_OFFLINE and an empty cache there is one error at once, and not a line of the libraries' own."""
     code = (
-        "from sparsellm.calibration import read_text; from sparsellm.errors import Unreachable\n"
+        "from sparsellm.data.samples import read_text; from sparsellm.errors import Unreachable\n"
         "try: read_text('wikitext2', 'test')\n"
         "except Unreachable as error: assert 'HF_HUB_OFFLINE is set' in str(error)"
     )
@@ -223,8 +223,8 @@ def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
 
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's text comes from its own module, the held-out part to test; a Python without sources says so."""
-    from sparsellm import texts
-    from sparsellm.demo import text as demo
+    from sparsellm.data import texts
+    from sparsellm.data.demo import text as demo
 
     monkeypatch.setattr(texts, "_demo", texts._demo.__wrapped__)  # what a process read stays read
     monkeypatch.setattr(demo, "documents", lambda part: [part, "b"])

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
-from sparsellm.checkpoint import open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, SparseLLMError, UnsupportedModel
-from sparsellm.run import prune
+from sparsellm.runs.run import prune
 from tests.cli.test_headers import refused_by_all
 from tests.integration.test_families import CONFIGS
 

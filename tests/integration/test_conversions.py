@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import Checkpoint, open_checkpoint
+from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
+from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint
-from sparsellm.inspection import Tensors, inspect
-from sparsellm.places import NotStreamable
-from sparsellm.preparation import check_names
-from sparsellm.verification import verify
+from sparsellm.models.blocks import blocks_of
+from sparsellm.runs.inspection import Tensors, inspect
+from sparsellm.runs.preparation import check_names
+from sparsellm.runs.verification import verify
 from tests.integration.test_families import tensors_of, written
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def test_an_output_that_could_not_be_verified_is_refused_before_work(
 ) -> None:
     """A layer whose parameter no stored tensor becomes."""
     source = saved("llama", tiny_models, tmp_path / "dense")
-    monkeypatch.setattr("sparsellm.preparation.named", lambda files, model: ({}, {}, []))
+    monkeypatch.setattr("sparsellm.runs.preparation.named", lambda files, model: ({}, {}, []))
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(BadCheckpoint, match=r"lacks 14 weights .*model\.layers\.0\.mlp\.down_proj\.weight among them"):
         written(source, tmp_path / "out", "magnitude")

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.blocks import blocks_of
-from sparsellm.coverage import coverage_of
 from sparsellm.errors import UnsupportedModel
+from sparsellm.models.blocks import blocks_of
+from sparsellm.models.coverage import coverage_of
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_families import CONFIGS, GATED, batches, tiny
 
@@ -95,8 +95,8 @@ def test_shared_parameters_count_once() -> None:
 @pytest.fixture
 def half_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of a family without a line in the table, whose experts are matrices of an unknown form."""
-    monkeypatch.setattr("sparsellm.architectures.experts_of", lambda module: None)
-    monkeypatch.delitem(sparsellm.architectures.ARCHITECTURES, "mixtral")
+    monkeypatch.setattr("sparsellm.models.architectures.experts_of", lambda module: None)
+    monkeypatch.delitem(sparsellm.models.architectures.ARCHITECTURES, "mixtral")
     return saved(transformers.MixtralConfig(**GATED, num_local_experts=4), tmp_path / "dense")
 
 
@@ -105,7 +105,7 @@ def test_a_model_that_is_covered_in_part_is_refused(
     verb: str, half_covered: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its weights are read, with the share and what is not covered."""
-    monkeypatch.setattr("sparsellm.checkpoint.Checkpoint.load", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("sparsellm.checkpoints.loading.Checkpoint.load", lambda *_: pytest.fail("the weights were read"))
     result = command(verb, half_covered, *([tmp_path / "out"] if verb == "prune" else []), *WORDS)
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsellm import demo
-from sparsellm.demo import FAMILIES, model_path, text, train
-from sparsellm.demo.text import documents, is_held_out, named_documents
+from sparsellm.data import demo
+from sparsellm.data.demo import FAMILIES, model_path, text, train
+from sparsellm.data.demo.text import documents, is_held_out, named_documents
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists
 
 # ---- text
@@ -140,7 +140,7 @@ def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_demo_imports_nothing_heavy() -> None:
     """The package and the text need the standard library alone."""
-    code = "import sys, sparsellm.demo.text; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = "import sys, sparsellm.data.demo.text; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

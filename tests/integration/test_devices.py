@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedModel
 
-from sparsellm import devices, moments
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
 from sparsellm.errors import NonFinite
-from sparsellm.linalg import cholesky, inverse_factor
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.moments import Cross, Gram
-from sparsellm.patterns import keep_largest, parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runtime import devices
+from sparsellm.solvers import statistics
+from sparsellm.solvers.linalg import cholesky, inverse_factor
+from sparsellm.solvers.patterns import keep_largest, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.statistics import Cross, Gram
 
 SHARED = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
@@ -51,7 +52,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(devices, "queued", lambda device: True)
-        monkeypatch.setattr(moments, "QUEUED_PANEL", moments.LEAST_PANEL)
+        monkeypatch.setattr(statistics, "QUEUED_PANEL", statistics.LEAST_PANEL)
 
     return begin
 

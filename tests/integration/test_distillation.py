@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.distillation import Group, distil, grouped, last_states, written
 from sparsellm.methods import Plan, Refined
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.recovery.distillation import Group, distil, grouped, last_states, written
+from sparsellm.recovery.masked_training import Descent
 from sparsellm.solvers.criteria import Wanda
+from sparsellm.solvers.patterns import parse_pattern
 
 every_family = pytest.mark.parametrize("family", ["opt", "opt-projected", "llama"])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])

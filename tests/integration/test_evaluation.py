@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from sparsellm.calibration import read_text, test_windows
+from sparsellm.data.samples import read_text, test_windows
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.evaluation import perplexity
+from sparsellm.evaluation.perplexity import perplexity
 
 SHARED = Path(__file__).parents[3] / "shared"
 VOCABULARY, LENGTH = 96, 24
@@ -68,7 +68,7 @@ def test_the_batch_changes_nothing(dtype: torch.dtype) -> None:
 def test_the_batch_keeps_the_logits_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many windows at a time as fit, and one where none does; progress is told after each."""
     for limit, steps in ((3 * LENGTH * VOCABULARY * 4, [3, 6, 7]), (1, [1, 2, 3, 4, 5, 6, 7])):
-        monkeypatch.setattr("sparsellm.evaluation.LOGITS_BYTES", limit)
+        monkeypatch.setattr("sparsellm.evaluation.perplexity.LOGITS_BYTES", limit)
         told: list[tuple[int, int]] = []
         perplexity(small("opt"), windows(), progress=lambda done, total, told=told: told.append((done, total)))
         assert told == [(step, 7) for step in steps]

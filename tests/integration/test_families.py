@@ -15,30 +15,30 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import uniform
-from sparsellm.architectures import ARCHITECTURES
-from sparsellm.blocks import blocks_of
-from sparsellm.distillation import distil, last_states
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
 from sparsellm.errors import UnsupportedModel
-from sparsellm.inspection import inspect
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.miniature import shrunk
-from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
-from sparsellm.recipe_file import read_recipe
-from sparsellm.refinement import Descent
-from sparsellm.run import run
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.recovery.distillation import distil, last_states
+from sparsellm.recovery.masked_training import Descent
+from sparsellm.runs.inspection import inspect
+from sparsellm.runs.miniature import shrunk
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import working
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
-from sparsellm.walk import walk
-from sparsellm.work import working
+from sparsellm.solvers.statistics import Gram
 from tests.conftest import byte_tokenizer
 from tests.recovering import block_recovery
 

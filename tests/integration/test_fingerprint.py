@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparsellm import fingerprint
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.events import Event, Note
-from sparsellm.fingerprint import contents, model_fingerprint
-from sparsellm.journal import JOURNAL
-from sparsellm.sharing import Shared
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.pruning.journal import JOURNAL
+from sparsellm.runs import fingerprint
+from sparsellm.runs.events import Event, Note
+from sparsellm.runs.fingerprint import contents, model_fingerprint
+from sparsellm.runs.sharing import Shared
 
 
 @pytest.fixture

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsellm import budgets, fisher
-from sparsellm.allocation import uniform
-from sparsellm.balance import smallest_sums
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.descent import drawn
-from sparsellm.fisher import weight_costs
-from sparsellm.patterns import parse_pattern
-from sparsellm.storage import Storage
+from sparsellm.activations.backward import drawn
+from sparsellm.activations.fisher import weight_costs
+from sparsellm.activations.streams import fisher
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.pruning.balance import smallest_sums
+from sparsellm.pruning.plan import uniform
+from sparsellm.runs.stages import allocation
+from sparsellm.runtime.offload import Storage
+from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_budgets import caught, half_way
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sensitivity import every_family, far, tiny, windows
@@ -128,7 +129,7 @@ def test_which_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that no window is dealt to: it has nothing to add, and says so for every layer."""
-    monkeypatch.setattr("sparsellm.distributed.dealt", lambda things: [])
+    monkeypatch.setattr("sparsellm.runtime.collectives.dealt", lambda things: [])
     found = costs_of(three_blocks("llama"), batches())
     assert len(found) == 21
     assert not any(bool(costs.any()) for costs in found.values())
@@ -184,7 +185,7 @@ def test_the_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = three_blocks(family)
     plan = uniform(blocks_of(model), parse_pattern("70%"), exclude=["k_proj"])
     seen = caught(monkeypatch, plan)
-    found = budgets.fisher(model, batches(), plan)
+    found = allocation.fisher(model, batches(), plan)
     assert found == half_way(plan)
     ((curves, levels),) = seen
     assert levels == pytest.approx([0.3 * level for level in (0.33, 0.5, 0.75, 1.0, 1.5, 2.0)])
@@ -204,7 +205,7 @@ def test_layers_that_cost_nothing_keep_least() -> None:
     last = blocks_of(model)[-1]
     with torch.no_grad():
         last.layer("fc2").weight.zero_()
-    found = budgets.fisher(model, batches(), uniform(blocks_of(model), parse_pattern("70%")))
+    found = allocation.fisher(model, batches(), uniform(blocks_of(model), parse_pattern("70%")))
     for name in ("fc1", "fc2"):
         assert found[last.full_name(name)] == pytest.approx(0.3 * math.sqrt(0.33))
     assert max(found.values()) > 0.3

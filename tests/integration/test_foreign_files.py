@@ -14,12 +14,12 @@ from pyarrow import parquet
 from transformers import LlamaConfig
 from typer.testing import Result
 
-from sparsellm.architecture_file import read_architecture
-from sparsellm.checkpoint import context_length
+from sparsellm.checkpoints.files import card_terms, check_files
+from sparsellm.checkpoints.loading import context_length
+from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
-from sparsellm.files import card_terms, check_files
-from sparsellm.finished import read_report
-from sparsellm.texts import read_text
+from sparsellm.models.architecture_file import read_architecture
+from sparsellm.runs.finished import read_report
 
 Command = Callable[..., Result]
 

@@ -14,24 +14,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from typer.testing import Result
 
-from sparsellm.allocation import uniform
-from sparsellm.architecture_file import read_architecture
-from sparsellm.architectures import ARCHITECTURES
-from sparsellm.blocks import blocks_of, describe
+from sparsellm.activations.walk import walk
 from sparsellm.errors import UnsupportedModel
-from sparsellm.inspection import inspect
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.moments import Gram
-from sparsellm.patterns import NM, Unstructured, parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.architecture_file import read_architecture
+from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.models.blocks import blocks_of, describe
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.inspection import inspect
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
-from sparsellm.walk import walk
+from sparsellm.solvers.statistics import Gram
 from tests.conftest import byte_tokenizer
 from tests.integration.test_families import GATED, METHODS, batches, config, entering, tensors_of, tiny, written
 

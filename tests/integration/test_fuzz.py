@@ -15,26 +15,26 @@ import yaml
 from pyarrow import parquet
 from safetensors.torch import load_file
 
-from sparsellm.allocation import from_file, uniform
-from sparsellm.architecture_file import read_architecture
-from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.comparison import measures, table, to_markdown
+from sparsellm.checkpoints.files import card_terms
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.data.texts import read_text
 from sparsellm.errors import CannotResume
-from sparsellm.files import card_terms
-from sparsellm.finished import finished_report, foreign_file
-from sparsellm.inspection import inspect, planned_layers
-from sparsellm.journal import Journal
-from sparsellm.page import report_page
-from sparsellm.patterns import parse_pattern
-from sparsellm.preparation import check_vocabulary
-from sparsellm.recipe import Recipe
-from sparsellm.recipe_file import read_recipe
-from sparsellm.records import read_saved_report
-from sparsellm.sweep_file import read_sweep
-from sparsellm.sweeping import CellFolder, saved_sweep
-from sparsellm.sweeping import _open as save_sweep
-from sparsellm.texts import read_text
+from sparsellm.models.architecture_file import read_architecture
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.journal import Journal
+from sparsellm.pruning.plan import from_file, uniform
+from sparsellm.reports.comparison import measures, table, to_markdown
+from sparsellm.reports.page import report_page
+from sparsellm.reports.sweep_file import read_sweep
+from sparsellm.reports.sweep_runner import CellFolder, saved_sweep
+from sparsellm.reports.sweep_runner import _open as save_sweep
+from sparsellm.runs.finished import finished_report, foreign_file
+from sparsellm.runs.inspection import inspect, planned_layers
+from sparsellm.runs.preparation import check_vocabulary
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.records import read_saved_report
+from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
 

@@ -13,21 +13,21 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import uniform
-from sparsellm.architectures import ARCHITECTURES, ROUTERS
-from sparsellm.blocks import Block, blocks_of
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
+from sparsellm.checkpoints.model_classes import auto_model
 from sparsellm.errors import UnsupportedModel
-from sparsellm.experts import experts_of, members
-from sparsellm.inspection import inspect
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.model_classes import auto_model
-from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.experts import experts_of, members
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.inspection import inspect
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.walk import walk
+from sparsellm.solvers.statistics import Gram
 from tests.conftest import byte_tokenizer
 from tests.integration.test_families import GATED, METHODS, MOE, batches, config, entering, tensors_of, written
 from tests.integration.test_families import tiny as of_table

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, CannotResume, InvalidSetting
-from sparsellm.journal import Journal
 from sparsellm.methods import BlockMethod, BlockResult
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.published import PublishedSparseLLM
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent
-from sparsellm.sequential import Step, prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.journal import Journal
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.recovery.masked_training import Descent
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_weights import random_model, saved, windows
 from tests.recovering import block_recovery

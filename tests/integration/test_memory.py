@@ -17,24 +17,25 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
-from sparsellm import distillation, prune, recover
-from sparsellm.blocks import blocks_of
-from sparsellm.checkpoint import Checkpoint
+from sparsellm import prune, recover
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.cli.allocator import manage_memory
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
-from sparsellm.events import Begun
-from sparsellm.memory import (
+from sparsellm.models.blocks import blocks_of
+from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
+from sparsellm.runs.events import Begun
+from sparsellm.runs.meter import Meter
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recovery import distillation
+from sparsellm.runtime.memory import (
     COPIES,
     available,
     check_fits,
     human_bytes,
     peak_memory,
 )
-from sparsellm.meter import Meter
-from sparsellm.pages import manage_memory
-from sparsellm.patterns import parse_pattern
-from sparsellm.recipe_file import read_recipe
-from sparsellm.refinement import Descent
-from sparsellm.training_memory import predictions_bytes, trained_bytes
+from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
@@ -60,8 +61,8 @@ WEAK = ("--solver", "magnitude", "--gauss-newton-steps", 0)
 PAGES = """
 import sys
 from pathlib import Path
-import sparsellm.run, torch
-from sparsellm.pages import keep_pages
+import sparsellm.runs.run, torch
+from sparsellm.cli.allocator import keep_pages
 if "keep" in sys.argv:
     keep_pages()
 faults = lambda: int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
@@ -98,7 +99,7 @@ def test_only_the_command_line_changes_the_process(
     """`prune` of Python sets no variable, no threshold of the heap and no peak; `sparsellm prune` does."""
     called: list[str] = []
     for name in ("keep_pages", "return_pages", "reset_peak"):
-        monkeypatch.setattr(f"sparsellm.pages.{name}", lambda name=name: called.append(name))
+        monkeypatch.setattr(f"sparsellm.cli.allocator.{name}", lambda name=name: called.append(name))
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     result = prune(tiny["opt"], method="magnitude")
     assert result.report.peak_memory > 0
@@ -151,7 +152,7 @@ def test_available_here() -> None:
 
 def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte more than is free is refused, with both numbers."""
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: 7168)
+    monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: 7168)
     check_fits(7168, CPU, "All", "Nothing.")
     with pytest.raises(TooLarge, match=r"^All needs 7,169 bytes of memory on cpu, and 7,168 are free\. Ask less\.$"):
         check_fits(7169, CPU, "All", "Ask less.")
@@ -230,7 +231,7 @@ def test_refused_before_weights_are_read(
     """A stage that does not fit: one message with both numbers and what to do; no weights read, nothing written."""
     loaded: list[object] = []
     monkeypatch.setattr(Checkpoint, "load", lambda *arguments: loaded.append(arguments))
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: free)
+    monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: free)
     base = ("recover", pruned, tmp_path / "out", "--against", tiny["llama"], "--calibration", text_file, *TEXT)
     refused(command(*base, *words), *parts)
     assert not loaded
@@ -249,7 +250,7 @@ def test_what_fits_is_run(
 ) -> None:
     """Just enough memory is enough, and is told."""
     needed = MODEL if words is WHOLE else 28 * BLOCK + STREAMS
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: needed)
+    monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: needed)
     base = ("recover", pruned, tmp_path / "out", "--against", tiny["llama"], "--calibration", text_file, *TEXT)
     ran = command(*base, *words)
     assert ran.exit_code == 0, ran.stderr
@@ -267,7 +268,7 @@ def test_pruning_asks_for_no_gradient_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without gradient steps nobody asks."""
-    monkeypatch.setattr("sparsellm.memory.available", lambda device: 0)
+    monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: 0)
     ran = command("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, *QUICK, *words)
     assert ran.exit_code == 0, ran.stderr
 
@@ -372,7 +373,8 @@ def test_few_windows_are_held_back_too(loud: dict[str, Path], text_file: Path, t
 
 def told(words: str) -> list[int]:
     """Numbers that a process of its own prints."""
-    words = f"import torch; from sparsellm.memory import peak_memory; from sparsellm.pages import reset_peak; {words}"
+    imports = "import torch; from sparsellm.runtime.memory import peak_memory; from sparsellm.cli.allocator import reset_peak"
+    words = f"{imports}; {words}"
     found = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout
     return [int(word) for word in found.split()]
 

@@ -15,8 +15,8 @@ from filelock import FileLock
 
 from sparsellm import prune
 from sparsellm.errors import CannotResume
-from sparsellm.inspection import REPORT, WORK
-from sparsellm.output_lock import EXPORT, LOCK, locked, recover, replacing
+from sparsellm.runs.inspection import REPORT, WORK
+from sparsellm.runs.output_lock import EXPORT, LOCK, locked, recover, replacing
 
 Command = Callable[..., Result]
 QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2, "--method", "wanda")

@@ -15,20 +15,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from sparsellm import prune
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.events import Stage
-from sparsellm.forecasting import forecast
-from sparsellm.meter import FACTOR, PASS, PRODUCT, SPECTRUM, Meter, rates
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods import BlockResult
-from sparsellm.miniature import miniature
-from sparsellm.moments import Gram
-from sparsellm.planning import plan_run
-from sparsellm.preparation import prepare
-from sparsellm.recipe_file import read_recipe
-from sparsellm.report import Report
-from sparsellm.residence import place_of
-from sparsellm.run import run
-from sparsellm.work import working
+from sparsellm.runs.events import Stage
+from sparsellm.runs.forecasting import forecast
+from sparsellm.runs.meter import FACTOR, PASS, PRODUCT, SPECTRUM, Meter, rates
+from sparsellm.runs.miniature import miniature
+from sparsellm.runs.placement import place_of
+from sparsellm.runs.planning import plan_run
+from sparsellm.runs.preparation import prepare
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.report import Report
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import working
+from sparsellm.solvers.statistics import Gram
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
 
@@ -309,7 +309,7 @@ def test_what_fits_only_block_by_block_is_read_so(
 def test_a_disk_that_is_too_small_is_refused(
     folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsellm.planning.free_disk", lambda folder: 10_000)
+    monkeypatch.setattr("sparsellm.runs.planning.free_disk", lambda folder: 10_000)
     words = ("--calibration", text_file, "--method", "wanda", *QUICK, "--max-memory", "40MB")
     parts = ("of disk are needed, and 9.8 KiB are free", "another disk")
     refused(command("prune", folders["llama"], tmp_path / "out", *words), *parts)
@@ -351,7 +351,7 @@ def test_out_of_memory_on_the_device(
         plain(self, inputs)
 
     monkeypatch.setattr(Gram, "update", update)
-    monkeypatch.setattr("sparsellm.sequential._prune_block", _counting(finished))
+    monkeypatch.setattr("sparsellm.pruning.sequential._prune_block", _counting(finished))
     words = ("--calibration", text_file, "--method", "sparsegpt", "--sparsity", "60%", "--samples", 64, "--sequence-length", 32)
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
@@ -388,7 +388,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
 
 def _counting(finished: list[int]) -> Callable[..., object]:
     """`_prune_block`, noting each block that it finishes."""
-    from sparsellm import sequential
+    from sparsellm.runs.stages import sequential
 
     plain = sequential._prune_block
 

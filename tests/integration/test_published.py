@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.nn.functional import linear, relu, silu
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
 from sparsellm.errors import InvalidSetting, UnsupportedModel
-from sparsellm.gate import best_gate
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import Pattern, parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.sequential import Step, prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.models.gate_update import best_gate
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import Step, prune_blocks
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.patterns import Pattern, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
+from sparsellm.solvers.statistics import Gram, NoInputs
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
 READERS = {"opt": ("fc1",), "llama": ("mlp.gate_proj", "mlp.up_proj"), "llama-bias": ("mlp.gate_proj", "mlp.up_proj")}

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
-from sparsellm.events import Note, Stage
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
+from sparsellm.runs.events import Note, Stage
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
 
 def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large model is written in shards with an index; the tokenizer's chat template travels along; all verified."""
-    monkeypatch.setattr("sparsellm.export.SHARD_SIZE", "20KB")
+    monkeypatch.setattr("sparsellm.runs.export.SHARD_SIZE", "20KB")
     result = sparsellm.prune(tiny["llama"], method="magnitude", sparsity="3:4")
     assert result.tokenizer is not None
     result.tokenizer.chat_template = "{{ messages }}"

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import uniform
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.looks import Asked
+from sparsellm.activations.hooks import Asked
+from sparsellm.activations.output_cache import Settled, sparing
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.recall import Settled, sparing
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runtime.offload import Storage
 from sparsellm.solvers.criteria import Wanda
+from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.storage import Storage
-from sparsellm.walk import walk
+from sparsellm.solvers.statistics import Gram
 from tests.integration.test_walk import batches, tiny
 
 

@@ -18,20 +18,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm import distillation, prune, recover, verify
-from sparsellm.checkpoint import compute_dtype
-from sparsellm.distillation import distil, grouped, held_back, last_states, model_training, written
+from sparsellm import prune, recover, verify
+from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
-from sparsellm.events import Event
-from sparsellm.inspection import WORK, inspect
-from sparsellm.journal import JOURNAL
 from sparsellm.methods import BlockResult
-from sparsellm.page import report_page
-from sparsellm.patterns import parse_pattern
-from sparsellm.preparation import model_step
-from sparsellm.recovery import RATE
-from sparsellm.refinement import Descent, cut
-from sparsellm.sequential import prune_blocks
+from sparsellm.pruning.journal import JOURNAL
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.recovery.distillation import distil, grouped, held_back, last_states, model_training, written
+from sparsellm.recovery.masked_training import Descent, cut
+from sparsellm.reports.page import report_page
+from sparsellm.runs.events import Event
+from sparsellm.runs.inspection import WORK, inspect
+from sparsellm.runs.preparation import model_step
+from sparsellm.runs.recovery import RATE, distillation
+from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.recovering import block_recovery
@@ -224,7 +224,7 @@ def test_another_pruned_checkpoint_is_another_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.run.remark", interrupted)
+        context.setattr("sparsellm.runs.run.remark", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

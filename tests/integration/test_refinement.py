@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
+from sparsellm.activations.streams import Activations
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, Plan, Refined
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import parse_pattern
-from sparsellm.refinement import Descent, Pieces, cut, refine_block, windows_a_step
-from sparsellm.sequential import Step, prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.recovery.masked_training import Descent, Pieces, cut, refine_block, windows_a_step
 from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers.patterns import parse_pattern
 from tests.recovering import block_recovery
 
 FULL, HALF = torch.float32, torch.bfloat16

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm import sensitivity
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.descent import drawn
+from sparsellm.activations.backward import drawn
+from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.streams import Activations, sensitivity
 from sparsellm.errors import UnsupportedModel
-from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.models.blocks import Block, blocks_of
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 WRITERS = {"opt": ("self_attn.out_proj", "fc2"), "llama": ("self_attn.o_proj", "mlp.down_proj")}

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
+from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import parse_pattern
-from sparsellm.recipe import Recipe
-from sparsellm.sensitivity import output_sensitivities
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.recipe import Recipe
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
-from sparsellm.walk import walk
 from tests.integration.test_sparsellm_method import batches, changed, prune, signals, tiny, two_families
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparsellm.blocks import blocks_of
-from sparsellm.linalg import damped
+from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.methods import EpochResult, LayerResult
-from sparsellm.methods.part import Part, Weights
+from sparsellm.methods.feedforward_problem import Part, Weights
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import parse_pattern
-from sparsellm.sensitivity import output_sensitivities
-from sparsellm.sequential import Step
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.sequential import Step
+from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_sparsellm_method import aim, batches, changed, prune, signals, state, tiny, two_families, writers
 

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import uniform
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.linalg import damped
+from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
 from sparsellm.methods import EpochResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import Pattern, Unstructured, parse_pattern
-from sparsellm.problem import LayerProblem
-from sparsellm.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.sequential import Step, prune_blocks
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import Step, prune_blocks
 from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.walk import walk
+from sparsellm.solvers.statistics import Gram, NoInputs
 
 SHARED = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "max_position_embeddings": 64}
 OPT = {**SHARED, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
 
-from sparsellm.checkpoint import open_checkpoint
-from sparsellm.inspection import inspect
-from sparsellm.recipe_file import read_recipe
-from sparsellm.run import run
-from sparsellm.work import working
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.runs.inspection import inspect
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import working
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_families import CONFIGS

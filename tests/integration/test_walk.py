@@ -20,18 +20,18 @@ from transformers import (
     Qwen3Config,
 )
 
-from sparsellm.activations import Activations
-from sparsellm.allocation import select_blocks, uniform
-from sparsellm.blocks import blocks_of
+from sparsellm.activations.hooks import Asked
+from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
-from sparsellm.looks import Asked
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.published import PublishedSparseLLM
-from sparsellm.patterns import NM, Unstructured
-from sparsellm.sequential import prune_blocks
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import select_blocks, uniform
+from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.patterns import NM, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.walk import walk
 
 SHARED = {
     "vocab_size": 128,

@@ -17,21 +17,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.allocation import uniform
-from sparsellm.blocks import blocks_of
-from sparsellm.budgets import fisher
-from sparsellm.checkpoint import open_checkpoint
+from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.checkpoints.block_loader import OnDisk
+from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.checkpoints.tensor_index import NotStreamable, Place, read_stored
 from sparsellm.errors import BadCheckpoint
-from sparsellm.evaluation import perplexity, streamed_perplexity
-from sparsellm.inspection import Tensors, compare
-from sparsellm.journal import Journal
+from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.patterns import parse_pattern
-from sparsellm.places import NotStreamable, Place, read_stored
-from sparsellm.sensitivity import output_sensitivities
-from sparsellm.sequential import prune_blocks
-from sparsellm.storage import Storage
-from sparsellm.weights import OnDisk
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.allocation import fisher
+from sparsellm.pruning.journal import Journal
+from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.inspection import Tensors, compare
+from sparsellm.runtime.offload import Storage
+from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 
 SHARED = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
@@ -189,7 +189,7 @@ def test_read_in_pieces(
     shape: tuple[int, ...], dtype: torch.dtype, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor of the file, with memory of its own, however much of the file is mapped at a time."""
-    monkeypatch.setattr("sparsellm.places.PIECE", piece)
+    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.PIECE", piece)
     tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     save_file({"other": torch.ones(5), "wanted": tensor}, tmp_path / "some.safetensors")
     found = read_stored(Place(tmp_path / "some.safetensors", "wanted"))
@@ -202,7 +202,7 @@ def test_read_in_pieces(
 @pytest.mark.parametrize("piece", [1, 10, 2**22])
 def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit, one row more, another form and another dtype are each found, however few rows are read at a time."""
-    monkeypatch.setattr("sparsellm.places.PIECE", piece)
+    monkeypatch.setattr("sparsellm.checkpoints.tensor_index.PIECE", piece)
     skeleton = open_checkpoint(str(tiny["llama"])).skeleton()
 
     def tensors(tensor: Tensor, name: str) -> Tensors:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from sparsellm import zeroshot
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage
-from sparsellm.measurements import SPLITS
-from sparsellm.measuring import measure
-from sparsellm.recipe_file import read_recipe
-from sparsellm.zeroshot import definition, mean, prepared
+from sparsellm.evaluation.measurements import SPLITS
+from sparsellm.evaluation.perplexity import zeroshot
+from sparsellm.evaluation.zeroshot import definition, mean, prepared
+from sparsellm.runs.measuring import measure
+from sparsellm.runs.recipe_file import read_recipe
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None

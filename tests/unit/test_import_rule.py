@@ -1,4 +1,4 @@
-"""Who may import whom: the files have one order, and each imports only files before it. docs/architecture.md says the same."""
+"""Who may import whom: folders have an order, files have no circles. docs/architecture.md shows the same order."""
 
 from __future__ import annotations
 
@@ -7,163 +7,56 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PACKAGE = ROOT / "src" / "sparsellm"
 
-STOREYS = {
-    "Contents": ["__init__"],
-    "Ground": ["errors", "json_files", "devices", "distributed", "watch"],
-    "Tensors": [
-        "patterns",
-        "moments",
-        "linalg",
-        "problem",
-        "regression",
-        "solvers/__init__",
-        "solvers/criteria",
-        "solvers/column_loop",
-        "solvers/sparsegpt",
-        "solvers/admm",
-        "solvers/alps",
-        "solvers/swift",
-        "curves",
-        "gate",
-    ],
-    "Modules": [
-        "storage",
-        "feedforward",
-        "views",
-        "experts",
-        "architectures",
-        "calls",
-        "modes",
-        "blocks",
-        "coverage",
-        "memory",
-        "stand_ins",
-        "ahead",
-        "headers",
-        "places",
-        "weights",
-        "recall",
-        "routes",
-        "looks",
-        "onward",
-        "activations",
-        "walk",
-        "loaded_model",
-        "descent",
-        "sensitivity",
-        "fisher",
-    ],
-    "Methods": [
-        "refinement",
-        "methods/__init__",
-        "methods/owners",
-        "methods/layerwise",
-        "methods/signals",
-        "methods/published",
-        "methods/part",
-        "methods/settings",
-        "methods/targets",
-        "methods/two_streams",
-        "methods/sparsellm",
-        "yaml_files",
-        "allocation",
-        "journal",
-        "sequential",
-        "balance",
-        "budgets",
-        "distillation",
-    ],
-    "Words": [
-        "demo/__init__",
-        "demo/text",
-        "texts",
-        "calibration",
-        "recipe_fields",
-        "choices",
-        "recipe",
-        "recipe_file",
-        "records",
-        "markdown",
-        "files",
-        "report",
-        "architecture_file",
-        "digests",
-        "publication",
-        "model_classes",
-        "configuration",
-        "checkpoint",
-        "evaluation",
-        "inspection",
-        "finished",
-        "verification",
-        "output_lock",
-        "export",
-        "events",
-        "log",
-        "residence",
-        "first_pass",
-        "generation",
-        "zeroshot",
-        "recovery",
-        "preparation",
-        "fingerprint",
-        "measuring",
-        "work",
-        "sharing",
-        "pruning",
-        "tracking",
-        "meter",
-        "miniature",
-        "trial",
-        "forecasting",
-        "planning",
-        "together",
-        "remarks",
-        "run",
-        "demonstration",
-        "sweep_file",
-        "sweeping",
-        "comparison",
-        "drawing",
-        "plots",
-        "sweep_plots",
-        "page",
-        "hub",
-        "pages",
-        "display",
-        "options",
-        "commands/__init__",
-        "commands/pruning",
-        "commands/comparing",
-        "commands/looking",
-        "commands/pushing",
-        "cli",
-        "__main__",
-        "demo/train",
-    ],
+MAY_IMPORT = {
+    "_version": set(),
+    "errors": set(),
+    "runtime": {"errors"},
+    "data": {"errors", "runtime"},
+    "solvers": {"errors", "runtime"},
+    "models": {"errors", "runtime", "data", "solvers"},
+    "checkpoints": {"errors", "runtime", "data", "solvers", "models"},
+    "activations": {"errors", "runtime", "solvers", "models", "checkpoints"},
+    "evaluation": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations"},
+    "methods": {"errors", "runtime", "solvers", "models", "activations"},
+    "pruning": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
+    "recovery": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
 }
-ORDER = [file for files in STOREYS.values() for file in files]
-STOREY = {file: storey for storey, files in STOREYS.items() for file in files}
-QUIET = [file for file in ORDER if STOREY[file] != "Words"]
+"""By folder (or lone file), the folders that it may import besides itself, in the order of docs/architecture.md."""
 
-SPEAKING = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
-SPEAKING |= {"wandb", "trackio"}
-"""Libraries that print, log, or reach for the network."""
+BELOW_RUNS = set(MAY_IMPORT)
+MAY_IMPORT |= {
+    "runs": BELOW_RUNS,
+    "reports": BELOW_RUNS | {"runs"},
+    "cli": BELOW_RUNS | {"runs", "reports"},
+    "__main__": {"cli"},
+}
+
+FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+QUIET = [
+    file
+    for file in FILES
+    if file.split("/")[0] in {"runtime", "solvers", "models", "activations", "methods", "pruning", "recovery"}
+]
+
+LOUD_LIBRARIES = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
+LOUD_LIBRARIES |= {"wandb", "tensorboard", "trackio"}
+"""Libraries that print, log, or use the network."""
 
 
-def tree(file: str) -> ast.Module:
+def parse(file: str) -> ast.Module:
     """The parsed source of a file of the package."""
     return ast.parse((PACKAGE / f"{file}.py").read_text(encoding="utf-8"))
 
 
-def imported(node: ast.AST) -> Iterator[str]:
+def imported_names(node: ast.AST) -> Iterator[str]:
     """The dotted names that an import statement binds or runs; "a.b" for `from a import b`."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -171,16 +64,16 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
 
 
-def files_of(name: str) -> set[str]:
-    """The package's files that an import of the dotted name runs: its own, and the `__init__` of each folder on the way."""
+def imported_files(name: str) -> set[str]:
+    """The package's files that hold an imported name: a module, or the `__init__` of a folder that defines it."""
     parts = name.split(".")
     if parts[0] != "sparsellm":
         return set()
-    found = {"__init__"}
-    for end in range(2, len(parts) + 1):
-        path = "/".join(parts[1:end])
-        found |= {file for file in (path, f"{path}/__init__") if (PACKAGE / f"{file}.py").is_file()}
-    return found
+    path = "/".join(parts[1:])
+    if (PACKAGE / f"{path}.py").is_file():
+        return {path}
+    parent = "/".join(parts[1:-1])
+    return {file for file in (f"{path}/__init__", parent, f"{parent}/__init__") if (PACKAGE / f"{file}.py").is_file()}
 
 
 def run_time_nodes(module: ast.Module) -> Iterator[ast.AST]:
@@ -195,45 +88,57 @@ def run_time_nodes(module: ast.Module) -> Iterator[ast.AST]:
         waiting += ast.iter_child_nodes(node)
 
 
-def test_every_file_has_its_place() -> None:
-    there = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py")}
-    assert len(ORDER) == len(set(ORDER))
-    assert there == set(ORDER), "give each file its place in STOREYS and in docs/architecture.md"
+def test_the_package_has_these_folders_and_no_lone_files() -> None:
+    entries = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()} - {"__pycache__", "__init__", "py.typed"}
+    assert entries == set(MAY_IMPORT)
+    assert len(entries) <= 16
 
 
-def test_documentation_lists_the_files_in_this_order() -> None:
+def test_documentation_lists_every_file_of_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `([\w/]+)\.py` \|", text, flags=re.MULTILINE) == ORDER
+    listed = re.findall(r"^\| `([\w/]+)\.py` \|", text, flags=re.MULTILINE)
+    assert sorted(listed) == [file for file in FILES if not file.endswith("/__init__") or file in listed]
+    folders = list(dict.fromkeys(file.split("/")[0] for file in listed if file != "__init__"))
+    assert folders == list(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("file", ORDER)
-def test_imports_come_earlier(file: str) -> None:
-    """Imports for types count too, and delayed ones; only the table of contents may name what comes after it."""
-    module = tree(file)
-    nodes = run_time_nodes(module) if file == "__init__" else ast.walk(module)
-    before = set(ORDER[: ORDER.index(file)])
-    for node in nodes:
-        for name in imported(node):
+@pytest.mark.parametrize("file", [file for file in FILES if file != "__init__"])
+def test_a_folder_imports_only_folders_above_it(file: str) -> None:
+    """Imports for types count too, and delayed ones."""
+    folder = file.split("/", maxsplit=1)[0]
+    for node in ast.walk(parse(file)):
+        for name in imported_names(node):
             assert not name.startswith("."), f"{file}: write the whole name of {name}"
-            late = files_of(name) - before
-            assert not late - {"__init__"}, f"{file}.py line {node.lineno} imports {late}, which come later in the order"
+            others = {other.split("/")[0] for other in imported_files(name)} - {folder, "__init__"}
+            assert others <= MAY_IMPORT[folder], f"{file}.py line {node.lineno} imports {name}"
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """`sparsellm/__init__.py` is left out: it names public names for type checkers and loads them on demand."""
+    graph = {
+        file: {other for node in ast.walk(parse(file)) for name in imported_names(node) for other in imported_files(name)}
+        - {file, "__init__"}
+        for file in FILES
+        if file != "__init__"
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
 
 
 @pytest.mark.parametrize("file", QUIET)
-def test_no_delayed_import_below_the_words(file: str) -> None:
-    """A delayed import hides a circle; only commands delay theirs, to answer fast."""
-    for function in ast.walk(tree(file)):
+def test_no_import_is_delayed(file: str) -> None:
+    """A delayed import hides a circle; only commands delay theirs, to start fast."""
+    for function in ast.walk(parse(file)):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            delayed = {name for node in ast.walk(function) for name in imported(node) if files_of(name)}
+            delayed = {name for node in ast.walk(function) for name in imported_names(node) if imported_files(name)}
             assert not delayed, f"{file}.py: {function.name} imports {delayed}"
 
 
 @pytest.mark.parametrize("file", QUIET)
-def test_only_words_speak(file: str) -> None:
-    """Below the storey of words nothing prints, reads the environment, or reaches for the network."""
-    for node in ast.walk(tree(file)):
-        roots = {name.split(".")[0] for name in imported(node)}
-        assert not roots & SPEAKING, f"{file}.py imports {roots & SPEAKING}"
+def test_numerical_code_prints_nothing(file: str) -> None:
+    """No printing, no environment variables, no network."""
+    for node in ast.walk(parse(file)):
+        roots = {name.split(".")[0] for name in imported_names(node)}
+        assert not roots & LOUD_LIBRARIES, f"{file}.py imports {roots & LOUD_LIBRARIES}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"print", "input"}, f"{file}.py line {node.lineno} calls {node.func.id}"
         if isinstance(node, ast.Attribute):
@@ -241,18 +146,18 @@ def test_only_words_speak(file: str) -> None:
             assert used not in {"os.environ", "os.getenv", "sys.stdout", "sys.stderr"}, f"{file}.py line {node.lineno}: {used}"
 
 
-@pytest.mark.parametrize("file", STOREYS["Ground"])
-def test_ground_knows_only_torch(file: str) -> None:
-    for node in ast.walk(tree(file)):
-        for name in imported(node):
-            root = name.split(".")[0]
-            assert root in sys.stdlib_module_names | {"torch", "sparsellm"}, f"{file}.py imports {name}"
+@pytest.mark.parametrize("file", [file for file in FILES if file.split("/")[0] == "runtime"])
+def test_runtime_knows_no_models(file: str) -> None:
+    allowed = sys.stdlib_module_names | {"torch", "sparsellm", "numpy", "psutil", "pydantic", "safetensors"}
+    for node in ast.walk(parse(file)):
+        for name in imported_names(node):
+            assert name.split(".")[0] in allowed, f"{file}.py imports {name}"
 
 
-@pytest.mark.parametrize("file", STOREYS["Tensors"])
-def test_tensors_know_no_modules_and_no_files(file: str) -> None:
-    for node in ast.walk(tree(file)):
-        for name in imported(node):
+@pytest.mark.parametrize("file", [file for file in FILES if file.split("/")[0] == "solvers"])
+def test_solvers_know_no_modules_and_no_files(file: str) -> None:
+    for node in ast.walk(parse(file)):
+        for name in imported_names(node):
             assert name.split(".")[0] not in {"transformers", "safetensors", "pathlib", "io"}, f"{file}.py imports {name}"
             assert name == "torch" or not name.startswith("torch.nn") or name.startswith("torch.nn.functional"), file
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -260,24 +165,19 @@ def test_tensors_know_no_modules_and_no_files(file: str) -> None:
         assert not (isinstance(node, ast.Attribute) and node.attr == "Module"), f"{file}.py line {node.lineno} names nn.Module"
 
 
-@pytest.mark.parametrize("file", STOREYS["Modules"])
-def test_modules_know_no_patterns_and_no_solvers(file: str) -> None:
-    for node in ast.walk(tree(file)):
-        for name in imported(node):
-            foreign = {"patterns", "problem", *(other for other in ORDER if other.startswith("solvers/"))}
-            assert not files_of(name) & foreign, f"{file}.py imports {name}"
+@pytest.mark.parametrize("file", [file for file in FILES if file.split("/")[0] in {"models", "checkpoints", "activations"}])
+def test_models_and_streams_know_no_solver_and_no_pattern(file: str) -> None:
+    """Statistics, linear algebra and regressions are theirs to use; which weights stay is not their matter."""
+    solvers = {other for other in FILES if other.startswith("solvers/")}
+    shared = {"solvers/linalg", "solvers/statistics", "solvers/regression"}
+    for node in ast.walk(parse(file)):
+        for name in imported_names(node):
+            assert not imported_files(name) & (solvers - shared), f"{file}.py imports {name}"
 
 
-@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.recipe_fields", "sparsellm.cli"])
+@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.cli.app"])
 def test_import_is_light(name: str) -> None:
     """What the heavy libraries cost is paid by the command that needs them."""
     code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not loaded, f"import {name} loads {loaded}"
-
-
-def test_opening_a_checkpoint_imports_no_method() -> None:
-    code = "import sys, sparsellm.checkpoint; print(*(name for name in sys.modules if name.startswith('sparsellm.')))"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "sparsellm.checkpoint" in loaded
-    assert not [name for name in loaded if "method" in name or "solver" in name]

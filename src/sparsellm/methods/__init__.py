@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block
-from sparsellm.moments import NoInputs
-from sparsellm.patterns import Pattern
+from sparsellm.activations.streams import Activations
+from sparsellm.models.blocks import Block
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.statistics import NoInputs
 
 Plan = dict[str, Pattern]
 """Which pattern each layer gets, by the layer's full name; layers that it lacks stay as they are."""

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm import devices, distributed
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block
+from sparsellm.activations.hooks import Look, Looks
+from sparsellm.activations.streams import Activations
 from sparsellm.errors import NonFinite, SingularGram
-from sparsellm.feedforward import FeedForward
-from sparsellm.linalg import all_finite, zeros_in
-from sparsellm.looks import Look, Looks
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.owners import handed_on, owners
-from sparsellm.moments import InputNorms, NoInputs
-from sparsellm.patterns import Pattern
-from sparsellm.problem import LEAST_ENERGY, LayerProblem, is_measured, share_lost
+from sparsellm.methods.parallel_solve import handed_on, owners
+from sparsellm.models.blocks import Block
+from sparsellm.models.feedforward import FeedForward
+from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, Unwaiting
 from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers.linalg import all_finite, zeros_in
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.problem import LEAST_ENERGY, LayerProblem, is_measured, share_lost
+from sparsellm.solvers.statistics import InputNorms, NoInputs
 
 LARGEST_DAMPING = 1.0
 """Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
@@ -70,7 +70,7 @@ class LayerWise:
         last = names[0] if self.true_sequential else None
         moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
         whose = owners(block, names)
-        mine = {name: moments[name] for name in names if whose[name] == distributed.rank()}
+        mine = {name: moments[name] for name in names if whose[name] == collectives.rank()}
         if isinstance(self.solver, Unwaiting) and devices.queued(block.device) and not self.keep_zeros:
             steps = _prune_unwaiting(block, inputs, self.solver, mine, plan)
         else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods.part import SAMPLED
+from sparsellm.methods.feedforward_problem import SAMPLED
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block
+from sparsellm.activations.sensitivity import layer_sensitivities
+from sparsellm.activations.streams import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods.block_solver import TwoStreams
 from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
 from sparsellm.methods.settings import Settings
-from sparsellm.methods.two_streams import TwoStreams
-from sparsellm.moments import Gram, NoInputs
-from sparsellm.sensitivity import layer_sensitivities
+from sparsellm.models.blocks import Block
+from sparsellm.solvers.statistics import Gram, NoInputs
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SparseLLM(Settings):
        plus what the stream they add to has already lost.
     2. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
 
-    Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.sensitivity`).
+    Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
 
     solver: any layer solver. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least if there
     are as many. couple: whose layers form one problem: "none" (no step 2, no S) or "feedforward". ridge: of the regressions,

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations import Activations
-from sparsellm.blocks import Block
-from sparsellm.feedforward import FeedForward
-from sparsellm.looks import Asked, Seen
+from sparsellm.activations.hooks import Asked, Seen
+from sparsellm.activations.streams import Activations
 from sparsellm.methods import Plan
-from sparsellm.methods.part import weights_of
-from sparsellm.moments import Gram
-from sparsellm.regression import Carried, Regression, Summed, Twins
-from sparsellm.storage import Kept
+from sparsellm.methods.feedforward_problem import weights_of
+from sparsellm.models.blocks import Block
+from sparsellm.models.feedforward import FeedForward
+from sparsellm.runtime.offload import Kept
+from sparsellm.solvers.regression import Carried, Regression, Summed, Twins
+from sparsellm.solvers.statistics import Gram
 
 
 class Targets:

@@ -6,9 +6,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from sparsellm.moments import NoInputs
-from sparsellm.patterns import Pattern
-from sparsellm.problem import LayerProblem
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.statistics import NoInputs
 
 
 @runtime_checkable

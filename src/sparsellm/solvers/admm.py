@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsellm.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
-from sparsellm.problem import LEAST_CURVATURE, LayerProblem
+from sparsellm.solvers.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
+from sparsellm.solvers.problem import LEAST_CURVATURE, LayerProblem
 
 Keep = Callable[[Tensor], Tensor]
 """The mask that scores of (out, in) decide."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import Pattern
-from sparsellm.problem import LayerProblem
 from sparsellm.solvers.admm import Keep, Scaled
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.statistics import Gram, NoInputs
 
 PENALTY_START = 0.1
 """The first rho, for a Gram scaled to a unit diagonal; the paper's value."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsellm.moments import InputNorms, NoInputs
-from sparsellm.patterns import Pattern
-from sparsellm.problem import LayerProblem
+from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.problem import LayerProblem
+from sparsellm.solvers.statistics import InputNorms, NoInputs
 
 
 @dataclass(frozen=True)

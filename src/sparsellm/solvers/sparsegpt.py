@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped_, inverse_factor, inverse_upper, lifted, reversed_factor
-from sparsellm.moments import Gram, NoInputs
-from sparsellm.patterns import Pattern, keep_largest
-from sparsellm.problem import LEAST_CURVATURE, LayerProblem
-from sparsellm.solvers import column_loop
+from sparsellm.solvers import sparsegpt_triton
+from sparsellm.solvers.linalg import damped_, inverse_factor, inverse_upper, lifted, reversed_factor
+from sparsellm.solvers.patterns import Pattern, keep_largest
+from sparsellm.solvers.problem import LEAST_CURVATURE, LayerProblem
+from sparsellm.solvers.statistics import Gram, NoInputs
 
 PANEL = 16
 """Columns whose errors are spread one by one, over each other; beyond them all together, by a product."""
@@ -82,8 +82,8 @@ class SparseGPT:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
                 keep = _without(gone, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed))
-            if gone is None and column_loop.serves(here, pattern):
-                column_loop.sweep(here, diagonal_block, keep, pattern)
+            if gone is None and sparsegpt_triton.serves(here, pattern):
+                sparsegpt_triton.sweep(here, diagonal_block, keep, pattern)
             else:
                 _sweep(here, diagonal_block, keep, pattern, gone)
             torch.sub(here, dense, out=moved[start:end])

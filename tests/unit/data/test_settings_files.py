@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sparsellm.data.json_files import parse_json, read_bytes, read_json
+from sparsellm.data.yaml_files import read_mapping, read_value
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError
-from sparsellm.json_files import parse_json, read_bytes, read_json
-from sparsellm.yaml_files import read_mapping, read_value
 
 DEEP = 100_000
 

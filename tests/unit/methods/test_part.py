@@ -13,10 +13,10 @@ from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.blocks import Block, blocks_of
-from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
-from sparsellm.linalg import damped
-from sparsellm.methods.part import NEWTON_RIDGE, Part, Weights, weights_of
+from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, Part, Weights, weights_of
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.solvers.linalg import damped
 
 MODEL, HIDDEN, TOKENS = 6, 9, 50
 
@@ -265,12 +265,12 @@ def test_tokens_are_told_apart_by_number(split: tuple[int, ...], monkeypatch: py
     x, t = torch.cat(part.inputs), torch.cat(part.targets)
     fitted, held = part.split()
     fitted.least = 14
-    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 2)
+    monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 2)
     for some, wanted in ((fitted, slice(0, 47)), (held, slice(47, 50)), (fitted.sampled(), slice(0, 47, 3))):
         assert torch.equal(torch.cat(list(some.inputs)), x[wanted])
         assert torch.equal(torch.cat(list(some.targets)), t[wanted])
         assert all(len(batch) for batch in some.inputs)
-    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 4)  # now the width asks for more: 24
+    monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 4)  # now the width asks for more: 24
     assert torch.equal(torch.cat(list(fitted.sampled().inputs)), x[:47])
 
 
@@ -279,7 +279,7 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     part = part_of("opt")
     weights, keep = pruned(part, "opt")
     part.least = 10
-    monkeypatch.setattr("sparsellm.methods.part.SAMPLED_WIDTHS", 1)
+    monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 1)
     seen: list[tuple[str, int]] = []
     for name in ("_descent", "_bent"):
         plain = getattr(Part, name)

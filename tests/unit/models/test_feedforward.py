@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 from transformers.activations import ACT2FN
 
-from sparsellm.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
+from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
 
 PLAIN = PlainFeedForward(reader="fc1", writer="fc2")
 GATED = GatedFeedForward(gate="gate", up="up", writer="down")

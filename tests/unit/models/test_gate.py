@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.curves import CURVES, SILU, Curve
-from sparsellm.gate import CHUNK, best_gate
+from sparsellm.models.activation_functions import CURVES, SILU, Curve
+from sparsellm.models.gate_update import CHUNK, best_gate
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]

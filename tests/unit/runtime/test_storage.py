@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.storage import Kept, OnFile, OnHost, Rows, Storage, lengths
+from sparsellm.runtime.offload import Kept, OnFile, OnHost, Rows, Storage, lengths
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped, refit
-from sparsellm.moments import Gram, InputNorms, NoInputs
-from sparsellm.patterns import NM, parse_pattern
-from sparsellm.problem import LayerProblem
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.linalg import damped, refit
+from sparsellm.solvers.patterns import NM, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
+from sparsellm.solvers.statistics import Gram, InputNorms, NoInputs
 
 every_kind = pytest.mark.parametrize("kind", ["full", "none"])
 every_pattern = pytest.mark.parametrize("text", ["50%", "70%", "2:4"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm import distributed
-from sparsellm.moments import Cross, Gram, InputNorms, NoInputs
+from sparsellm.runtime import collectives
+from sparsellm.solvers.statistics import Cross, Gram, InputNorms, NoInputs
 
 TOKENS, FEATURES, OUTPUTS = 600, 24, 10
 
@@ -231,7 +231,7 @@ def test_moments_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     cross.update(y, x)
     norms.update(x)
     alone = gram.matrix, cross.matrix, norms.norms
-    monkeypatch.setattr(distributed, "world", lambda: 2)
+    monkeypatch.setattr(collectives, "world", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
     for some in (gram, cross, norms):
         some.reduce()

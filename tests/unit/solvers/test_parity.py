@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
-from sparsellm.problem import LayerProblem
 from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.statistics import Gram
 
 AUTHORS = Path(__file__).parents[4] / "shared" / "parity" / "authors.safetensors"
 

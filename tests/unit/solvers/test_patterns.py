@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, SparseLLMError
-from sparsellm.patterns import NM, Pattern, Unstructured, keep_largest, parse_pattern
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured, keep_largest, parse_pattern
 
 PARSED: list[tuple[str | float, Pattern]] = [
     ("70%", Unstructured(0.7)),

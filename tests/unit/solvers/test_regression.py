@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.moments import Gram
-from sparsellm.patterns import Unstructured
-from sparsellm.regression import Carried, Regression, Summed, Twins
 from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.patterns import Unstructured
+from sparsellm.solvers.regression import Carried, Regression, Summed, Twins
+from sparsellm.solvers.statistics import Gram
 
 TOKENS, FEATURES, OUTPUTS = 400, 16, 6
 CONSTANT_INPUTS = [3, 11]

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped
-from sparsellm.moments import Cross, Gram, InputNorms, NoInputs
-from sparsellm.patterns import NM, Pattern, parse_pattern
-from sparsellm.problem import LayerProblem
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
+from sparsellm.solvers.statistics import Cross, Gram, InputNorms, NoInputs
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
 PATTERNS = ["0%", "1%", "50%", "70%", "90%", "2:4", "3:4", "4:8"]

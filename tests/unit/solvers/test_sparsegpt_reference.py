@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import damped
-from sparsellm.moments import Gram
-from sparsellm.patterns import NM, Pattern, Unstructured, parse_pattern
-from sparsellm.problem import LayerProblem
+from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
+from sparsellm.solvers.statistics import Gram
 
 
 def problem_of(shape: tuple[int, int], dtype: torch.dtype = torch.float64, dead: tuple[int, ...] = ()) -> LayerProblem:

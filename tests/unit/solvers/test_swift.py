@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.linalg import refit
-from sparsellm.moments import Gram
-from sparsellm.patterns import parse_pattern
-from sparsellm.problem import LayerProblem
 from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.linalg import refit
+from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.swift import Swift
+from sparsellm.solvers.statistics import Gram
 from tests.unit.solvers.test_solvers import problem_of
 
 

@@ -1,0 +1,166 @@
+"""Arguments and options of the command line. Those that set a field of the recipe are generated from it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from sparsellm._version import __version__
+from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields, RunFields
+
+_POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def recipe_options(
+    *names: str, fields: type[RunFields] = RecipeFields, without: tuple[str, ...] = ("model",)
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options for fields of the recipe.
+
+    The command receives as keywords the fields that the user set. Its positional parameters are its arguments, its other
+    keyword-only parameters are further options, which help lists after the generated ones.
+
+    Args:
+        *names: The fields; by default all but those of `without`.
+        fields: The class that declares them.
+        without: Fields that are arguments of the command, or not to be set on the command line.
+
+    Returns:
+        A decorator for the command's function.
+    """
+    chosen = {name: fields.model_fields[name] for name in names or fields.model_fields if name not in without}
+
+    def add_options(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_settings(**values: Any) -> None:
+            # An option that is not given is None, so that it does not override a recipe file.
+            command(**{name: value for name, value in values.items() if name not in chosen or value not in (None, [])})
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for name, parameter in signature.parameters.items() if name not in chosen]
+        parameters = [
+            *(parameter for parameter in own if parameter.kind is _POSITIONAL),
+            *(_option(name, field) for name, field in chosen.items()),
+            *(parameter for parameter in own if parameter.kind is _KEYWORD),
+        ]
+        with_settings.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_settings
+
+    return add_options
+
+
+def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The parameter of a command that sets a field."""
+    kind, values = _option_type(field.annotation)
+    extra: Any = field.json_schema_extra
+    no_default = field.default is False or field.default in (None, ())
+    option = typer.Option(
+        help=f"{field.description} One of: {', '.join(values)}." if values else field.description,
+        rich_help_panel=extra["panel"],
+        show_default=extra["default_text"] or (False if no_default else str(field.default)),
+        autocompletion=(lambda incomplete: [value for value in values if value.startswith(incomplete)]) if values else None,
+    )
+    return inspect.Parameter(name, _KEYWORD, default=None, annotation=Annotated[kind, option])
+
+
+def _option_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
+    """The type of an option's value, and the values that it may have, empty where there are others.
+
+    Values are checked with the recipe, whose message names the nearest one.
+    """
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return str, arguments
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _option_type(next(member for member in arguments if member is not types.NoneType))
+    if get_origin(annotation) is tuple:
+        return list[str], _option_type(arguments[0])[1]
+    return annotation, ()
+
+
+def _print_version(given: bool) -> None:
+    """Eager: runs before a missing command is reported."""
+    if given:
+        print(__version__)
+        raise typer.Exit
+
+
+_output = functools.partial(typer.Option, rich_help_panel="Output")
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)]
+
+Model = Annotated[str, typer.Argument(help=RecipeFields.model_fields["model"].description)]
+ModelOrConfig = Annotated[str | None, typer.Argument(help=RecipeFields.model_fields["model"].description)]
+Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
+Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+PrunedFrom = Annotated[
+    str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.", rich_help_panel="Model")
+]
+Text = Annotated[list[str] | None, _output(help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo.")]
+
+Config = Annotated[str | None, _output(help="Recipe file (YAML); options override its fields.")]
+PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.")]
+Resume = Annotated[
+    bool,
+    _output("--resume", help="Continue an unfinished run; without one, start from the beginning."),
+]
+Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start from the beginning.")]
+Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
+Track = Annotated[
+    list[str] | None,
+    _output("--report-to", help="Tracker to log the run to: wandb, tensorboard, trackio or mlflow."),
+]
+Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
+
+Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
+Dense = Annotated[
+    str | None,
+    typer.Option("--against", metavar="DENSE", help="Check that all tensors that were not pruned equal this model's."),
+]
+Expect = Annotated[
+    str | None,
+    typer.Option(help="Exit with status 1 unless each pruned layer has this sparsity, or the one allocated to it."),
+]
+
+DemoOutput = Annotated[str | None, typer.Option(help="Folder to write the model pruned by sparsellm to; must not exist.")]
+Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
+
+SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
+SweepOut = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="OUT", help="Folder of the sweep; an existing sweep is continued. Default: the file's name without .yaml."
+    ),
+]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
+OnlyCells = Annotated[list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only these cells.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="FIELD=VALUE", help="Set a field in all cells, or as AXIS.LABEL=VALUE the value of one label."
+    ),
+]
+Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
+ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
+
+Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
+Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, owner/name; created if it does not exist.")]
+Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
+Branch = Annotated[
+    str | None,
+    typer.Option("--revision", help="Branch to push to; created if it does not exist.", show_default="main"),
+]
+Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
+
+Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
+Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
+Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]

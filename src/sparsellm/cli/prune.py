@@ -1,0 +1,152 @@
+"""`prune`, `recover` and `plan`: the commands that take a recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from sparsellm.cli import options
+from sparsellm.cli.console import ended, print_json, silent, stderr, stdout, told
+from sparsellm.runs.recipe_fields import RecoveryFields
+
+if TYPE_CHECKING:
+    from sparsellm.runs.recipe import RunRecipe
+
+
+@options.recipe_options()
+def prune(
+    context: typer.Context,
+    model: options.ModelOrConfig = None,
+    output: options.Out = None,
+    *,
+    config: options.Config = None,
+    print_config: options.PrintConfig = False,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    overwrite: options.Overwrite = False,
+    report_to: options.Track = None,
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Prune a model and write the pruned checkpoint.
+
+    Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
+    """
+    with told(context):
+        from sparsellm.runs.recipe_file import read_recipe, read_yaml
+
+        if config and output is None and model is not None and "model" in read_yaml(Path(config)):
+            model, output = None, model  # the recipe names the model, so the only argument is the output
+        if model is not None:
+            settings["model"] = model
+        recipe = read_recipe(settings, config)
+        if print_config:
+            print(recipe.to_yaml(), end="")
+            return
+        if output is None:
+            raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
+
+
+@options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
+def recover(
+    context: typer.Context,
+    pruned: options.Pruned,
+    output: options.Recovered,
+    *,
+    model: options.PrunedFrom,
+    resume: options.Resume = False,
+    restart: options.Restart = False,
+    overwrite: options.Overwrite = False,
+    report_to: options.Track = None,
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Train the weights that a pruned checkpoint has left, zeros held, and write the recovered checkpoint.
+
+    Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
+    """
+    with told(context):
+        from sparsellm.runs.export import check_output
+        from sparsellm.runs.recovery import read_recovery
+
+        recipe = read_recovery({"model": model, "pruned": pruned, **settings})
+        check_output(output, overwrite or resume or restart, recipe.pruned)
+        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
+
+
+def _write(
+    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, report_to: list[str], as_json: bool
+) -> None:
+    """Run a recipe, alone or with the other processes of a launcher, write the output, and print what was done."""
+    if resume and restart:
+        raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
+
+    from sparsellm.cli.allocator import manage_memory
+    from sparsellm.cli.display import Progress, print_summary
+    from sparsellm.runs import output_lock
+    from sparsellm.runs.events import Stage, each
+    from sparsellm.runs.export import check_output, is_finished
+    from sparsellm.runs.run import run
+    from sparsellm.runs.tracking import Tracked
+    from sparsellm.runs.workspace import working
+    from sparsellm.runtime import collectives, watchdog
+
+    with watchdog.joined(os.environ, ended) as leads:  # of several processes one prints
+        if leads:
+            output_lock.recover(output)
+        if collectives.agreed(resume and is_finished(output)):
+            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+            return
+        if leads:
+            check_output(output, overwrite, recipe.model)
+        with (
+            Progress(stderr if leads else silent) as progress,
+            Tracked(*(report_to if leads else ()), say=progress) as tracked,
+            working(output, resume, restart) as work,
+        ):
+            result = run(recipe, each(manage_memory, progress, tracked), work=work)
+            progress(Stage("writing and verifying"))
+            folder = result.save_pretrained(output, overwrite)
+        if not leads:
+            return
+        if as_json:
+            print_json(result.report.to_dict() | {"output": str(folder)})
+        else:
+            print_summary(stdout, result.report, str(folder))
+
+
+@options.recipe_options()
+def plan(
+    context: typer.Context,
+    model: options.ModelOrConfig = None,
+    output: options.Out = None,
+    *,
+    config: options.Config = None,
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Estimate memory, disk space, operations and time of a `prune` command, without reading any weights.
+
+    Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
+    """
+    with told(context):
+        from sparsellm.cli.display import print_plan
+        from sparsellm.runs.planning import plan_run
+        from sparsellm.runs.recipe_file import read_recipe
+
+        if model is not None:
+            settings["model"] = model
+        with stderr.status("planning"):
+            planned = plan_run(read_recipe(settings, config), output)
+        if as_json:
+            print_json(planned.to_dict())
+        else:
+            print_plan(stdout, planned)
+        if not planned.fits:
+            stderr.print(Text(f"error: {planned.refusal}", style="red"), soft_wrap=True)
+            raise typer.Exit(1)

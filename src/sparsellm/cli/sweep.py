@@ -1,0 +1,101 @@
+"""`sweep` and `report`: the commands that compare many runs, and that explain one or many."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from sparsellm.cli import options
+from sparsellm.cli.console import print_json, silent, stderr, stdout, told
+
+
+@options.recipe_options("device")
+def sweep(
+    context: typer.Context,
+    file: options.SweepFile,
+    output: options.SweepOut = None,
+    *,
+    smoke: options.Smoke = False,
+    only: options.OnlyCells = None,
+    changes: options.Changes = None,
+    retry: options.Retry = False,
+    list_cells: options.ListCells = False,
+    report_to: options.Track = None,
+    as_json: options.Json = False,
+    device: str | None = None,
+) -> None:
+    """Run every cell of a sweep and compare the results. A killed sweep is continued; several processes can share one folder.
+
+    Example: sparsellm sweep recipes/demo.yaml demo-sweep
+    """
+    with told(context):
+        from sparsellm.cli.allocator import manage_memory
+        from sparsellm.cli.display import Progress, show
+        from sparsellm.cli.display import table as shown
+        from sparsellm.reports.comparison import grid, table, to_json, write_tables
+        from sparsellm.reports.sweep_file import read_sweep
+        from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
+        from sparsellm.runs.events import each
+        from sparsellm.runs.tracking import Tracked
+        from sparsellm.runtime import watchdog
+
+        cells = read_sweep(file, smoke, changes or ())
+        folder = Path(output or Path(file).stem)
+        if list_cells:
+            outcomes = read_outcomes(cells, folder)
+            lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
+            stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
+            return
+        number, count = watchdog.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
+        with Progress(silent if number else stderr) as progress, Tracked(*(report_to or ()), say=progress) as tracked:
+            observe = each(manage_memory, progress, tracked)
+            outcomes = run_sweep(
+                cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
+            )
+        if number:
+            return
+        while count > 1 and any(x.state == "at work" for x in outcomes):
+            time.sleep(1)
+            outcomes = read_outcomes(cells, folder)
+        files = write_tables(cells, outcomes, folder)
+        rows = table(cells, outcomes)
+        if as_json:
+            print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
+        else:
+            show(stdout, shown(*grid(cells, rows), title=cells.title))
+            stdout.print(f"Wrote {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
+        failed = [x for x in outcomes if x.state == "failed"]
+        others = [x for x in outcomes if x.state == "at work"]
+        if others:
+            stderr.print(f"{len(others)} cells are being worked on by other processes.", highlight=False, soft_wrap=True)
+        if failed:
+            told_of = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
+            stderr.print(Text(f"{told_of} Pass --retry to try them again.", style="red"), soft_wrap=True)
+            raise typer.Exit(1)
+
+
+def report(
+    context: typer.Context,
+    run: options.Reported,
+    output: options.Page = None,
+    figures: options.Figures = None,
+) -> None:
+    """Write a run or a sweep as one HTML file with text, tables and plots, which needs no network.
+
+    Example: sparsellm report opt-70
+    """
+    with told(context):
+        from sparsellm.reports.page import report_page, write_figures
+
+        page, plots = report_page(run)
+        file = Path(output or f"{Path(run)}.html")  # beside a run's folder: within, `--overwrite` would find a foreign file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page, encoding="utf-8")
+        stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)
+        if figures:
+            write_figures(plots, figures)
+            stdout.print(f"Wrote {len(plots)} plots as SVG and PNG to {figures}.", highlight=False, soft_wrap=True)

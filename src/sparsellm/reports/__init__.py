@@ -1,0 +1,4 @@
+"""Sweeps of many runs, their comparison, figures, and the HTML report.
+
+Imports every folder but `cli`.
+"""

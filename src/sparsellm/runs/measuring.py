@@ -1,0 +1,46 @@
+"""The perplexity and the zero-shot accuracy of a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sparsellm.checkpoints.loading import device_of, open_checkpoint
+from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.evaluation.perplexity import measure as measure_perplexity
+from sparsellm.evaluation.zeroshot import accuracies, prepared
+from sparsellm.runs.first_pass import check_runs
+from sparsellm.runs.placement import settle
+from sparsellm.runs.preparation import check_tokens, check_vocabulary, read_test, window_length
+from sparsellm.runs.recipe_file import read_recipe
+
+
+def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[str, Accuracy]]:
+    """Measure a checkpoint's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
+
+    All texts are read, and the tasks' files found, before anything is measured. A model that is larger than the memory is
+    loaded block by block.
+
+    Args:
+        model: Checkpoint folder, model name on the hub, demo:opt or demo:llama.
+        **settings: Fields of the recipe; `evaluate` has the texts and `task` the tasks.
+
+    Returns:
+        The perplexity by text, and the accuracy by task.
+    """
+    recipe = read_recipe({"model": model, "method": "magnitude", **settings})
+    place = device_of(recipe.device)
+    source = open_checkpoint(model, recipe.revision, recipe.trust_remote_code)
+    skeleton = source.skeleton()
+    check_vocabulary(skeleton, source)
+    window = window_length(recipe, source.length)
+    tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
+    check_tokens(skeleton, *tests.values())
+    prepared(recipe.task, recipe.task_data)
+    home = settle(recipe, source, place, Path(tempfile.gettempdir()))
+    check_runs(home, by_block=home.streamed)
+    perplexities = {text: measure_perplexity(home, test, text) for text, test in tests.items()}
+    if not recipe.task:
+        return perplexities, {}
+    return perplexities, accuracies(home, source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)

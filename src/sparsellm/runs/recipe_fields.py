@@ -1,0 +1,142 @@
+"""The fields of a recipe, each with its type, default and description; the command line generates its options from them.
+
+Imports no torch, so that `sparsellm --help` and shell completion need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sparsellm.evaluation.measurements import TaskName
+
+SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
+MethodName = Literal["sparsellm", SolverName]
+
+
+def _field(panel: str, default: Any, description: str, default_text: str | None = None, **constraints: Any) -> Any:
+    """A field of the recipe.
+
+    Args:
+        panel: The panel of `--help` that lists the option.
+        default: The value of a field that is not given.
+        description: The help text, one sentence.
+        default_text: What is used when the value is None, in words.
+        **constraints: Bounds of the value, as in `pydantic.Field`.
+    """
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text}
+    return Field(default, description=description, json_schema_extra=option, **constraints)
+
+
+_model = partial(_field, "Model")
+_pruning = partial(_field, "Pruning")
+_training = partial(_field, "Training")
+_data = partial(_field, "Data")
+_evaluation = partial(_field, "Evaluation")
+_hardware = partial(_field, "Hardware")
+
+
+class RunFields(BaseModel):
+    """The fields that `prune` and `recover` share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    model: str = Field(description="Checkpoint folder, model name on the Hugging Face hub, demo:opt or demo:llama.")
+    revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
+    trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
+    architecture: str | None = _model(
+        None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected"
+    )
+
+    calibration: str | None = _data(
+        None, "Calibration text: a .txt, .raw, .json, .jsonl or .parquet file, or c4, wikitext2, ptb or demo."
+    )
+    text_field: str | None = _data(None, "Field that holds the text in .json, .jsonl and .parquet files.", "text")
+    samples: int = _data(128, "Number of calibration sequences.", gt=0)
+    sequence_length: int | None = _data(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
+    seed: int = _data(0, "Seed for drawing calibration sequences.", ge=0, lt=2**63)
+
+    evaluate: tuple[str, ...] = _evaluation((), "Text to measure the perplexity on before and after, named as for calibration.")
+    evaluate_limit: int | None = _evaluation(
+        None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
+    )
+    prompt: tuple[str, ...] = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
+    task: tuple[TaskName, ...] = _evaluation((), "Zero-shot task to measure the accuracy on.")
+    task_data: str | None = _evaluation(None, "Folder with the tasks' questions as .jsonl files.", "downloaded from the hub")
+    task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
+
+    max_memory: str | None = _hardware(None, "Maximum memory to use, as 16GiB.", "80% of the free memory")
+    offload: bool | None = _hardware(
+        None,
+        "Load one decoder block at a time instead of the whole model.",
+        "when the model needs more than half of the memory",
+    )
+    device: str = _hardware("auto", "Device to compute on: auto, cpu, cuda, cuda:1 or mps.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _hardware(
+        "auto", "Data type of the weights; auto keeps the stored one."
+    )
+    batch_size: int | None = _hardware(None, "Sequences per forward pass.", "as many as make about 2,048 tokens", gt=0)
+
+
+class RecipeFields(RunFields):
+    """The fields of `sparsellm.runs.recipe.Recipe`, which checks that they agree."""
+
+    method: MethodName = _pruning("sparsellm", "Pruning method.")
+    sparsity: str = _pruning("50%", "Fraction of the weights to remove (70%, 0.7), or N:M to remove N of every M.")
+    as_published: bool = _pruning(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
+    effort: Literal["fast", "standard", "best"] = _pruning(
+        "standard",
+        "How much computation the method sparsellm spends. fast: layer by layer with the solver swift, 1.3 times the runtime "
+        "of llm-compressor's SparseGPT and 0.16 to 0.27 of its excess at 80 %; standard: feed-forward parts pruned as one "
+        "problem with the solver thorough, 13 times the runtime and 0.08 to 0.16 of the excess; best: standard, "
+        "then recovery over the whole model with 300 gradient steps.",
+    )
+    solver: SolverName | None = _pruning(
+        None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
+    )
+    gauss_newton_steps: int = _pruning(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", ge=0)
+    epochs: int = _pruning(4, "Number of epochs K of Algorithm 1.", gt=0)
+    alpha: float = _pruning(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
+    beta: float = _pruning(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
+    scope: str | None = _pruning(
+        None,
+        "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
+        "set by effort",
+    )
+    allocation: str | None = _pruning(
+        None,
+        "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
+        "fisher for the method sparsellm with an unstructured sparsity, uniform otherwise",
+    )
+    allocation_bounds: str | None = _pruning(
+        None, "Lowest and highest sparsity that an allocation rule may give a layer, as 60%:95%.", "0%:100%"
+    )
+    blocks: str = _pruning("all", "Decoder blocks to prune: all, first-half, a range 0:12, or a list 3,5.")
+    include: tuple[str, ...] = _pruning((), "Prune only layers with this name; * matches any text.")
+    exclude: tuple[str, ...] = _pruning((), "Do not prune layers with this name; * matches any text.")
+    keep_zeros: bool = _pruning(False, "Keep weights that are zero in the dense model at zero.")
+    true_sequential: bool = _pruning(
+        False,
+        "Prune each layer on the outputs of the pruned layers before it in its block (alps, fast-admm, sparsegpt or wanda).",
+    )
+    written: int = _data(0, "Number of additional calibration sequences, generated by the dense model.", ge=0)
+
+
+class RecoveryFields(RunFields):
+    """The fields of `sparsellm.runs.recipe.RecoveryRecipe`. `model` is the dense model."""
+
+    pruned: str = Field(description="Folder that `prune` or `recover` wrote.")
+    scope: Literal["block", "model"] = _training(
+        "model", "Weights that are trained together: each block's, or the whole model's."
+    )
+    steps: int | None = _training(
+        None, "Maximum number of gradient steps.", "100 for each block, 300 for the whole model", gt=0
+    )
+    written: int | None = _data(
+        None,
+        "Number of additional sequences, generated by the dense model.",
+        "0 for blocks; for the whole model enough to use each about twice",
+        ge=0,
+    )

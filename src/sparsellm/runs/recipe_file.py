@@ -1,0 +1,66 @@
+"""Recipes from settings and YAML files, with every complaint in one sentence or two."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from sparsellm.data.json_files import Unreadable, check_value
+from sparsellm.data.yaml_files import read_mapping
+from sparsellm.errors import InvalidSetting, nearest, printable
+from sparsellm.runs.recipe import Recipe, RunRecipe
+
+Kind = TypeVar("Kind", bound=RunRecipe)
+
+
+def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
+    """A recipe from settings, over those of a YAML file if there is one.
+
+    Raises InvalidSetting that names the field, what it got, and the nearest right name.
+    """
+    merged: dict[str, Any] = {}
+    if config is not None:
+        merged.update(read_yaml(Path(config)))
+    merged.update(settings)
+    if "model" not in merged:
+        raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
+    return validated(Recipe, merged)
+
+
+def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
+    """A recipe of a kind from all its settings. Raises InvalidSetting as `read_recipe` does."""
+    try:
+        check_value(settings)  # a path may hold bytes that no report can
+        return kind(**settings)
+    except Unreadable as error:
+        raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
+    except ValidationError as error:
+        raise InvalidSetting(explain(error.errors()[0], kind.model_fields)) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The fields of a recipe file."""
+    content = read_mapping(path, "recipe")
+    for key in content:
+        if str(key) not in Recipe.model_fields:
+            raise InvalidSetting(
+                f"The recipe {path} has an unknown field {str(key)!r}. {nearest(str(key), Recipe.model_fields)}"
+            )
+    return content
+
+
+def explain(error: Any, fields: Collection[str]) -> str:
+    """One sentence or two for pydantic's first complaint. fields: the names that would be right."""
+    own = (error.get("ctx") or {}).get("error")
+    if isinstance(own, InvalidSetting):
+        return str(own)
+    field = ".".join(map(str, error["loc"])) or "recipe"
+    if error["type"] == "extra_forbidden":
+        return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
+    if error["type"] == "literal_error":
+        known = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), known)}"
+    return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."

@@ -1,0 +1,4 @@
+"""Devices, memory, offloading of tensor lists, and collectives between processes.
+
+Knows nothing of models. Imports only `errors`.
+"""
