@@ -158,8 +158,8 @@ def run(
 
     given: in place of the recipe's calibration text. source: in place of the recipe's model. work: where finished blocks are
     kept, from `sparsellm.runs.workspace.working`; without it a run that is killed starts over, and the model must fit the
-    memory. shared: where what is found of dense models is kept for other runs, or is known already from them. name: what the run is
-    called by those who watch it; its output's name, or its model's, if not given.
+    memory. shared: what was measured of dense models, kept for other runs or known from them. name: what observers call the
+    run; by default the name of its output, or of its model.
     All that can be refused is refused before the weights are read.
     """
     log = Log()
