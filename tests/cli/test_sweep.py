@@ -162,7 +162,7 @@ def test_what_the_dense_model_shows_is_found_once(
     small: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
-    each, share = stages.each_sensitivity, stages.share_out
+    each, share = stages.iterate_output_sensitivities, stages.allocate
     measured = run.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

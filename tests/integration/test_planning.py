@@ -21,13 +21,13 @@ from sparsellm.runs.events import Stage
 from sparsellm.runs.forecasting import forecast
 from sparsellm.runs.meter import FACTOR, PASS, PRODUCT, SPECTRUM, Meter, rates
 from sparsellm.runs.miniature import miniature
-from sparsellm.runs.placement import place_of
+from sparsellm.runs.placement import choose_placement
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.preparation import prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from sparsellm.solvers.statistics import Gram
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of
@@ -164,7 +164,7 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, flo
     """By stage, the most bytes of tensors that a real run held, and its floating-point operations."""
     found: dict[str, tuple[int, float]] = {}
     name = ""
-    with Meter() as meter, working(folder / "out") as work:
+    with Meter() as meter, work_directory(folder / "out") as work:
 
         def observe(event: object) -> None:
             nonlocal name
@@ -203,7 +203,7 @@ def test_a_forecast_holds(case: str, folders: dict[str, Path], text_file: Path, 
     settings["evaluate"] = (str(text_file),)
     recipe = read_recipe(settings)
     ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
-    place = place_of(recipe, ready.source, ready.device, files=True)
+    place = choose_placement(recipe, ready.source, ready.device, files=True)
     told = {stage.name: stage for stage in forecast(recipe, ready, place, timed=False).stages}
     real = taken(settings, tmp_path)
     assert told.keys() <= real.keys()
@@ -388,7 +388,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
 
 def _counting(finished: list[int]) -> Callable[..., object]:
     """`_prune_block`, noting each block that it finishes."""
-    from sparsellm.runs.stages import sequential
+    from sparsellm.pruning import sequential
 
     plain = sequential._prune_block
 

@@ -126,7 +126,7 @@ def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: 
     """Where a factorisation fails, the damping that helped stands in each layer's result and in a note."""
     from sparsellm.solvers import sparsegpt
 
-    real = sparsegpt.damped_
+    real = sparsegpt.add_diagonal_
 
     def reluctant(gram: torch.Tensor, damping: float) -> torch.Tensor:
         return real(gram, damping) if damping > 0.5 else -gram

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.methods import BlockResult, EpochResult, LayerResult, Refined
+from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.planning import RunPlan
@@ -53,7 +53,7 @@ class Progress:
             detail = f"{event.name}  error {event.error:.3g}"
         elif isinstance(event, EpochResult):
             detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
-        elif isinstance(event, Refined):
+        elif isinstance(event, TrainingResult):
             detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, Measured):
             shown = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
@@ -168,18 +168,18 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     """What a person wants to know of a run before it starts."""
     found, place = plan.found, plan.found.place
 
-    def say(text: str) -> None:
+    def observer(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    say(f"{plan.recipe.model}: {plan.recipe.describe()}")
+    observer(f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    say(f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
-    if told := plan.coverage.describe():
-        say(told)
+    observer(f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    if message := plan.coverage.describe():
+        observer(message)
     where = place.note or "in memory as a whole"
-    say(f"The model, {human_bytes(place.model)}, is {where}.")
+    observer(f"The model, {human_bytes(place.model)}, is {where}.")
     if plan.samples:
-        say(f"{plan.samples} windows of {plan.length:,} tokens, {found.batch} at a time.")
+        observer(f"{plan.samples} windows of {plan.length:,} tokens, {found.batch} at a time.")
     rows = [
         [
             x.name,
@@ -191,13 +191,13 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         for x in found.stages
     ]
     show(console, table(["stage", f"memory ({found.device})", "files", "operations", "time"], rows))
-    say(
+    observer(
         f"Peak: {human_bytes(found.data)} of memory on {found.device} while {found.peak.name}, of {human_bytes(place.memory)} "
         f"that may be taken; the process {human_bytes(found.resident)}, Python and its libraries included."
     )
-    say(f"Disk: {human_bytes(found.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(found.seconds)}.")
+    observer(f"Disk: {human_bytes(found.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(found.seconds)}.")
     if plan.most_samples is not None:
-        say(f"Up to --samples {plan.most_samples:,} would fit.")
+        observer(f"Up to --samples {plan.most_samples:,} would fit.")
 
 
 def _operations(count: float) -> str:

@@ -10,11 +10,11 @@ from torch import Tensor
 from sparsellm.activations.sensitivity import layer_sensitivities
 from sparsellm.activations.streams import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.block_solver import TwoStreams
-from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
+from sparsellm.methods.block_solver import BlockSolver
+from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.settings import Settings
 from sparsellm.models.blocks import Block
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 
 @dataclass(frozen=True)
@@ -37,37 +37,37 @@ class SparseLLM(Settings):
     """
 
     @property
-    def needs(self) -> type[NoInputs]:
+    def needs(self) -> type[TokenCount]:
         return Gram
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         return True
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         return self.scope != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
-        if not planned(block, plan):
+        if not planned_layers(block, plan):
             return ""
         if not block.architecture.known:
             return UNKNOWN
         if self.scope == "none":
             return ""
-        if not block.architecture.parts:
+        if not block.architecture.feed_forward_parts:
             return "its layers were pruned one by one, since its activation is none that is coupled"
-        left = missing(block, plan)
+        left = unplanned_layers(block, plan)
         return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        names = planned(block, plan)
-        metric = inputs.metric(block) if self.scope != "none" else None
+        names = planned_layers(block, plan)
+        metric = inputs.output_fisher(block) if self.scope != "none" else None
         parts = [] if metric is None else coupled_parts(block, plan)
-        together = {name for part in parts for name in (*part.readers, part.writer)}
+        together = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
-        run = TwoStreams(self, block, inputs, plan, metric, sensitivities)
+        run = BlockSolver(self, block, inputs, plan, metric, sensitivities)
         groups = [[name for name in group if name in weighed] for group in block.architecture.groups]
         alone = [group for group in groups if group]
         for number, group in enumerate(alone, 1):
@@ -75,7 +75,7 @@ class SparseLLM(Settings):
         if metric is not None and parts:
             whole = parts == [block.architecture.feed_forward]
             yield from run.solve_part(parts[0], metric) if whole else run.solve_experts(parts, metric)
-        block.settle()
+        block.round_to_storage_dtype()
         yield from run.results()
 
 
@@ -84,4 +84,4 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metr
     if inputs.dense is None or inputs.teacher is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.firsts, inputs.window)
+    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.sample_offsets, inputs.window)

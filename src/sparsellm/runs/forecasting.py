@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsellm.activations.sensitivity import TOKENS
-from sparsellm.checkpoints.loading import Loaded
+from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting
 from sparsellm.runs.meter import PASS, PRODUCT, rates
 from sparsellm.runs.miniature import miniature
-from sparsellm.runs.placement import STREAMS_SHARE, Place
+from sparsellm.runs.placement import STREAMS_SHARE, Placement
 from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.stages import SENSING, TRAINING
 from sparsellm.runs.trial import VISITED, Seen, Trial
-from sparsellm.runtime.memory import held_now
+from sparsellm.runtime.memory import current_memory
 
 PRUNING, MEASURING = "pruning", "measuring"
 """Stages that the forecast scales in their own way."""
@@ -53,7 +53,7 @@ class Forecast:
     a_window: bytes that travel for each calibration window.
     """
 
-    place: Place
+    place: Placement
     batch: int
     device: str
     stages: tuple[StageNeeds, ...]
@@ -108,17 +108,17 @@ class Forecast:
         return max(room, int(STREAMS_SHARE * self.place.memory)) // self.a_window if self.a_window else None
 
 
-def forecast(recipe: Recipe, ready: Prepared, place: Place, batch: int | None = None, timed: bool = True) -> Forecast:
+def forecast(recipe: Recipe, ready: Prepared, place: Placement, batch: int | None = None, timed: bool = True) -> Forecast:
     """What the run will take, from a miniature of its model that is pruned in the same way, once or twice.
 
     batch: windows at a time, if not as prepared. timed: whether to measure this machine, for two seconds.
     Raises UnsupportedModel where no miniature of the model's form can be made.
     """
     source, batch = ready.source, batch or ready.batch
-    if isinstance(source, Loaded):
+    if isinstance(source, InMemoryModel):
         raise InvalidSetting("A model that is in memory is not planned for: name a folder, or a hub name.")
     dtype, samples = source.dtype(recipe.dtype), max(1, len(ready.windows))
-    libraries = held_now()
+    libraries = current_memory()
     enough = max(TOKENS, WIDTHS * source.config.get_text_config().hidden_size)
     few = min(samples, max(batch, -(-enough // ready.length)))
     with tempfile.TemporaryDirectory(prefix="sparsellm-plan-") as folder:
@@ -148,7 +148,7 @@ def forecast(recipe: Recipe, ready: Prepared, place: Place, batch: int | None = 
     )
 
 
-def _training(recipe: Recipe, ready: Prepared, place: Place, speed: Mapping[str, float]) -> StageNeeds:
+def _training(recipe: Recipe, ready: Prepared, place: Placement, speed: Mapping[str, float]) -> StageNeeds:
     """Gradient steps over the whole model, by count: each reads its windows forward twice and back, the dense model writes."""
     skeleton, (samples, length) = ready.source.skeleton(), ready.windows.shape
     words = skeleton.get_input_embeddings().num_embeddings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparsellm.checkpoints.configuration import quiet_transformers
+from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.model_classes import auto_model
 from sparsellm.errors import UnsupportedModel
@@ -65,7 +65,7 @@ def miniature(source: Checkpoint, folder: Path, dtype: torch.dtype) -> Miniature
     config = shrunk(source.config, scale)
     config.dtype = dtype
     try:
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        with silence_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = auto_model(config).from_config(config, dtype=dtype, trust_remote_code=source.trusted)
             model.save_pretrained(folder)

@@ -11,12 +11,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from sparsellm.checkpoints.loading import Loaded
+from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import TooLarge, UnsupportedModel
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.events import Note, Observer, Stage
 from sparsellm.runs.forecasting import Forecast, forecast
-from sparsellm.runs.placement import SHARE, Place, place_of
+from sparsellm.runs.placement import SHARE, Placement, choose_placement
 from sparsellm.runs.preparation import Prepared, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.report import Report
@@ -94,7 +94,7 @@ def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     """What `prune` would take with this recipe. output: the folder that it would write, for the disk's free bytes."""
     report = Report(recipe, {})
     ready = prepare(recipe, None, None, report, lambda _: None)
-    place = place_of(recipe, ready.source, ready.device, files=True)
+    place = choose_placement(recipe, ready.source, ready.device, files=True)
     batch, refused = ready.batch, ""
     try:
         place, batch = fitted(recipe, ready, place, lambda _: None, Path(output or "."))
@@ -129,16 +129,18 @@ def _disk_refusal(needed: int, free: int) -> str:
     return f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free. Write to another disk."
 
 
-def fitted(recipe: RunRecipe, ready: Prepared, place: Place, say: Observer, output: Path | None = None) -> tuple[Place, int]:
+def fitted(
+    recipe: RunRecipe, ready: Prepared, place: Placement, observer: Observer, output: Path | None = None
+) -> tuple[Placement, int]:
     """Where the model will be and the windows at a time with which the run keeps within its memory.
 
     As they are, or else read block by block, or else with fewer windows, as far as the recipe leaves either open; the second is
     told here, the first by the place's note. output: the folder to write. Raises TooLarge, with what would do, where nothing
     fits. Where the run cannot be planned it is not refused, which is told.
     """
-    if not isinstance(recipe, Recipe) or isinstance(ready.source, Loaded) or _small(ready, place):
+    if not isinstance(recipe, Recipe) or isinstance(ready.source, InMemoryModel) or _small(ready, place):
         return place, ready.batch
-    say(Stage("planning"))
+    observer(Stage("planning"))
     batch = ready.batch
     try:
         found = forecast(recipe, ready, place, timed=False)
@@ -156,27 +158,27 @@ def fitted(recipe: RunRecipe, ready: Prepared, place: Place, say: Observer, outp
         if output and (refused := _disk_refusal(found.disk, free_disk(output))):
             raise TooLarge(refused)
     except (UnsupportedModel, OSError, SafetensorError) as error:  # a run must not fail for what only looks ahead
-        say(Note(f"whether the run fits the memory is not known: {error}"))
+        observer(Note(f"whether the run fits the memory is not known: {error}"))
         return place, ready.batch
     if batch < ready.batch:
-        say(Note(f"{batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
+        observer(Note(f"{batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
     return replace(place, tight=found.tight), batch
 
 
-def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Place:
+def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Placement:
     """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
     try:
-        place = place_of(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files)
+        place = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files)
     except TooLarge:
         return found.place
-    told = f"{found.peak.name} would need {human_bytes(found.data)}, and {human_bytes(place.memory)} may be taken"
-    return replace(place, note=f"{place.note}: {told}") if place.streamed else found.place
+    message = f"{found.peak.name} would need {human_bytes(found.data)}, and {human_bytes(place.memory)} may be taken"
+    return replace(place, note=f"{place.note}: {message}") if place.streamed else found.place
 
 
 def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
     """Why a run is refused, and what would do."""
     fewer = ", with one window at a time" if found.batch < ready.batch else ""
-    told = (
+    message = (
         f"{found.peak.name.capitalize()} needs {human_bytes(found.data)} of memory on {ready.device}{fewer}, and "
         f"{human_bytes(found.place.memory)} may be taken."
     )
@@ -197,13 +199,13 @@ def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
             ready, length=change.get("sequence_length", ready.length), windows=ready.windows[:, : change.get("sequence_length")]
         )
         if forecast(other, less, place, other.batch_size or 1, timed=False).fits:
-            return f"{told} Pass {words}."
+            return f"{message} Pass {words}."
     if recipe.max_memory is not None and found.data <= SHARE * (available(ready.device) or 0):
-        return f"{told} Pass --max-memory {-(-found.data // 10**6)}MB."
-    return f"{told} Use a machine with more memory, or --method wanda or magnitude, which need least."
+        return f"{message} Pass --max-memory {-(-found.data // 10**6)}MB."
+    return f"{message} Use a machine with more memory, or --method wanda or magnitude, which need least."
 
 
-def _small(ready: Prepared, place: Place) -> bool:
+def _small(ready: Prepared, place: Placement) -> bool:
     """Whether a run fits whatever it does."""
     widest = max(max(layer.weight.shape) for block in ready.blocks for layer in block.layers.values())
     block = max(sum(tensor.numel() for tensor in block.module.parameters()) for block in ready.blocks)

@@ -18,7 +18,7 @@ from accelerate.utils import clear_environment
 
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import InvalidSetting, MissingPackage, nearest
-from sparsellm.methods import BlockResult, Refined
+from sparsellm.methods import BlockResult, TrainingResult
 from sparsellm.runs.events import Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.runs.preparation import OPENING
 from sparsellm.runs.stages import TRAINING
@@ -55,12 +55,12 @@ class Tracked:
         MissingPackage: For a tracker that is not installed.
     """
 
-    def __init__(self, *trackers: GeneralTracker | str, say: Observer | None = None) -> None:
+    def __init__(self, *trackers: GeneralTracker | str, observer: Observer | None = None) -> None:
         self._trackers = list(dict.fromkeys(trackers))
         for tracker in self._trackers:
             if isinstance(tracker, str):
                 check_tracker(tracker)
-        self._say = say
+        self._say = observer
         self._open: dict[GeneralTracker | str, GeneralTracker] = {}
         self._notes: list[str] = []
         self._stage, self._step = "", 0
@@ -86,7 +86,7 @@ class Tracked:
         elif isinstance(event, BlockResult):
             self._step = event.index
             self._log(figures(event))
-        elif isinstance(event, Refined) and self._stage == TRAINING:
+        elif isinstance(event, TrainingResult) and self._stage == TRAINING:
             self._log({"recovered/before": event.before, "recovered/after": event.after})
         elif isinstance(event, Measured):
             name = f"{event.kind}/{PurePath(event.on).name}-{event.when}"

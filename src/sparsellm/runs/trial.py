@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import TOKENS
-from sparsellm.checkpoints.loaded_model import Residence
+from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.perplexity import batch_to_measure, measure
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform
-from sparsellm.recovery.masked_training import cut
+from sparsellm.pruning.plan import uniform_plan
+from sparsellm.recovery.masked_training import split_batches
 from sparsellm.runs.events import Event, Stage
 from sparsellm.runs.meter import Meter, Work
 from sparsellm.runs.miniature import Miniature
-from sparsellm.runs.placement import Place, settle
+from sparsellm.runs.placement import Placement, load
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runs.stages import SENSING, prune_model
-from sparsellm.runtime.offload import Storage
+from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import Unstructured
 
 VISITED = 2
@@ -57,7 +57,7 @@ class Trial:
 
     recipe: Recipe
     ready: Prepared
-    place: Place
+    place: Placement
     small: Miniature
     batch: int
     samples: int
@@ -70,8 +70,8 @@ class Trial:
         if isinstance(method, SparseLLM):
             method = replace(method, sampled=max(1, method.sampled // self.small.scale))
         with Meter() as meter:
-            home = self._settled(meter)
-            stages = _Stages(meter, home.storage)
+            loaded = self._settled(meter)
+            stages = _Stages(meter, loaded.storage)
 
             def observe(event: Event) -> None:
                 nonlocal done
@@ -84,10 +84,17 @@ class Trial:
                         raise _Enough
 
             journal = Journal.begin(self.folder, {})
-            given = cut(self._draw(windows), self.batch) if ready.windows.numel() else ()
+            given = split_batches(self._draw(windows), self.batch) if ready.windows.numel() else ()
             with suppress(_Enough):
                 prune_model(
-                    self._tiny, home, method, self._plan(blocks_of(home.model)), given, Report(self._tiny, {}), observe, journal
+                    self._tiny,
+                    loaded,
+                    method,
+                    self._plan(blocks_of(loaded.model)),
+                    given,
+                    Report(self._tiny, {}),
+                    observe,
+                    journal,
                 )
             seen = stages.end()
         shutil.rmtree(self.folder)
@@ -97,12 +104,12 @@ class Trial:
         """What measuring takes on one batch, and on two."""
         most = max(map(len, self.ready.tests.values()))
         with Meter() as meter:
-            home = self._settled(meter)
-            stages = _Stages(meter, home.storage)
+            loaded = self._settled(meter)
+            stages = _Stages(meter, loaded.storage)
             for batches in (1, 2):
                 count = min(most, batches * self.measured)
                 stages.begin(str(batches), self._share(count, most))
-                measure(home, self._draw(count), batch=self.measured)
+                measure(loaded, self._draw(count), batch=self.measured)
             return list(stages.end().values())
 
     @property
@@ -112,11 +119,11 @@ class Trial:
         form = {"allocation": sharing, "offload": self.place.streamed, "device": str(self.ready.device)}
         return self.recipe.model_copy(update=form | {"model": str(self.small.checkpoint.folder), "dtype": "auto"})
 
-    def _settled(self, meter: Meter) -> Residence:
+    def _settled(self, meter: Meter) -> LoadedModel:
         """The miniature where the real model will be."""
-        home = settle(self._tiny, self.small.checkpoint, self.ready.device, self.folder, self.place)
-        meter.hold(home.model.parameters())
-        return home
+        loaded = load(self._tiny, self.small.checkpoint, self.ready.device, self.folder, self.place)
+        meter.hold(loaded.model.parameters())
+        return loaded
 
     def _draw(self, count: int) -> Tensor:
         """Windows of random tokens."""
@@ -133,10 +140,10 @@ class Trial:
         chosen = frozenset(block.index for block in self.ready.blocks if any(name in self.ready.plan for name in _names(block)))
         pattern = self.recipe.pattern
         try:
-            return uniform(blocks, pattern, chosen, self.recipe.include, self.recipe.exclude)
+            return uniform_plan(blocks, pattern, chosen, self.recipe.include, self.recipe.exclude)
         except InvalidSetting:
-            share = pattern.removed(2**20) / 2**20
-            return uniform(blocks, Unstructured(share), chosen, self.recipe.include, self.recipe.exclude)
+            share = pattern.count_removed(2**20) / 2**20
+            return uniform_plan(blocks, Unstructured(share), chosen, self.recipe.include, self.recipe.exclude)
 
     @property
     def measured(self) -> int:
@@ -153,7 +160,7 @@ class Trial:
 class _Stages:
     """Cuts what a meter and a storage count into stages."""
 
-    def __init__(self, meter: Meter, storage: Storage) -> None:
+    def __init__(self, meter: Meter, storage: OffloadManager) -> None:
         self._meter, self._storage, self._name = meter, storage, ""
         self._budget, self._host = storage.budget or 0, storage.host
         self._seen: dict[str, Seen] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import InputNorms, NoInputs
+from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Magnitude:
     With a curvature, the largest $\sqrt{S_{ii}} |W_{ij}|$.
     """
 
-    needs: ClassVar[type[NoInputs]] = NoInputs
+    needs: ClassVar[type[TokenCount]] = TokenCount
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs()
-        return problem.weight * problem.keep(pattern, score if problem.rows is None else score * problem.rows)
+        return problem.weight * problem.keep(pattern, score if problem.row_scale is None else score * problem.row_scale)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Wanda:
     A curvature changes nothing: rows are not compared with one another.
     """
 
-    needs: ClassVar[type[NoInputs]] = InputNorms
+    needs: ClassVar[type[TokenCount]] = InputRMS
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        score = problem.weight.abs() * problem.norms
+        score = problem.weight.abs() * problem.rms
         return problem.weight * problem.keep(pattern, score, per_row=True)
