@@ -104,7 +104,7 @@ def layer_sensitivities(
     One backward pass from random errors of covariance F, one for each token.
 
     block: a dense one. hidden: what enters it in the dense model, (batch, seq, model) for each batch. calls: how it is called
-    on each. metric: F, (model, model), of the block's output. sample_offsets: the number of each batch's first window among all.
+    on each. metric: F, (model, model), of the block's output. sample_offsets: each batch's first sample, counted over all.
     window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
     """
     if not names:
