@@ -163,7 +163,7 @@ class Block:
         modules = {id(self.views[name].module): self.views[name].module for name in names if name in self.views}
         with ExitStack() as stack:
             for module in modules.values():
-                views = [view for view in self.views.values() if view.runs is module]
+                views = [view for view in self.views.values() if view.module is module]
                 experts = experts_of(module)
                 forward = forward_by_expert(experts, views, rows) if experts else forward_by_views(views)
                 stack.enter_context(replace_forward(module, forward))
