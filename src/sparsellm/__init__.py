@@ -48,7 +48,7 @@ _CONTENTS = {
     "Report": "runs.report",
     "Result": "runs.run",
     "SparseGPT": "solvers.sparsegpt",
-    "Swift": "solvers.fast_admm",
+    "FastADMM": "solvers.fast_admm",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
     "Tracked": "runs.tracking",

@@ -73,7 +73,7 @@ def test_every_example_runs(
             code = (
                 content
                 if as_written
-                else re.sub(r"\b(samples|length)=\d+", lambda found: f"{found[1]}={SMALL[found[1]]}", content)
+                else re.sub(r"\b(samples|sequence_length)=\d+", lambda found: f"{found[1]}={SMALL[found[1]]}", content)
             )
             exec(compile(code, str(page), "exec"), names)
             ran += 1

@@ -219,5 +219,5 @@ def test_recipe_file_may_name_the_model(tiny: dict[str, Path], tmp_path: Path, c
     assert [layer["name"] for block in report_of(tmp_path / "out")["blocks"] for layer in block["layers"]] == [
         "model.decoder.layers.2.fc1"
     ]
-    assert "NoInputs" not in report_of(tmp_path / "out")["resolved"]["method"]
+    assert "TokenCount" not in report_of(tmp_path / "out")["resolved"]["method"]
     assert report_of(tmp_path / "out")["resolved"]["computed_in"] == "torch.float32"

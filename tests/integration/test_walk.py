@@ -308,7 +308,7 @@ def test_magnitude_needs_no_text() -> None:
     plan = uniform_plan(blocks_of(model), Unstructured(0.5), frozenset({1}))
     steps = list(prune_blocks(model, [], LayerWise(Magnitude()), plan))
     assert len(steps) == 8
-    assert {step.known for step in steps[:-1]} == {"NoInputs"}
+    assert {step.known for step in steps[:-1]} == {"TokenCount"}
     assert list(prune_blocks(model, [], LayerWise(SparseGPT()), {})) == []
 
 
