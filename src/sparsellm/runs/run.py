@@ -25,7 +25,20 @@ from sparsellm.methods import BlockMethod
 from sparsellm.recovery.distillation import written
 from sparsellm.recovery.masked_training import cut
 from sparsellm.runs.event_log import LOG, Log
-from sparsellm.runs.events import Begun, Ended, Measured, Note, Observer, each, note, phase
+from sparsellm.runs.events import (
+    LOADING,
+    MEASURING,
+    WRITING_SAMPLES,
+    WRITING_WINDOWS,
+    Begun,
+    Ended,
+    Measured,
+    Note,
+    Observer,
+    each,
+    note,
+    phase,
+)
 from sparsellm.runs.export import save
 from sparsellm.runs.fingerprint import environment
 from sparsellm.runs.first_pass import check_runs
@@ -179,7 +192,7 @@ def run(
     measure = partial(_measure, ready, report, say)
     measure(home, "dense", shared)
     if recipe.calibration_written and len(windows):
-        with phase("letting the dense model write", report, say):
+        with phase(WRITING_WINDOWS, report, say):
             # Before the given windows: the last of all are those that judge, and they should be real text.
             windows = torch.cat([written(home.model, windows, recipe.calibration_written, recipe.seed, home.compute), windows])
             report.calibration += f", and {recipe.calibration_written} windows that the dense model wrote"
@@ -212,7 +225,7 @@ def run(
 def _load(ready: Prepared, work: Work | None, place: Place, report: Report, say: Observer) -> Residence:
     """The model where it is pruned; it was run on a few tokens if anything is to be computed with it."""
     recipe = report.recipe
-    with phase("loading", report, say):
+    with phase(LOADING, report, say):
         home = settle(recipe, ready.source, ready.device, work.folder if work else None, place)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
             check_runs(home, by_block=home.streamed or len(ready.windows) > 0)
@@ -242,7 +255,7 @@ def _measure(
 ) -> None:
     """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
     for text, test in ready.tests.items():
-        with phase(f"measuring {when}", report, say):
+        with phase(f"{MEASURING} {when}", report, say):
 
             def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
                 return asdict(measure_perplexity(home, test, text))
@@ -253,7 +266,7 @@ def _measure(
             say(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
-        with phase(f"measuring {when}", report, say):
+        with phase(f"{MEASURING} {when}", report, say):
 
             def ask() -> dict[str, Any]:
                 found = accuracies(home, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
@@ -265,7 +278,7 @@ def _measure(
                 accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
                 say(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
-        with phase("writing samples", report, say):
+        with phase(WRITING_SAMPLES, report, say):
             report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)
 
 

@@ -19,19 +19,24 @@ from sparsellm.pruning.allocation import share_out
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import Group, distil, grouped, held_back, last_states, model_training, written
-from sparsellm.runs.events import Observer, note, phase
+from sparsellm.runs.events import (
+    PRUNING,
+    READING_PREDICTIONS,
+    RECOVERING,
+    SENSITIVITIES,
+    SHARING,
+    TRAINING,
+    WRITING_WINDOWS,
+    Observer,
+    note,
+    phase,
+)
 from sparsellm.runs.preparation import model_step, model_written
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import zeros_in
 from sparsellm.solvers.patterns import Unstructured
-
-SENSING = "finding what errors cost"
-"""The stage that finds the sensitivities."""
-
-TRAINING = "training the whole model"
-"""The stage that lowers the whole model's loss, masks held."""
 
 
 def prune_model(
@@ -58,15 +63,15 @@ def prune_model(
     back = 0
     if recipe.model_steps:
         windows = torch.cat(list(batches))
-        with phase("letting the dense model write", report, say):
+        with phase(WRITING_WINDOWS, report, say):
             ours = windows[: -held_back(windows)] if len(windows) > 1 else windows
             more = written(model, ours, model_written(recipe, *windows.shape), recipe.seed, compute)
-        with phase("reading the dense model's predictions", report, say):
+        with phase(READING_PREDICTIONS, report, say):
             read = model_step(*windows.shape)
             groups, back = grouped(windows, more, read, min(read, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase("recovering" if isinstance(recipe, RecoveryRecipe) else "pruning", report, say, visited):
+    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, say, visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
             say(step)
             if isinstance(step, BlockResult):
@@ -94,14 +99,14 @@ def _look(
     model, compute, weights, storage = home.model, home.compute, home.weights, home.storage
     metrics: Sequence[Tensor] = []
     if method.sensitive:
-        with phase(SENSING, report, say):
+        with phase(SENSITIVITIES, report, say):
             if known is None:
                 metrics = output_sensitivities(model, batches, compute, weights, storage)
             else:
                 find = partial(each_sensitivity, model, batches, compute, weights, storage)
                 metrics = _remembered(known, len(blocks_of(model)), find)
     if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
-        with phase(f"sharing out the sparsity by {recipe.sharing}", report, say):
+        with phase(f"{SHARING} {recipe.sharing}", report, say):
             where = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
             asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
             shares = known.fact(asked) if known else None

@@ -11,7 +11,7 @@ import torch
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs.events import Note, Observer, Stage
+from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
 from sparsellm.runs.placement import Place, place_of
 from sparsellm.runs.planning import fitted
@@ -24,9 +24,6 @@ from sparsellm.runtime import collectives
 OF_ONE = ("environment.device", "recipe.device")
 """What may differ between processes that work together."""
 
-COMPARING = "reading the model's files"
-"""The stage in which every file of the model is digested, to know it again when the run goes on."""
-
 
 def begin(
     recipe: RunRecipe, ready: Prepared, report: Report, say: Observer, work: Work | None
@@ -38,7 +35,7 @@ def begin(
     place = place_of(recipe, ready.source, ready.device, files=work is not None)
     journal = None
     if work or collectives.world() > 1:
-        say(Stage(COMPARING))
+        say(Stage(DIGESTING))
         told = fingerprint(recipe, ready.source, ready.windows, report.environment)
         if report.pruned:
             told["pruned checkpoint"] = report.pruned["digest"]
