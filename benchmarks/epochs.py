@@ -22,8 +22,8 @@ from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import computed_in
-from sparsellm.pruning.plan import uniform
+from sparsellm.models.contexts import compute_dtype_context
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import parse_pattern
@@ -63,11 +63,11 @@ def main() -> None:
         for name in words.variants:
             for epochs in range(1, words.epochs + 1):
                 model = checkpoint.load()
-                plan = uniform(blocks_of(model), parse_pattern(sparsity))
+                plan = uniform_plan(blocks_of(model), parse_pattern(sparsity))
                 method = replace(VARIANTS[name], epochs=epochs)
                 steps = list(prune_blocks(model, windows.split(16), method, plan, compute_dtype(model)))
                 errors = [x.feed_forward_error for x in steps if isinstance(x, EpochResult) and x.epoch == epochs]
-                with computed_in(model, compute_dtype(model)):
+                with compute_dtype_context(model, compute_dtype(model)):
                     value = perplexity(model, tests).value
                 rows.append(
                     {"sparsity": sparsity, "variant": name, "epochs": epochs, "perplexity": value, "error": mean(errors)}

@@ -35,7 +35,7 @@ from sparsellm.activations.walk import walk
 from sparsellm.errors import SparseLLMError
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.coverage import LEAST, coverage_of
+from sparsellm.models.coverage import MIN_COVERAGE, coverage_of
 
 FILE = MEASURED / "families.json"
 PAGE = ROOT / "docs" / "families.md"
@@ -114,7 +114,7 @@ def dense_layers(model: PreTrainedModel) -> str:
                 return f"{block.full_name(name)} is not 2:4"
     zeros = sum(int((tensor == 0).sum()) for block in blocks for tensor in block.module.parameters() if tensor.ndim > 1)
     covered = coverage_of(model, blocks)
-    return "" if 2 * zeros >= LEAST * covered.total else f"{zeros} zeros in {covered.total} matrix weights"
+    return "" if 2 * zeros >= MIN_COVERAGE * covered.total else f"{zeros} zeros in {covered.total} matrix weights"
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.solvers import sparsegpt_triton
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -57,18 +57,25 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 """Each with the seconds that it is to stay under."""
 
 PHASES: dict[str, tuple[str, ...]] = {
-    "forward": ("blocks:Block.__call__",),
+    "forward": ("models.blocks:Block.__call__",),
     "moments": MOMENTS,
-    "factorisation": ("linalg:cholesky", "linalg:reversed_factor", "linalg:inverse_upper"),
-    "regression": ("problem:LayerProblem.toward",),
-    "masks": ("patterns:keep_largest",),
-    "column loop": ("solvers.sparsegpt:_sweep", "solvers.column_loop:sweep"),
+    "factorisation": ("solvers.linalg:cholesky", "solvers.linalg:upper_factor", "solvers.linalg:invert_triangular"),
+    "regression": ("solvers.problem:LayerProblem.from_targets",),
+    "masks": ("solvers.patterns:keep_largest",),
+    "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt_triton:prune_columns"),
     "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._pruned",),
-    "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
-    "refit": ("linalg:refit",),
-    "errors": ("problem:LayerProblem.energies", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error"),
-    "gate": ("gate:best_gate",),
+    "ADMM": ("solvers.alps:ALPS._search", "solvers.fast_admm:FastADMM._search"),
+    "refit": ("solvers.linalg:conjugate_gradient_refit",),
+    "errors": (
+        "solvers.problem:LayerProblem.energies",
+        "solvers.regression:Regression.error",
+        "methods.feedforward_problem:FeedForwardProblem.error",
+    ),
+    "auxiliary updates": (
+        "methods.auxiliary_signals:AuxiliarySignals.refit",
+        "methods.auxiliary_signals:AuxiliarySignals.error",
+    ),
+    "gate": ("models.gate_update:solve_gate",),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""
 
@@ -169,10 +176,10 @@ def block_seconds(
     model: PreTrainedModel, batches: Sequence[Tensor], method: BlockMethod, pattern: Pattern, phases: Phases | None = None
 ) -> float:
     """From what enters the first block to what enters the second."""
-    device, plan = model.device, uniform(blocks_of(model), pattern)
-    metrics = output_sensitivities(model, batches) if method.sensitive else ()
+    device, plan = model.device, uniform_plan(blocks_of(model), pattern)
+    metrics = output_sensitivities(model, batches) if method.needs_fisher else ()
     counting = phases is not None and phases.rates is not None
-    visits = walk(model, batches, teacher=method.teacher, metrics=metrics)
+    visits = walk(model, batches, teacher=method.needs_dense_stream, metrics=metrics)
     with torch.no_grad(), watched(phases.telling, PHASES) if phases else nullcontext():
         block, inputs = next(visits)
         if phases:
@@ -222,16 +229,16 @@ def kernel_beside_loop(shape: Mapping[str, int], pattern: Pattern, device: torch
     gram = Gram(wide, device)
     gram.update(x + 0.5 * x.roll(1, dims=1))
     problem = LayerProblem(torch.randn(wide, wide, generator=generator, device=device), gram)
-    serves, answers, found = sparsegpt_triton.serves, {}, {}
+    serves, answers, found = sparsegpt_triton.is_supported, {}, {}
     for name, some in (("plain loop", lambda *_: False), ("kernel", serves)):
-        if name == "kernel" and not sparsegpt_triton.runs(device):
+        if name == "kernel" and not sparsegpt_triton.is_available(device):
             continue
-        sparsegpt_triton.serves = some
+        sparsegpt_triton.is_supported = some
         try:
             found[name] = best(lambda: SparseGPT().solve(problem, pattern), device, 3)
             answers[name] = SparseGPT().solve(problem, pattern)
         finally:
-            sparsegpt_triton.serves = serves
+            sparsegpt_triton.is_supported = serves
     if len(answers) == 2:
         plain, kernel = answers.values()
         found["masks alike"] = float(((plain == 0) == (kernel == 0)).float().mean())

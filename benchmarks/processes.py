@@ -19,9 +19,9 @@ from results import MEASURED, processor
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from sparsellm.activations.walk import walk
-from sparsellm.methods.layerwise import gather
+from sparsellm.methods.layerwise import collect_statistics
 from sparsellm.models.blocks import blocks_of
-from sparsellm.recovery.masked_training import cut
+from sparsellm.recovery.masked_training import split_batches
 from sparsellm.runtime import collectives, watchdog
 from sparsellm.solvers.statistics import Gram
 
@@ -32,23 +32,28 @@ RUNS = 3
 
 def work() -> None:
     """One process's part: the walk with every layer's Gram, summed over the processes; the first tells the seconds."""
-    with watchdog.joined(os.environ) as leads:
+    with watchdog.init_process_group(os.environ) as leads:
         torch.manual_seed(0)
         config = OPTConfig(hidden_size=768, ffn_dim=3072, num_attention_heads=12, num_hidden_layers=BLOCKS, dropout=0.0)
         model = AutoModelForCausalLM.from_config(config).eval()
         windows = torch.randint(config.vocab_size, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
-        for block, inputs in walk(model, cut(windows[: collectives.world()], 1), stop=1):  # the first pass is no measure
-            gather(block, inputs, dict.fromkeys(block.layers, Gram))
-        sent = collectives.sent()
-        collectives.agreed(None)
+        for block, inputs in walk(
+            model, split_batches(windows[: collectives.world()], 1), stop=1
+        ):  # the first pass is no measure
+            collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram))
+        sent = collectives.bytes_sent()
+        collectives.broadcast_object(None)
         started = time.perf_counter()
-        for block, inputs in walk(model, cut(windows, BATCH)):
-            for moments in gather(block, inputs, dict.fromkeys(block.layers, Gram)).values():
+        for block, inputs in walk(model, split_batches(windows, BATCH)):
+            for moments in collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram)).values():
                 assert isinstance(moments, Gram)
                 moments.mean.sum()  # waits for the sums
-        collectives.agreed(None)
+        collectives.broadcast_object(None)
         if leads:
-            told = {"seconds": time.perf_counter() - started, "bytes": (collectives.sent() - sent) / len(blocks_of(model))}
+            told = {
+                "seconds": time.perf_counter() - started,
+                "bytes": (collectives.bytes_sent() - sent) / len(blocks_of(model)),
+            }
             print(json.dumps(told))
 
 

@@ -27,14 +27,14 @@ from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import calibration_windows
 from sparsellm.data.texts import read_text
-from sparsellm.methods.feedforward_problem import Part, weights_of
-from sparsellm.methods.layerwise import gather, problem_of
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
+from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runs.registry import SOLVERS
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.fast_admm import Swift
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.fast_admm import FastADMM
+from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram
@@ -42,9 +42,9 @@ from sparsellm.solvers.statistics import Gram
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"
 TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
-    "Swift, 12 steps": Swift(steps=12),
-    "ALPS, half the pace": ALPS(pace=0.5),
-    "ALPS, a quarter of the pace": ALPS(pace=0.25, iterations=600),
+    "Swift, 12 steps": FastADMM(steps=12),
+    "ALPS, half the pace": ALPS(penalty_growth=0.5),
+    "ALPS, a quarter of the pace": ALPS(penalty_growth=0.25, iterations=600),
     "ALPS, over-relaxed": ALPS(relaxation=1.6),
     "ALPS, refit 50": ALPS(refit_steps=50),
 }
@@ -60,7 +60,7 @@ def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
         if block.index not in (0, last):
             continue
         names = [group[0] for group in block.architecture.groups]
-        moments = gather(block, inputs, dict.fromkeys(names, Gram))
+        moments = collect_statistics(block, inputs, dict.fromkeys(names, Gram))
         problems = {name: problem_of(block, name, known) for name, known in moments.items()}
         for name, problem in problems.items():
             yield f"{model_name} {block.full_name(name)}", problem
@@ -78,8 +78,8 @@ def _curvatures(block: Block, inputs: Activations) -> dict[str, Tensor]:
     part = block.architecture.feed_forward
     assert part is not None
     seen: list[Tensor] = []
-    inputs.watch(block, {part.readers[0]: [seen.append]})
-    return Part(part, None, seen, seen).curvatures(weights_of(block, (*part.readers, part.writer)))
+    inputs.run_with_hooks(block, {part.in_proj[0]: [seen.append]})
+    return FeedForwardProblem(part, None, seen, seen).curvatures(weights_of(block, (*part.in_proj, part.out_proj)))
 
 
 def measure(models: list[str]) -> None:
@@ -122,7 +122,7 @@ def _corners(problem: LayerProblem, count: int = 6) -> Iterator[LayerProblem]:
         rows = torch.randperm(len(problem.weight), generator=generator)[:3]
         columns = torch.randperm(len(matrix), generator=generator)[:6]
         gram = Gram(6)
-        root = torch.linalg.cholesky(damped(matrix[columns][:, columns], 1e-4))
+        root = torch.linalg.cholesky(add_diagonal(matrix[columns][:, columns], 1e-4))
         gram.update(root.T * 6**0.5)  # six "tokens" whose mean of x xᵀ is the corner of the Gram
         yield LayerProblem(problem.weight[rows][:, columns].contiguous(), gram)
 

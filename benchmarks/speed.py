@@ -35,10 +35,10 @@ from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.data.demo import model_path
-from sparsellm.runs.events import Stage, each
+from sparsellm.runs.events import Stage, combine_observers
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime.costs import rates
 from sparsellm.runtime.memory import peak_memory
 
@@ -136,10 +136,10 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
         if isinstance(event, Stage):
             phases.stage(event.name)
 
-    with tempfile.TemporaryDirectory() as folder, working(f"{folder}/out", resume=False, restart=False) as work:
+    with tempfile.TemporaryDirectory() as folder, work_directory(f"{folder}/out", resume=False, restart=False) as work:
         with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
             phases.restart()  # the imports are no part of it
-            done = run(recipe, each(manage_memory, observe), work=work)
+            done = run(recipe, combine_observers(manage_memory, observe), work=work)
         phases.enter("end")
         done.save_pretrained(f"{folder}/out")
     left_out = {"opening", "reading texts", "loading", "end"}

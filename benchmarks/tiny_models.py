@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsellm.checkpoints.loading import quiet_transformers
+from sparsellm.checkpoints.loading import silence_transformers
 
 VOCABULARY = 384
 LAYERS = 4
@@ -133,7 +133,7 @@ def _number(key: str, value: int, layers: int) -> int:
 
 def config_of(kind: str) -> PreTrainedConfig:
     """A tiny configuration of a type."""
-    with quiet_transformers():
+    with silence_transformers():
         return shrunk(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), **EXCEPTIONS.get(kind, {}))
 
 
@@ -211,13 +211,13 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 def tiny_model(kind: str) -> PreTrainedModel:
     """A random model of a type. Raises ValueError where its configuration does not get small."""
     config = config_of(kind)
-    with quiet_transformers(), torch.device("meta"):
+    with silence_transformers(), torch.device("meta"):
         large = auto_class(config).from_config(config)
     count = sum(tensor.numel() for tensor in large.parameters())
     if count > MOST:
         raise ValueError(f"{count:,} parameters are left")
     torch.manual_seed(0)
-    with quiet_transformers():
+    with silence_transformers():
         return auto_class(config).from_config(config).float().eval()
 
 
@@ -235,6 +235,6 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    with quiet_transformers():
+    with silence_transformers():
         model.save_pretrained(folder)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)

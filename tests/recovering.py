@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from sparsellm.methods import BlockResult
 from sparsellm.pruning.sequential import Step
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.recovery import BlockRecovery
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def block_recovery(pruned: PreTrainedModel, steps: Iterable[Step], training: Descent) -> BlockRecovery:
+def block_recovery(pruned: PreTrainedModel, steps: Iterable[Step], training: MaskedAdam) -> BlockRecovery:
     """The method that trains the blocks of a model as it is now, pruned with these results."""
     tensors = {name: tensor.detach().clone() for name, tensor in pruned.state_dict().items()}
     layers = {step.name: step.layers for step in steps if isinstance(step, BlockResult)}

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 import sparsellm
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.recovery.distillation import distil, grouped, last_states, written
-from sparsellm.recovery.masked_training import Descent, cut
+from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
+from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.run import Result
 from sparsellm.runtime import collectives, devices, watchdog
@@ -70,16 +70,18 @@ def windows(count: int, seed: int) -> torch.Tensor:
 
 def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     """The pruned model after gradient steps, over the whole of it or block after block."""
-    dense, batches = tiny(name), cut(windows(16, 1), 2)
+    dense, batches = tiny(name), split_batches(windows(16, 1), 2)
     plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
     if not whole:
         layers = {block.name: block.layers for block in result.report.blocks}
-        method = BlockRecovery(Descent(10, 1e-3), result.model.state_dict().__getitem__, layers)
+        method = BlockRecovery(MaskedAdam(10, 1e-3), result.model.state_dict().__getitem__, layers)
         list(prune_blocks(dense, batches, method, plan))
         return dense
-    more = written(dense, windows(16, 1), 8)
-    groups, back = grouped(windows(16, 1), more, 2, 1)  # one by one, so that each product has the same shape in every process
-    distil(result.model, groups, last_states(dense, groups), plan, Descent(8, 1e-3), back)
+    more = generate_samples(dense, windows(16, 1), 8)
+    groups, back = group_batches(
+        windows(16, 1), more, 2, 1
+    )  # one by one, so that each product has the same shape in every process
+    distill(result.model, groups, last_states(dense, groups), plan, MaskedAdam(8, 1e-3), back)
     return result.model
 
 
@@ -88,17 +90,17 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
     if device == "queued":
         device = "cpu"
         devices.queued = lambda device: True
-    with watchdog.joined(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
+    with watchdog.init_process_group(os.environ), sdpa_kernel(SDPBackend.MATH):  # the one that every device has
         for case, (name, settings) in CASES.items():
             if chosen not in case:
                 continue
-            before = collectives.sent()
+            before = collectives.bytes_sent()
             recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch_size": 2} | settings
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
             model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)
             told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
-            told["sent"] = collectives.sent() - before
+            told["sent"] = collectives.bytes_sent() - before
             to = folder / f"{case}-{collectives.rank()}"
             save_file(
                 {key: x.cpu().contiguous() for key, x in model.state_dict().items() if "lm_head" not in key},

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from tests.conftest import byte_tokenizer
 
 SIZES = {"vocab_size": 260, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -24,5 +24,5 @@ with tempfile.TemporaryDirectory() as folder:
     recipe = Recipe(
         model=str(model), method="wanda", sparsity="50%", calibration=str(text), samples=2, sequence_length=16, offload=True
     )
-    with working(out) as work:
+    with work_directory(out) as work:
         run(recipe, work=work).save_pretrained(out)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.alps import ALPS as ALPS
     from sparsellm.solvers.criteria import Magnitude as Magnitude
     from sparsellm.solvers.criteria import Wanda as Wanda
-    from sparsellm.solvers.fast_admm import Swift as Swift
+    from sparsellm.solvers.fast_admm import FastADMM as FastADMM
     from sparsellm.solvers.patterns import NM as NM
     from sparsellm.solvers.patterns import Unstructured as Unstructured
     from sparsellm.solvers.patterns import parse_pattern as parse_pattern

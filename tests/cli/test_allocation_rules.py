@@ -14,8 +14,8 @@ from typer.testing import Result
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.pruning.allocation import exactly
-from sparsellm.pruning.plan import from_file
+from sparsellm.pruning.allocation import round_to_total
+from sparsellm.pruning.plan import plan_from_file
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.conftest import report_of
 
@@ -36,12 +36,12 @@ def read(folder: Path, content: str | bytes, sparsity: str = "60%") -> Plan:
     """The plan that a file of this content makes of the layers above."""
     file = folder / "shares.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return from_file(file, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, parse_pattern(sparsity))
+    return plan_from_file(file, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, parse_pattern(sparsity))
 
 
 def removed(plan: Plan) -> dict[str, int]:
     """How many weights each layer loses."""
-    return {name: pattern.removed(SIZES[name]) for name, pattern in plan.items()}
+    return {name: pattern.count_removed(SIZES[name]) for name, pattern in plan.items()}
 
 
 def test_a_file_names_patterns(tmp_path: Path) -> None:
@@ -67,12 +67,14 @@ def test_a_files_total(named: dict[str, int], share: int, tmp_path_factory: pyte
     """All layers together lose what was asked, to one weight, those not named the same share; or the file is refused."""
     content, pattern = "".join(f'"{name}": {percent}%\n' for name, percent in named.items()) or "{}", Unstructured(share / 1000)
     rest = [name for name in SHAPES if name not in named]
-    left = pattern.removed(TOTAL) - sum(Unstructured(percent / 100).removed(SIZES[name]) for name, percent in named.items())
+    left = pattern.count_removed(TOTAL) - sum(
+        Unstructured(percent / 100).count_removed(SIZES[name]) for name, percent in named.items()
+    )
     room = sum(SIZES[name] for name in rest)
     folder = tmp_path_factory.getbasetemp()
     if 0 <= left <= room - len(rest):
         plan = read(folder, content, str(pattern))
-        assert sum(removed(plan).values()) == pattern.removed(TOTAL)
+        assert sum(removed(plan).values()) == pattern.count_removed(TOTAL)
         assert all(abs(removed(plan)[name] - left / room * SIZES[name]) < 1 for name in rest)
         assert all(plan[name] == Unstructured(percent / 100) for name, percent in named.items())
     elif not 0 <= left < room:
@@ -115,7 +117,7 @@ def test_no_file(tmp_path: Path) -> None:
     """A file that is not there, and a folder in its place."""
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(InvalidSetting, match=f"{path} cannot be read"):
-            from_file(path, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, Unstructured(0.5))
+            plan_from_file(path, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, Unstructured(0.5))
 
 
 @given(
@@ -128,7 +130,7 @@ def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
     sizes = {str(number): size for number, (size, _) in enumerate(layers)}
     wanted = {str(number): size * part for number, (size, part) in enumerate(layers)}
     most = sum(sizes.values()) - len(sizes)
-    found = exactly(wanted, sizes, round(share * most))
+    found = round_to_total(wanted, sizes, round(share * most))
     assert list(found) == list(sizes)
     assert sum(found.values()) == round(share * most)
     assert all(0 <= found[name] < sizes[name] for name in sizes)
@@ -137,12 +139,12 @@ def test_exactly(layers: list[tuple[int, float]], share: float) -> None:
     assert lowest <= highest + 1e-9
     for total in (-1, most + 1):
         with pytest.raises(InvalidSetting, match="cannot be removed"):
-            exactly(wanted, sizes, total)
-    held = exactly(wanted, {name: 4 * size for name, size in sizes.items()}, 2 * sum(sizes.values()), (0.25, 0.75))
+            round_to_total(wanted, sizes, total)
+    held = round_to_total(wanted, {name: 4 * size for name, size in sizes.items()}, 2 * sum(sizes.values()), (0.25, 0.75))
     assert sum(held.values()) == 2 * sum(sizes.values())
     assert all(sizes[name] <= held[name] <= 3 * sizes[name] for name in sizes)
     whole = {name: min(int(wanted[name]), sizes[name] - 1) for name in sizes}
-    assert exactly(whole, sizes, sum(whole.values())) == whole
+    assert round_to_total(whole, sizes, sum(whole.values())) == whole
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_through_the_command_line(
     for name, layer in layers.items():
         weight = weights[f"{name}.weight"]
         own = parse_pattern(layer["pattern"])
-        assert int((weight == 0).sum()) == layer["zeros"] == own.removed(weight.numel())
+        assert int((weight == 0).sum()) == layer["zeros"] == own.count_removed(weight.numel())
         if "FILE" in allocation or allocation.endswith("yaml"):
             named = "2:4" if "layers.1." in name else "80%" if name.endswith("q_proj") else None
             assert named is None or layer["pattern"] == named

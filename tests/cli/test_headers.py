@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import Result
 
-from sparsellm.checkpoints.headers import entries_of
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.errors import BadCheckpoint
 from tests.cli.test_bad_input import refused
 from tests.integration.test_weights import Code
@@ -73,10 +73,10 @@ HEADERS: dict[str, Change] = {
 def test_a_damaged_header_is_refused(change: Change, tiny: dict[str, Path], tmp_path: Path) -> None:
     """Whatever is wrong with a header ends in BadCheckpoint with the file's name."""
     file = Path(shutil.copy(tiny["llama"] / "model.safetensors", tmp_path))
-    assert entries_of(file).keys() == load_file(file).keys()
+    assert read_headers(file).keys() == load_file(file).keys()
     rewritten(file, change)
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors") as caught:
-        entries_of(file)
+        read_headers(file)
     assert len(str(caught.value)) < 400
 
 
@@ -86,7 +86,7 @@ def test_an_absurd_length_of_a_header_is_refused(length: int, tiny: dict[str, Pa
     file = Path(shutil.copy(tiny["llama"] / "model.safetensors", tmp_path))
     file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
-        entries_of(file)
+        read_headers(file)
 
 
 INDICES: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs.event_log import LOG, Log
+from sparsellm.runs.event_log import LOG, EventLog
 from sparsellm.runs.events import Note
 from sparsellm.runs.inspection import WORK
 from tests.conftest import report_of
@@ -127,7 +127,7 @@ def test_from_python_without_a_work_folder(tiny: dict[str, Path], tmp_path: Path
 
 def test_lines_before_and_after_there_is_a_file(tmp_path: Path) -> None:
     """What was said before there is a file comes first; all of it is in the text too."""
-    file, log = tmp_path / "log", Log()
+    file, log = tmp_path / "log", EventLog()
     file.write_bytes(b'{"a": 1}\n{"torn')
     log(Note("one"))
     log.keep(file)

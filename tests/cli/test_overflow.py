@@ -14,7 +14,7 @@ from typer.testing import Result
 from sparsellm.errors import NonFinite
 from sparsellm.runs.run import prune
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import NoInputs
+from sparsellm.solvers.statistics import TokenCount
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
@@ -102,7 +102,7 @@ def test_small_weights_have_the_error_of_the_same_weights_in_range(
 def test_the_error_of_a_problem(factor: float) -> None:
     """An energy that overflows is an error; one that vanishes is scaled; of nothing, nothing is lost."""
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    problem = LayerProblem(weight * factor, NoInputs(2))
+    problem = LayerProblem(weight * factor, TokenCount(2))
     pruned = weight * factor * torch.tensor([[0.0, 1.0], [1.0, 1.0]])
     if factor > 1:
         with pytest.raises(NonFinite, match="overflows float32"):

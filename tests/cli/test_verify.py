@@ -64,13 +64,13 @@ def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """The five outputs; not to be written to."""
     from sparsellm.runs.recipe_file import read_recipe
     from sparsellm.runs.run import run
-    from sparsellm.runs.workspace import working
+    from sparsellm.runs.workspace import work_directory
 
     made: dict[str, Path] = {}
     for name, (model, settings) in OUTPUTS.items():
         out = tmp_path_factory.mktemp("outputs") / name
         recipe = read_recipe({"model": str(models[model]), "method": "magnitude", **settings})
-        with working(out) as work:
+        with work_directory(out) as work:
             made[name] = run(recipe, work=work).save_pretrained(out)
     return made
 

@@ -87,17 +87,17 @@ def upper(width: int) -> int:
 def test_alone() -> None:
     """Without other processes nothing is exchanged and nothing changes."""
     tensor = torch.ones(3)
-    before = collectives.sent()
-    collectives.sum_(tensor)
-    collectives.handed(0, tensor)
+    before = collectives.bytes_sent()
+    collectives.all_reduce_(tensor)
+    collectives.broadcast_from(0, tensor)
     assert torch.equal(tensor, torch.ones(3))
-    assert collectives.given(0, tensor) is tensor
-    assert (collectives.world(), collectives.rank(), collectives.leads()) == (1, 0, True)
-    assert collectives.dealt([1, 2, 3]) == collectives.collected([1, 2, 3]) == [1, 2, 3]
-    assert collectives.told((1, 2)) == [(1, 2)]
-    assert collectives.owners([3.0, 1.0]) == [0, 0]
-    assert collectives.sent() == before
-    with watchdog.joined({}) as leads:
+    assert collectives.broadcast(0, tensor) is tensor
+    assert (collectives.world(), collectives.rank(), collectives.is_main()) == (1, 0, True)
+    assert collectives.shard([1, 2, 3]) == collectives.all_gather([1, 2, 3]) == [1, 2, 3]
+    assert collectives.all_gather_object((1, 2)) == [(1, 2)]
+    assert collectives.balance_costs([3.0, 1.0]) == [0, 0]
+    assert collectives.bytes_sent() == before
+    with watchdog.init_process_group({}) as leads:
         assert leads
 
 
@@ -105,7 +105,7 @@ def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dearest tasks first, each to whoever has the least to do: no load is above the mean by more than a task."""
     monkeypatch.setattr(collectives, "world", lambda: 3)
     costs = [5.0, 1.0, 9.0, 2.0, 2.0, 7.0, 1.0]
-    whose = collectives.owners(costs)
+    whose = collectives.balance_costs(costs)
     loads = [sum(cost for cost, owner in zip(costs, whose, strict=True) if owner == process) for process in range(3)]
     assert sorted(loads) == [9.0, 9.0, 9.0]
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import output_sensitivities
-from sparsellm.checkpoints.block_loader import OnDisk
+from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.runs.placement import place_of
+from sparsellm.runs.placement import choose_placement
 from sparsellm.runs.planning import RunPlan, fitted
 from sparsellm.runs.preparation import prepare
 from sparsellm.runs.recipe_file import read_recipe
@@ -44,13 +44,13 @@ def no_thread_is_left() -> Iterator[None]:
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Each tensor that is read, and the thread that reads it."""
     found: list[tuple[str, str]] = []
-    plain = OnDisk.read
+    plain = DiskWeights.read
 
-    def read(self: OnDisk, name: str) -> Tensor:
+    def read(self: DiskWeights, name: str) -> Tensor:
         found.append((name, threading.current_thread().name))
         return plain(self, name)
 
-    monkeypatch.setattr(OnDisk, "read", read)
+    monkeypatch.setattr(DiskWeights, "read", read)
     return found
 
 
@@ -62,7 +62,7 @@ def test_the_same_bits(form: str, solver: Magnitude | Wanda, tmp_path: Path, rea
     for ahead in (False, True):
         readers.clear()
         model, weights = open_checkpoint(str(folder)).stream(ahead=ahead)
-        plan = uniform(blocks_of(model), parse_pattern("50%"))
+        plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
         journal = Journal.begin(tmp_path / str(ahead), {})
         list(prune_blocks(model, windows().split(2), LayerWise(solver), plan, weights=weights, journal=journal))
         early = [name for name, thread in readers if thread == THREAD]
@@ -104,7 +104,7 @@ def test_errors_are_told_when_their_turn_comes(spoil: str, part: str, tmp_path: 
     with weights.block(one):
         if spoil == "gone":
             (folder / "model.safetensors").unlink()
-        weights._send_for(two)
+        weights._prefetch(two)
     with pytest.raises(BadCheckpoint, match=part), weights.block(two, three):
         pass
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -116,9 +116,9 @@ def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model, weights = open_checkpoint(str(folder)).stream(ahead=True)
     one, two, _ = blocks_of(model)
     started, go_on, count = threading.Event(), threading.Event(), 0
-    plain = OnDisk.read
+    plain = DiskWeights.read
 
-    def slow(self: OnDisk, name: str) -> Tensor:
+    def slow(self: DiskWeights, name: str) -> Tensor:
         nonlocal count
         if threading.current_thread().name == THREAD:
             count += 1
@@ -126,7 +126,7 @@ def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             go_on.wait(10)
         return plain(self, name)
 
-    monkeypatch.setattr(OnDisk, "read", slow)
+    monkeypatch.setattr(DiskWeights, "read", slow)
 
     def work() -> None:
         with weights.block(one, two):
@@ -180,7 +180,7 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     }
     recipe = read_recipe(settings | {"method": "sparsegpt", "offload": True})
     ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
-    place = place_of(recipe, ready.source, ready.device, files=True)
+    place = choose_placement(recipe, ready.source, ready.device, files=True)
     assert place.ahead
     needs = [RunPlan(recipe, ready, replace(place, ahead=ahead), ready.batch).data for ahead in (False, True)]
     block = max(
@@ -189,5 +189,5 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     assert needs[1] - needs[0] == pytest.approx(block, rel=0.1)
     for memory, ahead in ((needs[1] + 1000, True), (sum(needs) // 2, False)):
         assert fitted(recipe, ready, replace(place, memory=memory), lambda _: None)[0].ahead is ahead
-    small = place_of(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready.source, ready.device, files=True)
+    small = choose_placement(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready.source, ready.device, files=True)
     assert not small.ahead, "two blocks are more than half of the memory"

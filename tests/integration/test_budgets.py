@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.allocation import owl, share_out
+from sparsellm.pruning import allocation, balance
+from sparsellm.pruning.allocation import allocate, owl
 from sparsellm.pruning.balance import CAUTION
-from sparsellm.pruning.plan import uniform
-from sparsellm.runs.stages import allocation, balance
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
 
@@ -37,7 +37,7 @@ def test_owl(family: str, skip: list[str], sparsity: str) -> None:
     """Densities rise linearly with a block's outliers among the planned layers' |W| times input norm."""
     model = heavy(family)
     read, figures = signals(model), []
-    plan = uniform(blocks_of(model), parse_pattern(sparsity), exclude=skip)
+    plan = uniform_plan(blocks_of(model), parse_pattern(sparsity), exclude=skip)
     for block in blocks_of(model):
         names = [name for name in block.layers if block.full_name(name) in plan]
         every = [
@@ -54,7 +54,7 @@ def test_owl(family: str, skip: list[str], sparsity: str) -> None:
     for block, density in zip(blocks_of(model), wanted, strict=True):
         mine = [found[name] for name in plan if name.startswith(f"{block.name}.")]
         assert mine == pytest.approx([density] * len(mine), abs=1e-6)
-    alone = uniform(blocks_of(model), parse_pattern(sparsity), frozenset({1}))
+    alone = uniform_plan(blocks_of(model), parse_pattern(sparsity), frozenset({1}))
     assert owl(model, batches(), alone, None) == pytest.approx(dict.fromkeys(alone, asked))
 
 
@@ -112,7 +112,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[tuple[Curves, li
         seen.append((curves, levels))
         return {name: 0.1 + 0.01 * number for number, name in enumerate(plan)}
 
-    monkeypatch.setattr(allocation, "balanced", balanced)
+    monkeypatch.setattr(allocation, "allocate_by_curves", balanced)
     return seen
 
 
@@ -128,17 +128,17 @@ def half_way(plan: Plan) -> dict[str, object]:
 def test_totals(family: str, rule: str, sparsity: str) -> None:
     """All layers together lose what was asked, to one weight; not each the same; N:M cannot be shared out."""
     model = heavy(family)
-    sizes = {name: model.get_submodule(name).weight.numel() for name in uniform(blocks_of(model), Unstructured(0))}
-    plan = uniform(blocks_of(model), parse_pattern(sparsity), exclude=["v_proj"])
-    shared = share_out(rule, model, batches(), plan)
+    sizes = {name: model.get_submodule(name).weight.numel() for name in uniform_plan(blocks_of(model), Unstructured(0))}
+    plan = uniform_plan(blocks_of(model), parse_pattern(sparsity), exclude=["v_proj"])
+    shared = allocate(rule, model, batches(), plan)
     assert list(shared) == list(plan)
     total = sum(sizes[name] for name in plan)
-    assert sum(shared[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
+    assert sum(shared[name].count_removed(sizes[name]) for name in plan) == parse_pattern(sparsity).count_removed(total)
     assert max(pattern.sparsity for pattern in shared.values()) - min(pattern.sparsity for pattern in shared.values()) > 0.02
     share = parse_pattern(sparsity).sparsity
-    narrow = share_out(rule, model, batches(), plan, bounds=(share - 0.005, share + 0.004))
-    assert sum(narrow[name].removed(sizes[name]) for name in plan) == parse_pattern(sparsity).removed(total)
-    assert all(abs(narrow[name].removed(sizes[name]) / sizes[name] - share) < 0.0051 for name in plan)
+    narrow = allocate(rule, model, batches(), plan, bounds=(share - 0.005, share + 0.004))
+    assert sum(narrow[name].count_removed(sizes[name]) for name in plan) == parse_pattern(sparsity).count_removed(total)
+    assert all(abs(narrow[name].count_removed(sizes[name]) / sizes[name] - share) < 0.0051 for name in plan)
     last = list(plan)[-1]
     with pytest.raises(InvalidSetting, match=rf"got 2:4 for {last}\."):
-        share_out(rule, model, batches(), {**plan, last: NM(2, 4)})
+        allocate(rule, model, batches(), {**plan, last: NM(2, 4)})

@@ -68,7 +68,7 @@ def test_a_matrix_outside_of_all_layers_is_named() -> None:
     found = coverage_of(model, blocks_of(model))
     assert found.total - before.total == 2 * 128
     assert found.prunable == before.prunable
-    assert list(found.left) == ["model.layers.0.mixer.weight", "model.layers.1.mixer.weight"]
+    assert list(found.unpruned) == ["model.layers.0.mixer.weight", "model.layers.1.mixer.weight"]
     assert found.uncovered == "model.layers.*.mixer.weight (256 weights)"
 
 
@@ -78,7 +78,7 @@ def test_a_second_list_of_blocks_is_counted() -> None:
     model.model.others = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
     found = coverage_of(model, blocks_of(model))
     assert found.total - found.prunable == 2 * 64
-    assert found.left["model.others.0.0.weight"] == 32
+    assert found.unpruned["model.others.0.0.weight"] == 32
 
 
 def test_shared_parameters_count_once() -> None:

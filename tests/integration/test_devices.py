@@ -19,7 +19,7 @@ from sparsellm.errors import NonFinite
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runtime import devices
 from sparsellm.solvers import statistics
@@ -27,7 +27,7 @@ from sparsellm.solvers.linalg import cholesky, inverse_factor
 from sparsellm.solvers.patterns import keep_largest, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Cross, Gram
+from sparsellm.solvers.statistics import CrossMoment, Gram
 
 SHARED = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
@@ -52,14 +52,14 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(devices, "queued", lambda device: True)
-        monkeypatch.setattr(statistics, "QUEUED_PANEL", statistics.LEAST_PANEL)
+        monkeypatch.setattr(statistics, "ASYNC_PANEL_ROWS", statistics.MIN_PANEL_ROWS)
 
     return begin
 
 
 def results(model: PreTrainedModel, pattern: str, solver: SparseGPT | None = None, windows: int = 8) -> list[LayerResult]:
     """What pruning says of every layer, without the seconds."""
-    plan = uniform(blocks_of(model), parse_pattern(pattern))
+    plan = uniform_plan(blocks_of(model), parse_pattern(pattern))
     steps = prune_blocks(model, batches(windows), LayerWise(solver or SparseGPT()), plan)
     return [replace(step, seconds=0.0) for step in steps if isinstance(step, LayerResult)]
 
@@ -98,7 +98,7 @@ def test_an_attempt_says_how_it_went() -> None:
             for products in gram._products:
                 products.diagonal().sub_(1)
         problem, pattern = LayerProblem(torch.ones(5, 12) + x[:5], gram), parse_pattern("50%")
-        weight, sound = SparseGPT(damping=0.0).attempt(problem, pattern)
+        weight, sound = SparseGPT(damping=0.0).solve_async(problem, pattern)
         assert bool(sound) == succeeds
         if succeeds:
             assert torch.equal(weight, SparseGPT(damping=0.0).solve(problem, pattern))
@@ -146,7 +146,7 @@ def test_an_output_that_is_not_finite(queued: Callable[[], None]) -> None:
         model = model_of("llama")
         with torch.no_grad():
             model.model.layers[0].post_attention_layernorm.weight.fill_(float("inf"))
-        plan = uniform(blocks_of(model), parse_pattern("50%"), frozenset({1}))
+        plan = uniform_plan(blocks_of(model), parse_pattern("50%"), frozenset({1}))
         with pytest.raises(NonFinite) as error:
             list(prune_blocks(model, batches(), LayerWise(SparseGPT()), plan))
         told.append(str(error.value))
@@ -177,15 +177,15 @@ class Waits(TorchDispatchMode):
 def counted_blocks(model: PreTrainedModel, pattern: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
     """For each block, from its first look to its result: operations that wait, and numbers read together."""
     reads = 0
-    reading = devices.read
+    reading = devices.to_python
 
     def read(numbers: Sequence[Tensor]) -> list[float]:
         nonlocal reads
         reads += 1
         return reading(numbers)
 
-    monkeypatch.setattr(devices, "read", read)
-    method, plan = LayerWise(SparseGPT()), uniform(blocks_of(model), parse_pattern(pattern))
+    monkeypatch.setattr(devices, "to_python", read)
+    method, plan = LayerWise(SparseGPT()), uniform_plan(blocks_of(model), parse_pattern(pattern))
     with Waits() as waits:
         for step in prune_blocks(model, batches(), method, plan):
             if not isinstance(step, LayerResult):
@@ -225,7 +225,7 @@ def test_apples_gpus_have_no_float64(queued: Callable[[], None], monkeypatch: py
     one, other = model_of("llama"), model_of("llama")
     said = results(one, "60%")
     queued()
-    monkeypatch.setattr(devices, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(devices, "widest_float", lambda device: torch.float32)
     with NoDoubles():
         told = results(other, "60%")
     for mine, its in zip(one.parameters(), other.parameters(), strict=True):
@@ -239,7 +239,7 @@ def test_apples_gpus_have_no_float64(queued: Callable[[], None], monkeypatch: py
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_gpu_is_never_waited_for(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA itself would refuse any wait but those where numbers are read together."""
-    reading = devices.read
+    reading = devices.to_python
 
     def read(numbers: Sequence[Tensor]) -> list[float]:
         torch.cuda.set_sync_debug_mode("default")
@@ -249,9 +249,9 @@ def test_a_gpu_is_never_waited_for(pattern: str, monkeypatch: pytest.MonkeyPatch
             torch.cuda.set_sync_debug_mode("error")
 
     model = model_of("llama").cuda()
-    method, plan = LayerWise(SparseGPT()), uniform(blocks_of(model), parse_pattern(pattern))
+    method, plan = LayerWise(SparseGPT()), uniform_plan(blocks_of(model), parse_pattern(pattern))
     list(prune_blocks(model_of("llama").cuda(), batches(), method, plan))  # what is made once, and libraries', is made here
-    monkeypatch.setattr(devices, "read", read)
+    monkeypatch.setattr(devices, "to_python", read)
     try:
         for _ in prune_blocks(model, batches(), method, plan):
             torch.cuda.set_sync_debug_mode(
@@ -284,7 +284,7 @@ def drawn(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
 def test_moments_of_every_precision(dtype: torch.dtype, device: str) -> None:
     """Sums of the inputs as they are, against float64 sums of the same: float32 rounding, whatever the inputs' dtype."""
     x, y = drawn(dtype, device)
-    gram, cross = Gram(200, device), Cross(30, 200, device)
+    gram, cross = Gram(200, device), CrossMoment(30, 200, device)
     for some, targets in zip(x.split(700), y.split(700), strict=True):
         gram.update(some)
         cross.update(targets, some)
@@ -307,12 +307,12 @@ def test_sixteen_bits_are_multiplied_as_they_are(dtype: torch.dtype, monkeypatch
         return left.to(out_dtype) @ right.to(out_dtype)
 
     x, y = drawn(dtype)
-    plain, plain_cross = Gram(200), Cross(30, 200)
+    plain, plain_cross = Gram(200), CrossMoment(30, 200)
     plain.update(x)
     plain_cross.update(y, x)
     monkeypatch.setattr(devices, "mixed_products", lambda device: True)
     monkeypatch.setattr(torch, "mm", mm)
-    gram, cross, wide = Gram(200), Cross(30, 200), Gram(200, dtype=torch.float64)
+    gram, cross, wide = Gram(200), CrossMoment(30, 200), Gram(200, dtype=torch.float64)
     gram.update(x)
     cross.update(y, x)
     assert set(asked) == {(dtype, dtype, torch.float32)}

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.methods import Plan, Refined
+from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.recovery.distillation import Group, distil, grouped, last_states, written
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery.distillation import Group, distill, generate_samples, group_batches, last_states
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.solvers.criteria import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 
@@ -65,15 +65,15 @@ def divergence(dense: PreTrainedModel, model: PreTrainedModel, batch: Tensor) ->
 
 
 def distilled(
-    family: str, descent: Descent, dtype: torch.dtype = torch.float32, **choice: object
-) -> tuple[PreTrainedModel, PreTrainedModel, Plan, Refined, tuple[str, ...]]:
+    family: str, descent: MaskedAdam, dtype: torch.dtype = torch.float32, **choice: object
+) -> tuple[PreTrainedModel, PreTrainedModel, Plan, TrainingResult, tuple[str, ...]]:
     """A fresh model as it was pruned, and after its stage; the plan, what was gained, and what moved."""
     model = tiny(family, dtype)
-    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)  # type: ignore[arg-type]
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), **choice)  # type: ignore[arg-type]
     states = last_states(model, alone(batches()), torch.float32)
     list(prune_blocks(model, batches(), LayerWise(Wanda()), plan, torch.float32))
     before = copy.deepcopy(model)
-    found, moved = distil(model, alone(batches()), states, plan, descent)
+    found, moved = distill(model, alone(batches()), states, plan, descent)
     return before, model, plan, found, moved
 
 
@@ -82,7 +82,7 @@ def distilled(
 def test_the_divergence_falls(family: str, dtype: torch.dtype) -> None:
     """What is told is the KL divergence of the held-back batch, before and after, and it falls by a fifth at least."""
     dense = tiny(family, dtype)
-    before, model, _, found, _ = distilled(family, Descent(60, 3e-3), dtype)
+    before, model, _, found, _ = distilled(family, MaskedAdam(60, 3e-3), dtype)
     assert found.before == pytest.approx(divergence(dense, before, batches()[-1]), rel=1e-3)
     rounding = 1e-3 if dtype == torch.float32 else 0.05  # the weights are rounded after the last look
     assert found.after == pytest.approx(divergence(dense, model, batches()[-1]), rel=rounding)
@@ -99,8 +99,8 @@ def test_what_moves_and_what_stays(family: str, dtype: torch.dtype) -> None:
     Biases and norms of the planned blocks may move, and are told; dtypes, the tie, the mode and gradients are as before.
     """
     choice = {"chosen": frozenset({0, 2}), "exclude": ["k_proj"]}
-    before, model, plan, _, moved = distilled(family, Descent(30, 3e-3), dtype, **choice)
-    again = distilled(family, Descent(30, 3e-3), dtype, **choice)[1]
+    before, model, plan, _, moved = distilled(family, MaskedAdam(30, 3e-3), dtype, **choice)
+    again = distilled(family, MaskedAdam(30, 3e-3), dtype, **choice)[1]
     changed = set[str]()
     for (name, one), other, same in zip(model.named_parameters(), before.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, same), name
@@ -126,8 +126,8 @@ def test_what_moves_and_what_stays(family: str, dtype: torch.dtype) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("descent", [Descent(0, 1e-3), Descent(3, 30.0)], ids=["no steps", "steps much too long"])
-def test_where_nothing_is_gained_nothing_moves(descent: Descent, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("descent", [MaskedAdam(0, 1e-3), MaskedAdam(3, 30.0)], ids=["no steps", "steps much too long"])
+def test_where_nothing_is_gained_nothing_moves(descent: MaskedAdam, dtype: torch.dtype) -> None:
     """Without steps, and where no look is better than the start, every parameter keeps every bit."""
     before, model, _, found, moved = distilled("opt", descent, dtype)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
@@ -140,8 +140,8 @@ def test_one_group_is_told() -> None:
     model = tiny("opt")
     dense = copy.deepcopy(model)
     states = last_states(model, alone(batches()[:1]))
-    plan = uniform(blocks_of(model), parse_pattern("50%"))
-    found, moved = distil(model, alone(batches()[:1]), states, plan, Descent(5, 1e-2))
+    plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
+    found, moved = distill(model, alone(batches()[:1]), states, plan, MaskedAdam(5, 1e-2))
     assert "only one group" in found.note
     assert moved == ()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
@@ -167,18 +167,18 @@ def test_the_dense_model_writes(family: str) -> None:
     caller's own random numbers and the model are as before."""
     model, given = tiny(family).train(), torch.cat(batches())
     state = torch.get_rng_state()
-    one, again, other = (written(model, given, 70, seed) for seed in (5, 5, 6))
+    one, again, other = (generate_samples(model, given, 70, seed) for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert one.shape == (70, 12)
     assert one.dtype == given.dtype
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    long = written(model, given[:2].repeat(1, 2)[:, :24], 40, 1)  # three tokens of each are given
+    long = generate_samples(model, given[:2].repeat(1, 2)[:, :24], 40, 1)  # three tokens of each are given
     stretches = {tuple(row[start : start + 3].tolist()) for row in given[:2].repeat(1, 2) for start in range(22)}
     assert {tuple(row[:3].tolist()) for row in long} <= stretches
     assert len({tuple(row[:3].tolist()) for row in long}) > 10
-    assert written(model, given, 0).shape == (0, 12)
+    assert generate_samples(model, given, 0).shape == (0, 12)
 
 
 def test_what_is_written_follows_the_predictions() -> None:
@@ -192,7 +192,7 @@ def test_what_is_written_follows_the_predictions() -> None:
         model.model.norm.weight.fill_(1)
         model.model.embed_tokens.weight = nn.Parameter(torch.ones(48, 16))
         model.lm_head.weight[[2, 9]] = 2.0  # 2 ends a text in this family
-    text = written(model, torch.full((1, 16), 7), 200, 0)
+    text = generate_samples(model, torch.full((1, 16), 7), 200, 0)
     assert (text[:, :2] == 7).all()
     assert set(text[:, 2:].unique().tolist()) == {2, 9}
     assert abs(float((text[:, 2:] == 9).double().mean()) - 0.5) < 0.05
@@ -201,16 +201,16 @@ def test_what_is_written_follows_the_predictions() -> None:
 def test_real_text_is_held_back() -> None:
     """The last eighth of the real windows stands last; what was written stands first; all of it is there once."""
     real, more = torch.arange(32).reshape(16, 2), -torch.arange(1, 11).reshape(5, 2)
-    found, back = grouped(real, more, 3, 3)
+    found, back = group_batches(real, more, 3, 3)
     assert back == 1
     assert torch.equal(found[-1][0], real[-2:])
     assert torch.equal(torch.cat([batch for group in found for batch in group]), torch.cat([more, real]))
     assert [[len(batch) for batch in group] for group in found] == [[3], [2], [3], [3], [3], [3], [2], [2]]
-    found, back = grouped(real, more, 3, 2)
+    found, back = group_batches(real, more, 3, 2)
     assert [[len(batch) for batch in group] for group in found] == [[2, 1], [2], *([[2, 1]] * 4), [2], [2]]
-    found, back = grouped(torch.cat([real] * 8), more[:0], 12, 12)
+    found, back = group_batches(torch.cat([real] * 8), more[:0], 12, 12)
     assert ([len(batch) for (batch,) in found], back) == ([12] * 9 + [4, 12, 4], 2)
-    found, back = grouped(real[:1], more, 8, 8)
+    found, back = group_batches(real[:1], more, 8, 8)
     assert ([len(batch) for (batch,) in found], back) == ([5, 1], 1)
 
 
@@ -220,8 +220,8 @@ def test_a_step_in_pieces() -> None:
     for batch in (6, 4, 1):
         dense, pruned = tiny("llama"), tiny("llama")
         plan = shrunk(pruned)
-        groups, back = grouped(torch.cat(batches()), torch.cat(batches())[:0], 6, batch)
-        result, _ = distil(pruned, groups, last_states(dense, groups), plan, Descent(20, 1e-3), back)
+        groups, back = group_batches(torch.cat(batches()), torch.cat(batches())[:0], 6, batch)
+        result, _ = distill(pruned, groups, last_states(dense, groups), plan, MaskedAdam(20, 1e-3), back)
         assert result.after < result.before
         found.append((result, pruned.state_dict()))
     (one, wanted), *others = found
@@ -236,16 +236,16 @@ def test_how_many_are_held_back(back: int) -> None:
     dense, pruned = tiny("llama"), tiny("llama")
     plan = shrunk(pruned)
     states = last_states(dense, alone(batches()))
-    found, _ = distil(pruned, alone(batches()), states, plan, Descent(0, 1e-3), back)
+    found, _ = distill(pruned, alone(batches()), states, plan, MaskedAdam(0, 1e-3), back)
     assert found.steps == 0
-    found, _ = distil(pruned, alone(batches()), states, plan, Descent(1, 1e-30), back)
+    found, _ = distill(pruned, alone(batches()), states, plan, MaskedAdam(1, 1e-30), back)
     wanted = sum(divergence(dense, pruned, batch) for batch in batches()[-back:]) / back
     assert found.before == pytest.approx(wanted, rel=1e-4)
 
 
 def shrunk(model: PreTrainedModel) -> Plan:
     """A plan of half of every layer's weights, done by magnitude."""
-    plan = uniform(blocks_of(model), parse_pattern("50%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
     with torch.no_grad():
         for name, pattern in plan.items():
             weight = model.get_submodule(name).weight

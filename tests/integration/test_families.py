@@ -24,21 +24,21 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.recovery.distillation import distil, last_states
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery.distillation import distill, last_states
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.inspection import inspect
-from sparsellm.runs.placement import place_of
+from sparsellm.runs.placement import choose_placement
 from sparsellm.runs.planning import RunPlan
 from sparsellm.runs.preparation import prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
@@ -121,7 +121,7 @@ METHODS: dict[str, BlockMethod] = {
     "wanda": LayerWise(Wanda()),
     "alps": LayerWise(ALPS(iterations=6, refit_steps=2)),
     "sparsegpt": LayerWise(SparseGPT()),
-    "fast-admm": LayerWise(Swift()),
+    "fast-admm": LayerWise(FastADMM()),
     "published": PublishedSparseLLM(SparseGPT(), epochs=2),
     "sparsellm": SparseLLM(solver=ALPS(iterations=6, refit_steps=2), gauss_newton_steps=1),
 }
@@ -172,7 +172,7 @@ def test_blocks_are_called_as_the_model_calls_them(name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, wanted[block.index], strict=True))
     for block in blocks_of(model):
         assert block.architecture.known
-        assert bool(block.architecture.parts) == (name not in UNCOUPLED)
+        assert bool(block.architecture.feed_forward_parts) == (name not in UNCOUPLED)
         covered = {block.parameter(layer) for layer in block.layers}
         matrices = {key for key, tensor in block.module.named_parameters() if tensor.ndim > 1 and not key.endswith("_bias")}
         assert matrices - covered <= {"mlp.gate.weight", "mlp.router.weight", "feed_forward.router.weight"}  # all but routers
@@ -196,7 +196,7 @@ def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
         for hidden, call in zip(inputs.pruned, inputs.calls(block), strict=True):
             before = block(hidden, call)
             shown.clear()
-            with block.opened(block.layers):
+            with block.expose_layers(block.layers):
                 torch.testing.assert_close(block(hidden, call), before, rtol=1e-4, atol=1e-5)
             assert set(shown) == set(block.layers)
             for key, (read, written) in shown.items():
@@ -221,7 +221,7 @@ def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
 def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     """Every layer has its zeros, also within fused parameters; what is not planned keeps its bits; outputs are finite."""
     model, dense = tiny(name), tiny(name)
-    plan = uniform(blocks_of(model), parse_pattern(pattern))
+    plan = uniform_plan(blocks_of(model), parse_pattern(pattern))
     if method == "published" and name in UNCOUPLED:
         with pytest.raises(UnsupportedModel, match="activation that SparseLLM does not solve"):
             list(prune_blocks(model, batches(), METHODS[method], plan))
@@ -229,13 +229,13 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     steps = list(prune_blocks(model, batches(), METHODS[method], plan))
     results = {step.name: step for step in steps if isinstance(step, LayerResult)}
     assert set(results) == set(plan)
-    moved = {full for step in steps if isinstance(step, BlockResult) for full in step.moved}
+    moved = {full for step in steps if isinstance(step, BlockResult) for full in step.changed_parameters}
     pruned = set()
     for block in blocks_of(model):
         for layer in block.layers:
             full, weight = block.full_name(layer), block.layer(layer).weight
             pruned.add(block.full_name(block.parameter(layer)))
-            wanted = plan[full].removed(weight.numel())
+            wanted = plan[full].count_removed(weight.numel())
             assert int((weight == 0).sum()) == wanted == results[full].zeros, full
             if pattern == "2:4":
                 assert bool(((weight.unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()), full
@@ -257,7 +257,7 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     byte_tokenizer().save_pretrained(tmp_path)
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
     ready = prepare(recipe, torch.cat(batches()), None, Report(recipe, {}), lambda _: None)
-    planned = RunPlan(recipe, ready, place_of(recipe, ready.source, ready.device, files=True), ready.batch)
+    planned = RunPlan(recipe, ready, choose_placement(recipe, ready.source, ready.device, files=True), ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
     assert 4 * block < pruning.memory["cpu"] <= planned.data < 2**30
@@ -272,7 +272,7 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
         chosen |= {"solver": "sparsegpt", "gauss_newton_steps": 0}
     recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
-    with working(output) as work:
+    with work_directory(output) as work:
         result = run(recipe, lambda event: said.append(str(event)), tokens, work=work)
         assert any("read block by block" in told for told in said) == bool(settings.get("offload"))
         return result.save_pretrained(output)
@@ -317,7 +317,7 @@ def test_streamed_as_in_memory(name: str, method: str, pattern: str, tmp_path: P
 def test_opt_350m_without_nan(method: str, dtype: torch.dtype) -> None:
     """The post-norm form with projections in and out, in every dtype: finite, exact, and stored as it was."""
     model = tiny("opt-350m", dtype)
-    plan = uniform(blocks_of(model), parse_pattern("2:4"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("2:4"))
     compute = None if dtype is torch.float32 else torch.float32
     results = [s for s in prune_blocks(model, batches(), METHODS[method], plan, compute) if isinstance(s, LayerResult)]
     assert len(results) == 12
@@ -334,13 +334,13 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     """Over a block, then over the model: every piece keeps its zeros; a parameter with a piece left dense does not move."""
     model, dense = tiny(name), tiny(name)
     left = {"phi3": "*qkv_proj.v", "gpt2": "*c_attn.v", "mixtral": "*experts.2.up_proj"}[name]
-    plan = uniform(blocks_of(model), parse_pattern("60%"), exclude=[left])
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), exclude=[left])
     pruned, windows = tiny(name), torch.cat([batches()[0]] * 3)
     results = list(prune_blocks(pruned, list(windows.split(3)), SparseLLM(SparseGPT(), gauss_newton_steps=0), plan))
-    list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, Descent(4, 1e-2)), plan))
+    list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, MaskedAdam(4, 1e-2)), plan))
     held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    distil(model, held, last_states(dense, held), plan, Descent(10, 1e-3))
+    distill(model, held, last_states(dense, held), plan, MaskedAdam(10, 1e-3))
     moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     assert moved
     for block, other in zip(blocks_of(model), blocks_of(dense), strict=True):
@@ -350,7 +350,7 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
         for layer in block.layers:
             weight, full = block.layer(layer).weight, block.full_name(layer)
             if full in plan:
-                assert int((weight == 0).sum()) == plan[full].removed(weight.numel()), full
+                assert int((weight == 0).sum()) == plan[full].count_removed(weight.numel()), full
             else:
                 assert torch.equal(weight, other.layer(layer).weight), full
 
@@ -373,20 +373,20 @@ def test_each_token_goes_to_its_experts(name: str) -> None:
         tokens = []
         for number in range(4):
             name, gram = f"mlp.experts.{number}.up_proj", Gram(32)
-            inputs.watch(block, {name: [gram.update]})
+            inputs.run_with_hooks(block, {name: [gram.update]})
             own = x[(chosen == number).any(-1)]
             if wanted[number] >= least:
                 torch.testing.assert_close(gram.matrix, own.T @ own / len(own), rtol=1e-4, atol=1e-4)
             else:
                 assert gram.tokens == min(least, 80)
             tokens.append(gram.tokens)
-        results = LayerWise(SparseGPT()).prune(block, inputs, uniform([block], parse_pattern("50%")))
+        results = LayerWise(SparseGPT()).prune(block, inputs, uniform_plan([block], parse_pattern("50%")))
         found = {step.name.removeprefix(f"{block.name}."): step for step in results if isinstance(step, LayerResult)}
         experts_found = [found[f"mlp.experts.{number}.gate_proj"] for number in range(4)]
-        assert [step.routed for step in experts_found] == wanted
+        assert [step.routed_tokens for step in experts_found] == wanted
         assert [step.tokens for step in experts_found] == tokens
         assert sum(wanted) == 80 * 2 == len(x) * 2
-        assert found["self_attn.q_proj"].routed is None
+        assert found["self_attn.q_proj"].routed_tokens is None
 
 
 def test_the_documented_diff_is_the_real_one() -> None:
@@ -413,9 +413,9 @@ def test_true_sequential_order_is_the_same_without_recall(name: str, monkeypatch
     for recalls in (True, False):
         model = tiny(name)
         if not recalls:
-            monkeypatch.setattr(Activations, "expect", lambda self, block, *modules: None)
+            monkeypatch.setattr(Activations, "schedule_cache", lambda self, block, *modules: None)
         method, blocks = LayerWise(SparseGPT(), true_sequential=True), blocks_of(model)
-        list(prune_blocks(model, batches(), method, uniform(blocks, parse_pattern("50%"))))
+        list(prune_blocks(model, batches(), method, uniform_plan(blocks, parse_pattern("50%"))))
         for block in blocks:
             assert all(abs(float((layer.weight == 0).float().mean()) - 0.5) < 0.01 for layer in block.layers.values())
         found.append([parameter.detach().clone() for parameter in model.parameters()])

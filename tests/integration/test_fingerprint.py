@@ -16,7 +16,7 @@ from sparsellm.pruning.journal import JOURNAL
 from sparsellm.runs import fingerprint
 from sparsellm.runs.events import Event, Note
 from sparsellm.runs.fingerprint import contents, model_fingerprint
-from sparsellm.runs.sharing import Shared
+from sparsellm.runs.sharing import DenseCache
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_contents_are_those_of_sha256(tmp_path: Path) -> None:
 def test_a_damaged_journal_of_a_dense_model_is_reported(tmp_path: Path) -> None:
     """What runs of a sweep share: found again, with a note, where its line was edited."""
     said: list[Event] = []
-    shared = Shared(tmp_path, said.append)
+    shared = DenseCache(tmp_path, said.append)
     assert shared.value({"model": "m"}, "perplexity", lambda: 3.0) == 3.0
     (file,) = tmp_path.glob(f"*/{JOURNAL}")
     file.write_text(file.read_text().replace("3.0", "2.0"))

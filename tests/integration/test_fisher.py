@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparsellm.activations.backward import drawn
+from sparsellm.activations import fisher
+from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.fisher import weight_costs
-from sparsellm.activations.streams import fisher
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.pruning import allocation
 from sparsellm.pruning.balance import smallest_sums
-from sparsellm.pruning.plan import uniform
-from sparsellm.runs.stages import allocation
-from sparsellm.runtime.offload import Storage
+from sparsellm.pruning.plan import uniform_plan
+from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_budgets import caught, half_way
 from tests.integration.test_families import tiny as of_family
@@ -31,19 +31,19 @@ from tests.integration.test_sparsellm_method import tiny as three_blocks
 
 def costs_of(model: PreTrainedModel, some: list[Tensor], exclude: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """By layer, with every layer planned."""
-    return dict(weight_costs(model, some, uniform(blocks_of(model), parse_pattern("50%"), exclude=exclude)))
+    return dict(weight_costs(model, some, uniform_plan(blocks_of(model), parse_pattern("50%"), exclude=exclude)))
 
 
 def gradient(model: PreTrainedModel, window: Tensor, number: int) -> dict[str, Tensor]:
     """By layer, the gradient by its weight, of the loss of a window's tokens with the labels that its number draws."""
     model.zero_grad()
     logits = model(input_ids=window, use_cache=False).logits.flatten(0, 1).float()
-    labels = drawn(logits.detach().softmax(-1), torch.Generator().manual_seed(number))
+    labels = sample_labels(logits.detach().softmax(-1), torch.Generator().manual_seed(number))
     torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
 
     def part(block: Block, name: str) -> Tensor:
         whole = block.module.get_parameter(block.parameter(name))
-        return block.part(name, torch.zeros_like(whole) if whole.grad is None else whole.grad).double()
+        return block.linear_view(name, torch.zeros_like(whole) if whole.grad is None else whole.grad).double()
 
     return {block.full_name(name): part(block, name) for block in blocks_of(model) for name in block.layers}
 
@@ -129,7 +129,7 @@ def test_which_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that no window is dealt to: it has nothing to add, and says so for every layer."""
-    monkeypatch.setattr("sparsellm.runtime.collectives.dealt", lambda things: [])
+    monkeypatch.setattr("sparsellm.runtime.collectives.shard", lambda things: [])
     found = costs_of(three_blocks("llama"), batches())
     assert len(found) == 21
     assert not any(bool(costs.any()) for costs in found.values())
@@ -137,8 +137,8 @@ def test_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_in_place_of_memory(tmp_path: Path) -> None:
     """The same bits where what enters each block is kept in files, of which none is left."""
-    model, plan = three_blocks("opt"), uniform(blocks_of(three_blocks("opt")), parse_pattern("50%"))
-    kept = dict(weight_costs(model, batches(), plan, storage=Storage(0, tmp_path)))
+    model, plan = three_blocks("opt"), uniform_plan(blocks_of(three_blocks("opt")), parse_pattern("50%"))
+    kept = dict(weight_costs(model, batches(), plan, storage=OffloadManager(0, tmp_path)))
     assert all(torch.equal(kept[name], costs) for name, costs in costs_of(model, batches()).items())
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -183,7 +183,7 @@ def test_sums_of_the_smallest() -> None:
 def test_the_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each curve is the sum of the smallest costs; half the way to the split that balances them."""
     model = three_blocks(family)
-    plan = uniform(blocks_of(model), parse_pattern("70%"), exclude=["k_proj"])
+    plan = uniform_plan(blocks_of(model), parse_pattern("70%"), exclude=["k_proj"])
     seen = caught(monkeypatch, plan)
     found = allocation.fisher(model, batches(), plan)
     assert found == half_way(plan)
@@ -205,7 +205,7 @@ def test_layers_that_cost_nothing_keep_least() -> None:
     last = blocks_of(model)[-1]
     with torch.no_grad():
         last.layer("fc2").weight.zero_()
-    found = allocation.fisher(model, batches(), uniform(blocks_of(model), parse_pattern("70%")))
+    found = allocation.fisher(model, batches(), uniform_plan(blocks_of(model), parse_pattern("70%")))
     for name in ("fc1", "fc2"):
         assert found[last.full_name(name)] == pytest.approx(0.3 * math.sqrt(0.33))
     assert max(found.values()) > 0.3

@@ -22,7 +22,7 @@ from sparsellm.errors import CannotResume
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import from_file, uniform
+from sparsellm.pruning.plan import plan_from_file, uniform_plan
 from sparsellm.reports.comparison import measures, table, to_markdown
 from sparsellm.reports.page import report_page
 from sparsellm.reports.sweep_file import read_sweep
@@ -73,7 +73,7 @@ def test_allocations(tmp_path: Path) -> None:
     shapes = {f"layers.{block}.{layer}": (16, 8) for block in range(2) for layer in ("attn.q", "attn.k", "mlp.up")}
     total = parse_pattern("50%")
     texts = ['"attn.q": 50%\n"layers.0.*": 2:4\n', "mlp.up: 0.7\nattn.*: 25%\n"]
-    fuzz(file, both(texts), lambda: from_file(file, dict.fromkeys(shapes, total), shapes, total))
+    fuzz(file, both(texts), lambda: plan_from_file(file, dict.fromkeys(shapes, total), shapes, total))
 
 
 TEXTS = {
@@ -120,7 +120,7 @@ def opened(folder: Path) -> None:
     """A model opened as a run opens it, as far as its blocks and their layers."""
     checkpoint = open_checkpoint(str(folder))
     blocks = blocks_of(checkpoint.skeleton())
-    uniform(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
+    uniform_plan(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
     assert checkpoint.length > 0
 
 
@@ -212,7 +212,7 @@ def test_architectures(copied: Path, tmp_path: Path) -> None:
     file = tmp_path / "form.yaml"
     texts = [
         "blocks: model.layers\ngroups: [[self_attn.q_proj], [mlp.up_proj], [mlp.down_proj]]\n"
-        "feed_forward: {reader: mlp.up_proj, writer: mlp.down_proj}\nactivation: hidden_act\n",
+        "feed_forward: {up: mlp.up_proj, out_proj: mlp.down_proj}\nactivation: hidden_act\n",
         "blocks: model.layers\ngroups: [[self_attn.q_proj.a, self_attn.q_proj.b]]\n"
         "splits: {self_attn.q_proj: {shares: {a: 4, b: hidden_size}, repeated: 1}}\n",
     ]
@@ -220,7 +220,7 @@ def test_architectures(copied: Path, tmp_path: Path) -> None:
     def read() -> None:
         described = read_architecture(file)
         blocks = blocks_of(open_checkpoint(str(copied), None, False, described).skeleton())
-        uniform(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
+        uniform_plan(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
 
     fuzz(file, both(texts), read)
 

@@ -21,8 +21,8 @@ from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.models.experts import experts_of, members
-from sparsellm.pruning.plan import uniform
+from sparsellm.models.experts import expert_members, experts_of
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.inspection import inspect
 from sparsellm.solvers.patterns import parse_pattern
@@ -152,7 +152,7 @@ def test_every_layer_is_shown(name: str) -> None:
         for hidden, call in zip(inputs.pruned, inputs.calls(block), strict=True):
             before = block(hidden, call)
             shown.clear()
-            with block.opened(block.layers):
+            with block.expose_layers(block.layers):
                 torch.testing.assert_close(block(hidden, call), before, rtol=1e-4, atol=1e-5)
             assert set(shown) == set(block.layers)
             for key, (read, wrote) in shown.items():
@@ -169,18 +169,18 @@ def test_every_layer_is_shown(name: str) -> None:
 def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
     """Every layer has its zeros and was solved on tokens; what is in no layer keeps its bits; outputs are finite."""
     model, dense = tiny(name), tiny(name)
-    plan = uniform(blocks_of(model), parse_pattern(pattern))
+    plan = uniform_plan(blocks_of(model), parse_pattern(pattern))
     results = {x.name: x for x in prune_blocks(model, batches(), METHODS[method], plan) if isinstance(x, LayerResult)}
     assert set(results) == set(plan)
     assert all(step.tokens > 0 for step in results.values())
     for block, before in zip(blocks_of(model), blocks_of(dense), strict=True):
         for layer in block.layers:
             full, weight = block.full_name(layer), block.layer(layer).weight
-            assert int((weight == 0).sum()) == plan[full].removed(weight.numel()) == results[full].zeros, full
+            assert int((weight == 0).sum()) == plan[full].count_removed(weight.numel()) == results[full].zeros, full
             if pattern == "2:4":
                 assert bool(((weight.unflatten(1, (-1, 4)) == 0).sum(-1) == 2).all()), full
         biases = {block.bias(layer) for layer in block.layers}
-        for key, tensor in before.others().items():
+        for key, tensor in before.unpruned_parameters().items():
             if key not in biases:
                 assert torch.equal(tensor, block.module.get_parameter(key)), key
     with torch.no_grad():
@@ -238,11 +238,11 @@ def test_experts_that_are_called_with_scaled_tokens() -> None:
         block(hidden, call)
     hook.remove()
     scaled = torch.cat([repeated.view(4, -1, 32) for repeated in seen], 1)
-    member = torch.cat([members(experts, repeated) for repeated in seen])
+    member = torch.cat([expert_members(experts, repeated) for repeated in seen])
     assert torch.equal(member.sum(1), torch.ones(80))  # one expert a token
     for number in range(4):
         gram = Gram(32)
-        inputs.watch(block, {f"feed_forward.experts.{number}.gate_proj": [gram.update]})
+        inputs.run_with_hooks(block, {f"feed_forward.experts.{number}.gate_proj": [gram.update]})
         rows = scaled[number][member[:, number]]
         lacking = max(0, 48 - len(rows))
         assert gram.tokens == len(rows) + lacking
@@ -285,7 +285,7 @@ def test_experts_in_a_list(method: str) -> None:
         layer.mlp = Switch()
     blocks, dense = blocks_of(model), model.model.layers[0].mlp.experts[3][0].weight.detach().clone()
     assert [block.name for block in blocks] == ["model.layers.0", "model.layers.1"]
-    plan = uniform(blocks, parse_pattern("2:4"))
+    plan = uniform_plan(blocks, parse_pattern("2:4"))
     results = {x.name: x for x in prune_blocks(model, batches(), METHODS[method], plan) if isinstance(x, LayerResult)}
     for block in blocks:
         counts = [results[f"{block.name}.mlp.experts.{number}.0"].tokens for number in range(4)]
@@ -303,7 +303,7 @@ def test_what_happens_between_blocks_is_not_overlooked() -> None:
     made = CONFIGS["rwkv"]()
     made.rescale_every = 1
     model = auto_model(made).from_config(made).eval()
-    plan = uniform(blocks_of(model), parse_pattern("2:4"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("2:4"))
     with pytest.raises(UnsupportedModel, match="changes the hidden states between"):
         list(prune_blocks(model, batches(), LayerWise(SparseGPT()), plan))
 

@@ -20,9 +20,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step, prune_blocks
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
@@ -43,14 +43,14 @@ METHODS: dict[str, BlockMethod] = {
 
 def steps_of(model: PreTrainedModel, method: BlockMethod, journal: Journal | None = None) -> Iterator[Step]:
     return prune_blocks(
-        model, list(windows().split(2)), method, uniform(blocks_of(model), parse_pattern("60%")), journal=journal
+        model, list(windows().split(2)), method, uniform_plan(blocks_of(model), parse_pattern("60%")), journal=journal
     )
 
 
 def recovery() -> BlockMethod:
     """Gradient steps over each block of a model that was pruned before."""
     pruned = random_model("opt")
-    return block_recovery(pruned, list(steps_of(pruned, METHODS["wanda"])), Descent(2, 1e-3))
+    return block_recovery(pruned, list(steps_of(pruned, METHODS["wanda"])), MaskedAdam(2, 1e-3))
 
 
 def results(steps: Iterator[Step]) -> list[BlockResult]:
@@ -79,7 +79,12 @@ def test_a_run_goes_on_to_the_same_bits(name: str, stop: int, dtype: torch.dtype
     assert all(torch.equal(tensor, tensors(whole)[key]) for key, tensor in tensors(model).items())
     for one, other in zip(found, wanted, strict=True):
         assert [(x.name, x.zeros, x.error) for x in one.layers] == [(x.name, x.zeros, x.error) for x in other.layers]
-        assert (one.epochs, one.moved, one.refined, one.note) == (other.epochs, other.moved, other.refined, other.note)
+        assert (one.epochs, one.changed_parameters, one.refined, one.note) == (
+            other.epochs,
+            other.changed_parameters,
+            other.refined,
+            other.note,
+        )
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
@@ -265,7 +270,7 @@ def test_streamed_runs_go_on_too(stop: int, tmp_path: Path) -> None:
     folder, method = saved("llama", tmp_path / "model", "shards"), METHODS["sparsellm"]
     whole = random_model("llama")
     list(steps_of(whole, method))
-    plan = uniform(blocks_of(whole), parse_pattern("60%"))
+    plan = uniform_plan(blocks_of(whole), parse_pattern("60%"))
     for attempt in (stop, 3):
         model, weights = open_checkpoint(str(folder)).stream()
         work = tmp_path / "work"

@@ -22,11 +22,11 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
 from sparsellm.models.blocks import blocks_of
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.recovery import distillation
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
 from sparsellm.runs.events import Begun
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recovery import distillation
 from sparsellm.runtime.memory import (
     COPIES,
     available,
@@ -116,7 +116,7 @@ def test_only_the_command_line_changes_the_process(
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
-    monkeypatch.setattr(distillation, "TRAINING", Descent(20, 1e-3))
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
 
 
 two_families = pytest.mark.parametrize("family", ["opt", "llama"])
@@ -180,7 +180,7 @@ def test_copies_of_what_is_trained() -> None:
 
     with Meter() as meter:
         meter.hold(parameters.values())
-        Descent(3, 1e-3).run(parameters, {}, loss, 4, 0)
+        MaskedAdam(3, 1e-3).run(parameters, {}, loss, 4, 0)
     assert meter.peak["cpu"] == pytest.approx(COPIES * 4 * 1_000_000, rel=0.01)
 
 
@@ -292,13 +292,13 @@ def test_the_whole_model(family: str, loud: dict[str, Path], text_file: Path, tm
     assert "training the whole model" in report["seconds"]
     before, after = load_file(loud[family] / "model.safetensors"), load_file(tmp_path / "one" / "model.safetensors")
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
-    moved = {name for block in report["blocks"] for name in block["moved"]}
+    moved = {name for block in report["blocks"] for name in block["changed_parameters"]}
     assert {key for key, tensor in after.items() if not torch.equal(tensor, before[key])} == layers.keys() | moved
     assert not any("q_proj" in name or "embed" in name or "lm_head" in name for name in layers.keys() | moved)
     assert sum("norm" in name for name in moved) == (6 if family == "llama" else 12)
     for key, layer in layers.items():
         zeros = int((after[key] == 0).sum())
-        assert zeros == layer["zeros"] == parse_pattern(layer["pattern"]).removed(after[key].numel())
+        assert zeros == layer["zeros"] == parse_pattern(layer["pattern"]).count_removed(after[key].numel())
 
 
 @two_families

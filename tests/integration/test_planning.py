@@ -23,7 +23,7 @@ from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.registry import SOLVERS
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime.costs import SolverCost, cost_of, rates
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -91,7 +91,7 @@ def taken(settings: dict[str, object], folder: Path) -> dict[str, tuple[int, int
     """By stage, the most bytes of tensors that a real run held, and the operations of its products by torch's counter."""
     found: dict[str, tuple[int, int]] = {}
     name, seen = "", 0
-    with Meter() as meter, working(folder / "out") as work:
+    with Meter() as meter, work_directory(folder / "out") as work:
 
         def observe(event: object) -> None:
             nonlocal name, seen
@@ -144,9 +144,9 @@ def test_a_solver_takes_what_it_says(solver: str, curved: bool) -> None:
         x, y = torch.randn(1024, inputs), torch.randn(1024, outputs)
         gram, weight, curvature = Gram(inputs), torch.randn(outputs, inputs), y.T @ y / 1024 if curved else None
         gram.update(x)
-        gram.settle()
+        gram.finalize()
         with Meter() as meter:
-            meter.hold([weight, gram.shown, *([] if curvature is None else [curvature])])
+            meter.hold([weight, gram.view, *([] if curvature is None else [curvature])])
             before = meter.live["cpu"]
             SOLVERS[solver]().solve(LayerProblem(weight, gram, curvature), parse_pattern("70%"))
             held = meter.peak["cpu"] - before

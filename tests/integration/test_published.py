@@ -17,19 +17,19 @@ from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.gate_update import best_gate
-from sparsellm.pruning.plan import uniform
+from sparsellm.models.gate_update import solve_gate
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step, prune_blocks
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
-SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
+SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
 READERS = {"opt": ("fc1",), "llama": ("mlp.gate_proj", "mlp.up_proj"), "llama-bias": ("mlp.gate_proj", "mlp.up_proj")}
 WRITER = {"opt": "fc2", "llama": "mlp.down_proj", "llama-bias": "mlp.down_proj"}
 
@@ -68,7 +68,7 @@ def prune(
 ) -> tuple[PreTrainedModel, list[Step]]:
     """A fresh model pruned, and everything that was yielded."""
     model = tiny(family)
-    plan = uniform(blocks_of(model), parse_pattern(text), **choice)  # type: ignore[arg-type]
+    plan = uniform_plan(blocks_of(model), parse_pattern(text), **choice)  # type: ignore[arg-type]
     return model, list(prune_blocks(model, batches(*sizes), method, plan))
 
 
@@ -149,7 +149,7 @@ def algorithm_1(
         else:
             gate = silu(hidden[0])
             up = (alpha * reached[1] + beta * gate * p) / (alpha + beta * gate.square())
-            hidden = [best_gate(reached[0], up, p, beta / alpha), up]
+            hidden = [solve_gate(reached[0], up, p, beta / alpha), up]
         row.append(objective(weights, hidden, p))
         trace.append([*row, float((y - phi(reached) @ out.T).square().sum() / y.square().sum())])
         aims = {name: aim(name, signal - bias[name], x) for name, signal in zip(names, hidden, strict=True)}
@@ -174,7 +174,7 @@ def test_omega(family: str) -> None:
     model, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset()))
     assert same_bits(model, local)
     assert not epochs_of(steps)
-    assert PublishedSparseLLM(Magnitude(), scope=frozenset()).needs is NoInputs
+    assert PublishedSparseLLM(Magnitude(), scope=frozenset()).needs is TokenCount
     second, steps = prune(family, PublishedSparseLLM(SparseGPT(), scope=frozenset({1}), keep_best=False))
     assert {step.block for step in epochs_of(steps)} == {blocks_of(model)[1].name}
     coupled = {blocks_of(model)[1].full_name(name) + ".weight" for name in (*READERS[family], WRITER[family])}
@@ -222,7 +222,7 @@ class Scripted:
     layers: int
     calls: list[int] = field(default_factory=list)
 
-    needs: ClassVar[type[NoInputs]] = Gram
+    needs: ClassVar[type[TokenCount]] = Gram
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         self.calls.append(len(self.calls) // self.layers + 1)
@@ -290,7 +290,7 @@ def test_incomplete_feed_forward_is_pruned_layer_wise() -> None:
 def test_other_activations_are_refused() -> None:
     """A feed-forward part that is not solved in closed form raises, unless Omega leaves it out."""
     model = tiny("opt-tanh")
-    plan = uniform(blocks_of(model), parse_pattern("50%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
     with pytest.raises(UnsupportedModel, match=r"layers\.0 has an activation"):
         list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT()), plan))
     assert list(prune_blocks(model, batches(), PublishedSparseLLM(SparseGPT(), scope=frozenset()), plan))

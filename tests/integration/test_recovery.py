@@ -24,13 +24,21 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.recovery.distillation import distil, grouped, held_back, last_states, model_training, written
-from sparsellm.recovery.masked_training import Descent, cut
+from sparsellm.recovery import distillation
+from sparsellm.recovery.distillation import (
+    count_held_out,
+    distill,
+    generate_samples,
+    group_batches,
+    last_states,
+    model_training,
+)
+from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
 from sparsellm.runs.inspection import WORK, inspect
 from sparsellm.runs.preparation import model_step
-from sparsellm.runs.recovery import RATE, distillation
+from sparsellm.runs.recovery import RATE
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
@@ -51,7 +59,7 @@ families = pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The usual steps are for trained models: a random one of this size only gets worse by them."""
-    monkeypatch.setattr(distillation, "TRAINING", Descent(20, 1e-3))
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
 
 
 def load(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -88,13 +96,13 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
     step = model_step(*TOKENS.shape)
     count = max(0, 20 * step // 2 - len(TOKENS)) if given is None else given
     compute = compute_dtype(dense)
-    more = written(dense, TOKENS[: -held_back(TOKENS)], count, seed=0, compute=compute)
-    groups, back = grouped(TOKENS, more, step, min(step, 2))
+    more = generate_samples(dense, TOKENS[: -count_held_out(TOKENS)], count, seed=0, compute=compute)
+    groups, back = group_batches(TOKENS, more, step, min(step, 2))
     plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
-    found, moved = distil(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
+    found, moved = distill(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
     assert result.report.recovered == found
     assert alike(model, out)
-    assert set(moved) <= {name for block in result.report.blocks for name in block.moved}
+    assert set(moved) <= {name for block in result.report.blocks for name in block.changed_parameters}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,8 +115,8 @@ def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path
     kind = getattr(torch, dtype)
     dense, model = load(tiny[family], kind), load(folder)
     plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
-    method = block_recovery(model, result.report.blocks, Descent(20, RATE))
-    steps = list(prune_blocks(dense, cut(TOKENS, 2), method, plan, None if kind == torch.float32 else torch.float32))
+    method = block_recovery(model, result.report.blocks, MaskedAdam(20, RATE))
+    steps = list(prune_blocks(dense, split_batches(TOKENS, 2), method, plan, None if kind == torch.float32 else torch.float32))
     assert alike(dense, out)
     assert {tensor.dtype for tensor in tensors(out).values()} == {kind}
     blocks = [step for step in steps if isinstance(step, BlockResult)]
@@ -126,7 +134,7 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
     out = result.save_pretrained(tmp_path / "out")
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
-    moved = {name for block in report["blocks"] for name in block["moved"]}
+    moved = {name for block in report["blocks"] for name in block["changed_parameters"]}
     assert layers
     for name, tensor in after.items():
         if name in layers:
@@ -224,7 +232,7 @@ def test_another_pruned_checkpoint_is_another_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.runs.run.remark", interrupted)
+        context.setattr("sparsellm.runs.run.add_warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from sparsellm.activations.streams import Activations
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockResult, Plan, Refined
+from sparsellm.methods import BlockResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step, prune_blocks
-from sparsellm.recovery.masked_training import Descent, Pieces, cut, refine_block, windows_a_step
+from sparsellm.recovery.masked_training import MaskedAdam, Pieces, refine_block, split_batches, windows_a_step
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
 from tests.recovering import block_recovery
@@ -75,7 +75,7 @@ def test_a_descent(count: int, held: float, back: int) -> None:
         return loss(number)
 
     before = held_back(loss, count - back, count)
-    found = Descent(200, 0.05, held).run({"weight": weight}, keep, whole(spied), count, seed=3)
+    found = MaskedAdam(200, 0.05, held).run({"weight": weight}, keep, whole(spied), count, seed=3)
     assert looked == set(range(count - back))
     assert found.before == pytest.approx(before)
     assert found.after == held_back(loss, count - back, count) < 0.9 * before
@@ -83,11 +83,11 @@ def test_a_descent(count: int, held: float, back: int) -> None:
     assert not bool(weight[~keep["weight"]].any())
     assert bool(weight[keep["weight"]].all())
     again, keep, loss = regression(count)
-    assert Descent(200, 0.05, held).run({"weight": again}, keep, whole(loss), count, seed=3) == found
+    assert MaskedAdam(200, 0.05, held).run({"weight": again}, keep, whole(loss), count, seed=3) == found
     assert torch.equal(again, weight)
     if count > 3:
         other, keep, loss = regression(count)
-        Descent(200, 0.05, held).run({"weight": other}, keep, whole(loss), count, seed=4)
+        MaskedAdam(200, 0.05, held).run({"weight": other}, keep, whole(loss), count, seed=4)
         assert not torch.equal(other, weight)
 
 
@@ -96,7 +96,7 @@ def test_pieces_add_up() -> None:
     found = []
     for parts in ([1.0], [0.25, 0.5, 0.25]):
         weight, keep, loss = regression(8)
-        result = Descent(100, 0.05).run(
+        result = MaskedAdam(100, 0.05).run(
             {"weight": weight}, keep, lambda n, loss=loss, parts=parts: (part * loss(n) for part in parts), 8, seed=3
         )
         found.append((result, weight.detach()))
@@ -108,7 +108,7 @@ def test_pieces_add_up() -> None:
 def test_the_rate_falls_to_nothing() -> None:
     """With one slope all along Adam's steps show the rate: its sum over the steps, from `rate` to nearly 0 in a line."""
     weight = nn.Parameter(torch.zeros(1))
-    Descent(50, 0.01).run({"weight": weight}, {}, whole(lambda _: weight.sum()), 2, seed=0)
+    MaskedAdam(50, 0.01).run({"weight": weight}, {}, whole(lambda _: weight.sum()), 2, seed=0)
     assert float(weight.detach()) == pytest.approx(-0.01 * sum(1 - step / 50 for step in range(50)), rel=1e-3)
 
 
@@ -119,7 +119,7 @@ def test_the_best_look_stays() -> None:
     def loss(number: int) -> Tensor:
         return (weight - (-1 if number == 0 else -0.3)).square().sum()  # what is trained on goes past what is held back
 
-    found = Descent(100, 0.02).run({"weight": weight}, {}, whole(loss), 2, seed=0)
+    found = MaskedAdam(100, 0.02).run({"weight": weight}, {}, whole(loss), 2, seed=0)
     path = nn.Parameter(torch.zeros(1))
     optimizer, best = torch.optim.Adam([path], betas=(0.9, 0.95)), (0.09, 0, 0.0)
     for step in range(1, 101):
@@ -142,7 +142,7 @@ def test_never_worse_than_before() -> None:
     with torch.no_grad():
         weight.normal_(generator=torch.Generator().manual_seed(5)).mul_(keep["weight"])
     before = weight.detach().clone()
-    found = Descent(20, 0.05).run({"weight": weight}, keep, whole(lambda n: -loss(n) if n < 3 else loss(n)), 4, seed=0)
+    found = MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(lambda n: -loss(n) if n < 3 else loss(n)), 4, seed=0)
     assert torch.equal(weight, before)
     assert (found.steps, found.after, found.note) == (0, found.before, "")
 
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     """At the start nothing is done; midway the best state before it stays; on a held-back look it is no improvement. Told."""
     weight, keep, loss = regression(4)
     before = weight.detach().clone()
-    found = Descent(20, 0.05).run({"weight": weight}, keep, whole(lambda n: loss(n) * bad if n == 3 else loss(n)), 4, seed=0)
+    found = MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(lambda n: loss(n) * bad if n == 3 else loss(n)), 4, seed=0)
     assert torch.equal(weight, before)
     assert (found.steps, found.note) == (0, "not refined: the loss is not finite")
     taken: list[int] = []
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
         taken.extend([number] if torch.is_grad_enabled() else [])
         return loss(number) * (bad if len(taken) == 37 else 1)
 
-    found = Descent(100, 0.02).run({"weight": weight}, keep, whole(breaks), 4, seed=0)
+    found = MaskedAdam(100, 0.02).run({"weight": weight}, keep, whole(breaks), 4, seed=0)
     assert found.note == "the loss became infinite or undefined at step 37: the best weights before it were kept"
     assert found.steps == 30
     assert len(taken) == 37
@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     def ends(number: int) -> Tensor:
         return loss(number) * (bad if number == 3 and bool(weight.any()) else 1)
 
-    assert Descent(20, 0.05).run({"weight": weight}, keep, whole(ends), 4, seed=0).steps == 0
+    assert MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(ends), 4, seed=0).steps == 0
     assert not bool(weight.any())
 
 
@@ -180,17 +180,17 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
 def test_nothing_to_do(steps: int, batches: int, said: str) -> None:
     """Without steps or parameters nothing is done; with one group there is none to hold back, and the note says so."""
     weight, keep, loss = regression(8)
-    found = Descent(steps, 0.1).run({"weight": weight}, keep, whole(loss), batches, seed=0)
+    found = MaskedAdam(steps, 0.1).run({"weight": weight}, keep, whole(loss), batches, seed=0)
     assert said in found.note
     assert (found.steps, bool(found.note), bool(weight.any())) == (0, bool(said), False)
-    assert Descent(5, 0.1).run({}, {}, whole(loss), 8, seed=0).steps == 0
+    assert MaskedAdam(5, 0.1).run({}, {}, whole(loss), 8, seed=0).steps == 0
 
 
 @pytest.mark.parametrize("bad", [(-1, 0.1), (5, 0.0), (5, NAN), (5, 0.1, 0.0), (5, 0.1, 1.0), (5, 0.1, NAN)])
 def test_bad_settings_are_refused(bad: tuple[float, ...]) -> None:
     """Settings that cannot be raise at once and name the limits."""
     with pytest.raises(InvalidSetting, match=r"steps >= 0, rate > 0 and held in \(0, 1\)"):
-        Descent(*bad)  # type: ignore[arg-type]
+        MaskedAdam(*bad)  # type: ignore[arg-type]
 
 
 def tiny(family: str, dtype: torch.dtype = FULL) -> PreTrainedModel:
@@ -220,10 +220,10 @@ def refined(
 ) -> tuple[PreTrainedModel, Plan, list[Step]]:
     """A fresh model with pruned weights and gradient steps on each block, its plan, and everything that was yielded."""
     model, pruned = tiny(family, dtype), tiny(family, dtype)
-    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), **choice)
     results = list(prune_blocks(pruned, batches(), SparseLLM(Magnitude(), gauss_newton_steps=0), plan, compute))
     told = list[Step]()
-    for step in prune_blocks(model, batches(), block_recovery(pruned, results, Descent(steps, 1e-3)), plan, compute):
+    for step in prune_blocks(model, batches(), block_recovery(pruned, results, MaskedAdam(steps, 1e-3)), plan, compute):
         told.append(step)
         if isinstance(step, BlockResult):  # what travels on is what will be stored
             block = blocks_of(model)[step.index].module
@@ -238,7 +238,7 @@ def test_blocks_are_refined(family: str, dtype: torch.dtype, compute: torch.dtyp
     (before, plan, _), (model, _, steps), (again, _, _) = (
         refined(family, steps, dtype=dtype, compute=compute, chosen=frozenset({1}), exclude=["q_proj"]) for steps in (0, 40, 40)
     )
-    (told,) = (step for step in steps if isinstance(step, Refined))
+    (told,) = (step for step in steps if isinstance(step, TrainingResult))
     (block,) = (step for step in steps if isinstance(step, BlockResult))
     assert 0 < told.steps <= 40
     assert 0 < told.after < told.before
@@ -257,7 +257,7 @@ def test_blocks_are_refined(family: str, dtype: torch.dtype, compute: torch.dtyp
             assert torch.equal(one, dense[name]), name
         elif not torch.equal(one, dense[name]):
             moved.add(name)
-    assert moved == set(block.moved)
+    assert moved == set(block.changed_parameters)
     assert moved
 
 
@@ -267,8 +267,8 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
     """Before and after are E‖h - block(x)‖² in the metric on the held-back batch, over E‖h‖² on all; h is the dense stream."""
     model, names = tiny(family), NAMES[family]
     block, root = blocks_of(model)[0], torch.randn(16, 16, generator=torch.Generator().manual_seed(2))
-    metric, inputs = root @ root.T + torch.eye(16), Activations.entering(model, blocks_of(model), batches(), streams=([], []))
-    inputs.arrive(block)
+    metric, inputs = root @ root.T + torch.eye(16), Activations.from_model(model, blocks_of(model), batches(), streams=([], []))
+    inputs.begin_block(block)
     inputs.pruned = [hidden.detach() * 1.1 for hidden in inputs.pruned]
     with torch.no_grad():
         targets = [block(hidden, call) for hidden, call in zip(inputs.dense or [], inputs.calls(block), strict=True)]
@@ -285,7 +285,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
             return count(block(inputs.pruned[-1], inputs.calls(block)[-1]) - targets[-1]) / power
 
     before, start = missed(), copy.deepcopy(block.module.state_dict())
-    found = refine_block(block, inputs, keep, parameters, metric if weighed else None, Descent(40, 3e-3))
+    found = refine_block(block, inputs, keep, parameters, metric if weighed else None, MaskedAdam(40, 3e-3))
     assert found.before == pytest.approx(before, rel=1e-4)
     assert found.after == pytest.approx(missed(), rel=1e-4)
     assert found.after < 0.95 * found.before
@@ -293,7 +293,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
         assert torch.equal(tensor, start[name]) == (name not in parameters), name
     assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
     with pytest.raises(TypeError, match="teacher=True"):
-        refine_block(block, Activations(inputs.pruned, []), keep, parameters, None, Descent(1, 1e-3))
+        refine_block(block, Activations(inputs.pruned, []), keep, parameters, None, MaskedAdam(1, 1e-3))
 
 
 @pytest.mark.parametrize("samples", [64, 50, 7])
@@ -301,7 +301,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
 def test_batches_do_not_lie_astride_two_steps(samples: int, batch: int) -> None:
     """Every window once and in order, at most `batch` together, and a batch ends wherever a step's group does."""
     windows = torch.arange(samples * 512).reshape(samples, 512)
-    found = cut(windows, batch)
+    found = split_batches(windows, batch)
     assert torch.equal(torch.cat(found), windows)
     assert max(len(some) for some in found) == min(batch, samples)
     step = windows_a_step(samples, 512)
@@ -317,11 +317,13 @@ def test_how_many_windows_travel_together_changes_rounding_only(family: str) -> 
     found = []
     for batch in (4, 3, 1):
         model = tiny(family)
-        plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
+        plan = uniform_plan(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
         pruned = tiny(family)
         results = list(prune_blocks(pruned, windows.split(4), LayerWise(Magnitude()), plan))
-        method = block_recovery(pruned, results, Descent(20, 1e-3))
-        (block,) = (step for step in prune_blocks(model, cut(windows, batch), method, plan) if isinstance(step, BlockResult))
+        method = block_recovery(pruned, results, MaskedAdam(20, 1e-3))
+        (block,) = (
+            step for step in prune_blocks(model, split_batches(windows, batch), method, plan) if isinstance(step, BlockResult)
+        )
         found.append((block.refined, blocks_of(model)[0].layer(NAMES[family][0]).weight))
     (one, wanted), *others = found
     assert one is not None

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.functional import jacobian
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.activations.backward import drawn
+from sparsellm.activations import sensitivity
+from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.activations.streams import Activations, sensitivity
+from sparsellm.activations.streams import Activations
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import Block, blocks_of
 
@@ -90,10 +91,10 @@ def far(got: Tensor, wanted: Tensor) -> float:
 def test_labels_are_drawn_by_their_shares() -> None:
     """As often as their shares say, to four standard errors; never what has none, at either end; in pieces or not."""
     shares = torch.tensor([0.0, 0.05, 0.4, 0.0, 0.3, 0.25, 0.0])
-    labels = drawn(shares.expand(100_000, -1), torch.Generator().manual_seed(0))
+    labels = sample_labels(shares.expand(100_000, -1), torch.Generator().manual_seed(0))
     found = labels.bincount(minlength=7) / len(labels)
     assert bool(((found - shares).abs() <= 4 * (shares * (1 - shares) / len(labels)).sqrt()).all())
-    again = torch.stack([drawn(shares.view(1, -1), torch.Generator().manual_seed(7)) for _ in range(2)])
+    again = torch.stack([sample_labels(shares.view(1, -1), torch.Generator().manual_seed(7)) for _ in range(2)])
     assert torch.equal(again[0], again[1])
 
 
@@ -208,11 +209,11 @@ def arrived(family: str, index: int, *batches: Tensor, dtype: torch.dtype = torc
     model = tiny(family).to(dtype)
     blocks = blocks_of(model)
     with torch.no_grad():
-        inputs = Activations.entering(model, blocks, batches, streams=([], []))
+        inputs = Activations.from_model(model, blocks, batches, streams=([], []))
         for block in blocks[:index]:
-            inputs.arrive(block)
+            inputs.begin_block(block)
             inputs.advance(block)
-    inputs.arrive(blocks[index])
+    inputs.begin_block(blocks[index])
     return blocks[index], inputs
 
 
@@ -248,7 +249,7 @@ def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tenso
     assert inputs.dense is not None
     assert inputs.teacher is not None
     calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, weighs, inputs.firsts, inputs.window)
+    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, weighs, inputs.sample_offsets, inputs.window)
 
 
 @cache

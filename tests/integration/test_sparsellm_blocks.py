@@ -13,12 +13,12 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.recipe import Recipe
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude
-from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_sparsellm_method import batches, changed, prune, signals, tiny, two_families
@@ -30,7 +30,7 @@ def test_the_dense_stream_is_the_dense_models_own(family: str) -> None:
     method = SparseLLM(SparseGPT())
     model = tiny(family)
     wanted = signals(tiny(family))
-    plan = uniform(blocks_of(model), parse_pattern("60%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     for block, inputs in walk(model, batches(), teacher=True, metrics=output_sensitivities(model, batches())):
         assert inputs.dense is not None
         entered = torch.cat([hidden.flatten(0, -2) for hidden in inputs.dense])
@@ -50,8 +50,8 @@ def test_what_moves_is_told_and_all_else_stays(family: str) -> None:
     block = blocks_of(model)[1]
     assert results == {block.full_name(name) for name in block.layers if not name.endswith("q_proj")}
     wanted = {f"{name}.bias" for name in results if model.get_submodule(name).bias is not None}
-    assert set(finished.moved) == wanted
-    assert len(finished.moved) == len(wanted)
+    assert set(finished.changed_parameters) == wanted
+    assert len(finished.changed_parameters) == len(wanted)
     assert changed(model, tiny(family)) == wanted | {f"{name}.weight" for name in results}
 
 
@@ -71,10 +71,10 @@ def test_parts_that_cannot_be_coupled(family: str, choice: dict[str, Any], coupl
     """Their layers are pruned one by one, and the block's note says why; no loop runs over half a part."""
     method = SparseLLM(SparseGPT(), scope=couple)
     model, steps = prune(family, method, **choice)
-    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), **choice)
     assert [step.name for step in steps if isinstance(step, LayerResult)] == list(plan)
     for name in plan:
-        assert int((model.get_submodule(name).weight == 0).sum()) == parse_pattern("60%").removed(
+        assert int((model.get_submodule(name).weight == 0).sum()) == parse_pattern("60%").count_removed(
             model.get_submodule(name).weight.numel()
         )
     for step in steps:
@@ -90,7 +90,7 @@ def test_blocks_behind_the_last_are_not_visited() -> None:
     metrics = output_sensitivities(model, batches())
     with torch.no_grad():
         blocks_of(model)[1].layer("mlp.down_proj").weight.fill_(float("inf"))
-    plan = uniform(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), chosen=frozenset({0}))
     steps = list(prune_blocks(model, batches(), SparseLLM(SparseGPT()), plan, metrics=metrics))
     assert [step.index for step in steps if isinstance(step, BlockResult)] == [0]
 
@@ -121,10 +121,10 @@ def test_efforts() -> None:
         assert recipe.sharing == "fisher"
         return recipe.to_method(4)
 
-    assert built() == built(effort="standard") == SparseLLM(ALPS.thorough(), scope="feedforward")
-    assert built(effort="fast") == SparseLLM(Swift(), scope="none") == built(scope="none", solver="fast-admm")
+    assert built() == built(effort="standard") == SparseLLM(ALPS.accurate(), scope="feedforward")
+    assert built(effort="fast") == SparseLLM(FastADMM(), scope="none") == built(scope="none", solver="fast-admm")
     assert built(effort="fast", solver="alps") == SparseLLM(ALPS(), scope="none")
-    assert built(effort="fast", scope="feedforward") == SparseLLM(Swift(), scope="feedforward")
+    assert built(effort="fast", scope="feedforward") == SparseLLM(FastADMM(), scope="feedforward")
     assert (
         Recipe(model="demo:opt", calibration="demo", effort="fast")
         .describe()

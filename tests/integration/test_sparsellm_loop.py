@@ -10,11 +10,11 @@ import torch
 
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.methods import EpochResult, LayerResult
-from sparsellm.methods.feedforward_problem import Part, Weights
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.sequential import Step
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_sparsellm_method import aim, batches, changed, prune, signals, state, tiny, two_families, writers
@@ -51,14 +51,14 @@ def test_the_loop_only_goes_down(family: str, singly: bool) -> None:
         target = aim(family, block, writers(block)[1], dense, pruned)
         lost = target - pruned[block.full_name(writers(block)[1])][1]
         lost = lost[-15:] if last.step == "newton" else lost
-        metric = damped(metrics[block.index], 1e-3)
+        metric = add_diagonal(metrics[block.index], 1e-3)
         powers = [float(torch.einsum("ti,ij,tj->", each, metric.double(), each)) / len(each) for each in (lost, target)]
         assert last.feed_forward_error == pytest.approx(powers[0] / powers[1], rel=1e-4)
     assert family == "opt" or any(isinstance(step, EpochResult) and step.step == "newton" and step.accepted for step in steps)
     for step in steps:
         if isinstance(step, LayerResult):
             weight = model.get_submodule(step.name).weight
-            assert int((weight == 0).sum()) == step.zeros == parse_pattern("60%").removed(weight.numel())
+            assert int((weight == 0).sum()) == step.zeros == parse_pattern("60%").count_removed(weight.numel())
 
 
 @two_families
@@ -67,13 +67,13 @@ def test_rounds_do_not_see_what_is_held_back(family: str, monkeypatch: pytest.Mo
     seen: dict[str, list[int]] = {}
 
     def counting(name: str) -> None:
-        plain = getattr(Part, name)
+        plain = getattr(FeedForwardProblem, name)
 
-        def counted(self: Part, *arguments: Any) -> Any:
+        def counted(self: FeedForwardProblem, *arguments: Any) -> Any:
             seen.setdefault(name, []).append(sum(map(len, self.inputs)))
             return plain(self, *arguments)
 
-        monkeypatch.setattr(Part, name, counted)
+        monkeypatch.setattr(FeedForwardProblem, name, counted)
 
     for name in ("newton", "regression", "error"):
         counting(name)
@@ -94,7 +94,7 @@ def test_rounds_hold_the_mask(family: str) -> None:
     part = block.architecture.feed_forward
     assert part is not None
     names = {
-        name for name in state(model) if name.startswith(tuple(f"{block.name}.{x}." for x in (*part.readers, part.writer)))
+        name for name in state(model) if name.startswith(tuple(f"{block.name}.{x}." for x in (*part.in_proj, part.out_proj)))
     }
     assert changed(model, start) == names
     for name in names:
@@ -105,14 +105,14 @@ def test_rounds_hold_the_mask(family: str) -> None:
 @two_families
 def test_a_step_too_long_is_halved(family: str, factor: float, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step far too long is shortened until the error falls; one that cannot help leaves every bit as it was."""
-    plain = Part.newton
+    plain = FeedForwardProblem.gauss_newton_step
 
-    def far_off(self: Part, *arguments: Any) -> Weights:
+    def far_off(self: FeedForwardProblem, *arguments: Any) -> Weights:
         steps = plain(self, *arguments)
         return {name: (factor * weight, None if bias is None else factor * bias) for name, (weight, bias) in steps.items()}
 
     start, _ = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=0), chosen=frozenset({0}))
-    monkeypatch.setattr(Part, "newton", far_off)
+    monkeypatch.setattr(FeedForwardProblem, "gauss_newton_step", far_off)
     model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=3), chosen=frozenset({0}))
     rounds = [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
     assert rounds[0].accepted == accepted

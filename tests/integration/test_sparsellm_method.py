@@ -18,14 +18,14 @@ from sparsellm.activations.walk import walk
 from sparsellm.methods import EpochResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step, prune_blocks
 from sparsellm.solvers.criteria import Magnitude
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 SHARED = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "max_position_embeddings": 64}
 OPT = {**SHARED, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}
@@ -53,7 +53,7 @@ class Recorder:
     damping: float = 0.03
     seen: list[tuple[LayerProblem, Tensor]] = field(default_factory=list)
 
-    needs: ClassVar[type[NoInputs]] = Gram
+    needs: ClassVar[type[TokenCount]] = Gram
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         self.seen.append((problem, SparseGPT(damping=self.damping).solve(problem, pattern)))
@@ -80,7 +80,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def prune(family: str, method: SparseLLM, singly: bool = False, **choice: Any) -> tuple[PreTrainedModel, list[Step]]:
     """A fresh model pruned by 60 %, and everything that was yielded. singly: each sequence as a batch of its own."""
     model = tiny(family)
-    plan = uniform(blocks_of(model), parse_pattern("60%"), **choice)
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"), **choice)
     tokens = list(torch.cat(batches()).split(1)) if singly else batches()
     return model, list(prune_blocks(model, tokens, method, plan))
 
@@ -181,7 +181,7 @@ def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) 
     """A bf16 model stays bf16, and later blocks see bit for bit what its bf16 weights, biases and norms let through."""
     model, seen = tiny(family, torch.bfloat16), []
     metrics = output_sensitivities(model, batches(), torch.float32)
-    plan = uniform(blocks_of(model), parse_pattern("60%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     for block, inputs in walk(model, batches(), compute=torch.float32, teacher=True, metrics=metrics):
         seen.append(list(inputs.pruned))
         list(method.prune(block, inputs, plan))
@@ -194,13 +194,13 @@ def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) 
 def test_later_layers_read_what_rounded_ones_write(family: str) -> None:
     """In a bf16 model each layer was fitted on what the bf16 layers before it in its block let through."""
     model, method = tiny(family, torch.bfloat16), SparseLLM(Recorder(), gauss_newton_steps=0)
-    plan = uniform(blocks_of(model), parse_pattern("60%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     list(prune_blocks(model, batches(), method, plan, torch.float32))
     assert isinstance(method.solver, Recorder)
     problems = iter(method.solver.seen)
     for block, inputs in walk(model, batches(), compute=torch.float32):
         reads: dict[str, list[Tensor]] = {name: [] for name in block.layers}
-        inputs.watch(block, {name: [some.append] for name, some in reads.items()})
+        inputs.run_with_hooks(block, {name: [some.append] for name, some in reads.items()})
         for name, layer in block.layers.items():
             x, known = torch.cat(reads[name]).double(), next(problems)[0].inputs
             x = x if layer.bias is None else x - x.mean(0)
@@ -221,13 +221,15 @@ def test_curvatures(family: str) -> None:
     for block, inputs in walk(teacher, batches()):
         part, metric = block.architecture.feed_forward, metrics[block.index]
         assert part is not None
-        exact = layer_sensitivities(block, inputs.pruned, inputs.calls(block), list(block.layers), metric, inputs.firsts)
-        x = pruned[block.full_name(part.readers[0])][0].float()
-        inner, writer = damped(metric, 1e-3), block.layer(part.writer).weight
-        slopes = part.slopes(*(block.layer(name)(x) for name in part.readers))
-        for name, slope in zip(part.readers, slopes, strict=True):
+        exact = layer_sensitivities(
+            block, inputs.pruned, inputs.calls(block), list(block.layers), metric, inputs.sample_offsets
+        )
+        x = pruned[block.full_name(part.in_proj[0])][0].float()
+        inner, writer = add_diagonal(metric, 1e-3), block.layer(part.out_proj).weight
+        slopes = part.slopes(*(block.layer(name)(x) for name in part.in_proj))
+        for name, slope in zip(part.in_proj, slopes, strict=True):
             exact[name] = (writer.T @ inner @ writer) * (slope.T @ slope / len(x))
-        exact[part.writer] = metric
+        exact[part.out_proj] = metric
         for name in block.layers:
             found, wanted = next(problems)[0].curvature, exact[name]
             assert found is not None
@@ -239,10 +241,10 @@ def test_additive_blocks_are_told(family: str) -> None:
     """All but blocks that normalise after adding are of the form that can be mended; without a dense stream none is."""
     for dtype in (torch.float32, torch.bfloat16):
         for block, inputs in walk(tiny(family, dtype), batches(), teacher=True):
-            assert inputs.adds(writers(block)) == (family != "opt-post-norm")
-            assert not inputs.adds(writers(block)[:1])
+            assert inputs.is_residual_sum(writers(block)) == (family != "opt-post-norm")
+            assert not inputs.is_residual_sum(writers(block)[:1])
     block, inputs = next(walk(tiny(family), batches()))
-    assert not inputs.adds(writers(block))
+    assert not inputs.is_residual_sum(writers(block))
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
@@ -251,10 +253,10 @@ def test_writers_repair_the_stream(family: str, monkeypatch: pytest.MonkeyPatch)
     missed, wanted = {}, signals(tiny(family))
     for repaired in (True, False):
         if not repaired:
-            monkeypatch.setattr(Activations, "adds", lambda *_: False)
+            monkeypatch.setattr(Activations, "is_residual_sum", lambda *_: False)
         model = tiny(family)
         block = blocks_of(model)[0]
-        plan = uniform([block], Unstructured(0)) | uniform([block], Unstructured(0.9), include=["self_attn.*"])
+        plan = uniform_plan([block], Unstructured(0)) | uniform_plan([block], Unstructured(0.9), include=["self_attn.*"])
         list(prune_blocks(model, batches(), SparseLLM(SparseGPT(), gauss_newton_steps=0), plan))
         missed[repaired] = far(signals(model)[block.name][1], wanted[block.name][1])
     assert missed[True] < 0.96 * missed[False]

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.runs.inspection import inspect
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import working
+from sparsellm.runs.workspace import work_directory
 from tests.cli.test_headers import refused_by_all
 from tests.conftest import byte_tokenizer, report_of
 from tests.integration.test_families import CONFIGS
@@ -86,7 +86,7 @@ def test_every_family_is_pruned_under_either_name(family: str, tmp_path: Path) -
     for number, (form, names) in enumerate(itertools.product(FORMS, NAMES)):
         stream = number % 2 == 1  # every form and every name once in memory and once not: their product takes twice as long
         store(under(tensors, names), folder, form)
-        with working(out) as work:
+        with work_directory(out) as work:
             recipe = read_recipe({"model": str(folder), "method": "magnitude", "sparsity": "2:4", "offload": stream})
             run(recipe, work=work).save_pretrained(out, overwrite=True)
         found = inspect(str(out), against=str(folder), expect="2:4")

@@ -20,14 +20,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from sparsellm.activations.hooks import Asked
+from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.streams import Activations
 from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import select_blocks, uniform
+from sparsellm.pruning.plan import select_blocks, uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Unstructured
@@ -138,7 +138,7 @@ def test_stop_and_watch() -> None:
     before = [hidden.clone() for hidden in inputs.pruned]
     for name, layer in block.layers.items():
         layer.register_forward_hook(lambda *_, name=name: ran.append(name))
-    inputs.watch(block, {"fc1": [read.append]}, {"fc1": [written.append]})
+    inputs.run_with_hooks(block, {"fc1": [read.append]}, {"fc1": [written.append]})
     assert [(tuple(x.shape), tuple(y.shape)) for x, y in zip(read, written, strict=True)] == [
         ((n, 32), (n, 64)) for n in (24, 7, 36)
     ]
@@ -146,7 +146,7 @@ def test_stop_and_watch() -> None:
     assert "fc2" not in ran
     read.clear()
     ran.clear()
-    inputs.watch(block, {"fc1": [read.append], "self_attn.q_proj": [read.append]})
+    inputs.run_with_hooks(block, {"fc1": [read.append], "self_attn.q_proj": [read.append]})
     assert ([len(x) for x in read], "fc1" in ran) == ([24, 24, 7, 7, 36, 36], False)
     assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, before, strict=True))
     assert not block.layer("fc1")._forward_pre_hooks
@@ -164,15 +164,15 @@ def test_passes_end_where_nothing_more_is_asked_for() -> None:
     for which, some in (("pruned", block), ("dense", inputs.teacher)):
         for name, layer in some.layers.items():
             layer.register_forward_hook(lambda *_, name=name, which=which: ran.append(f"{which} {name}"))
-    asked = Asked(["fc1"], ["self_attn.out_proj"])
-    pairs = list(inputs.pairs(block, asked, Asked()))
+    asked = CaptureRequest(["fc1"], ["self_attn.out_proj"])
+    pairs = list(inputs.paired_batches(block, asked, CaptureRequest()))
     assert set(ran) == {f"pruned self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
     for (pruned, dense), hidden in zip(pairs, inputs.dense or [], strict=True):
         assert torch.equal(
             pruned.outputs["self_attn.out_proj"], block.layer("self_attn.out_proj").bias.expand(len(hidden.flatten(0, 1)), -1)
         )
-        assert (list(pruned.inputs), dense.inputs, dense.outputs, dense.leaving) == (["fc1"], {}, {}, None)
-        assert torch.equal(dense.entering, hidden.flatten(0, 1))
+        assert (list(pruned.inputs), dense.inputs, dense.outputs, dense.block_output) == (["fc1"], {}, {}, None)
+        assert torch.equal(dense.block_input, hidden.flatten(0, 1))
     assert inputs.teacher is not None
 
 
@@ -186,7 +186,7 @@ def test_a_stream_may_travel_on_while_it_is_watched(family: str) -> None:
             seen.append([hidden.clone() for hidden in inputs.pruned])
             shown: list[Tensor] = []
             block.module.register_forward_pre_hook(lambda *_, ran=ran: ran.__setitem__(0, ran[0] + 1))
-            inputs.watch(block, {name: [shown.append] for name in list(block.layers)[-1:]}, onward=onward)
+            inputs.run_with_hooks(block, {name: [shown.append] for name in list(block.layers)[-1:]}, advance=onward)
             assert len(shown) == len(batches())
         passes = 3 if onward else 5  # of three blocks: the last one's output is nobody's
         assert ran == [passes * len(batches())]
@@ -200,10 +200,12 @@ def test_the_dense_stream_travels_on_with_its_last_pass(last: bool) -> None:
     (block, inputs), (_, other) = (next(some) for some in walked)
     before = list(inputs.dense or [])
     for (_, dense), entered in zip(
-        inputs.pairs(block, Asked(), Asked(writes=["mlp.down_proj"], whole=last)), before, strict=True
+        inputs.paired_batches(block, CaptureRequest(), CaptureRequest(outputs=["mlp.down_proj"], whole=last)),
+        before,
+        strict=True,
     ):
-        assert torch.equal(dense.entering, entered.flatten(0, 1))
-        assert (dense.leaving is not None) == last
+        assert torch.equal(dense.block_input, entered.flatten(0, 1))
+        assert (dense.block_output is not None) == last
     assert (inputs.teacher is None) == last
     if last:
         other.advance_dense()
@@ -221,14 +223,14 @@ def test_a_whole_pass_is_checked() -> None:
         model.model.decoder.layers[0].fc2.weight[0] = float("inf")
     block, inputs = next(walk(model, batches(), teacher=True))
     with pytest.raises(NonFinite, match=r"layers\.0\.fc2 is not finite"):
-        list(inputs.pairs(block, Asked(), Asked(whole=True)))
+        list(inputs.paired_batches(block, CaptureRequest(), CaptureRequest(whole=True)))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_grad_mode_is_the_callers_own(enabled: bool) -> None:
     """Between the yields of walk and prune_blocks the caller's grad mode holds, also after a loop left early."""
     model = tiny("llama")
-    plan = uniform(blocks_of(model), Unstructured(0.5))
+    plan = uniform_plan(blocks_of(model), Unstructured(0.5))
     with torch.set_grad_enabled(enabled):
         for _, inputs in walk(model, batches()):
             assert torch.is_grad_enabled() == enabled
@@ -247,7 +249,7 @@ def test_forwards_are_restored(fails: bool) -> None:
     modules = [block.module for block in blocks_of(model)]
     wrapped = modules[1].forward = partial(modules[1].forward)
     with pytest.raises(UnsupportedModel, match="IndexError") if fails else nullcontext():
-        Activations.entering(model, blocks_of(model), [torch.full((1, 4), 10_000)] if fails else batches())
+        Activations.from_model(model, blocks_of(model), [torch.full((1, 4), 10_000)] if fails else batches())
     assert modules[1].__dict__["forward"] is wrapped
     assert all("forward" not in module.__dict__ for module in (modules[0], modules[2]))
 
@@ -258,7 +260,7 @@ def test_training_mode_is_restored(training: bool, early: bool) -> None:
     """Pruning runs without dropout and gives the model back in the mode it came in, also when stopped early."""
     model, evaluated = tiny("opt").train(training), tiny("opt")
     for each in (model, evaluated):
-        steps = prune_blocks(each, batches(), LayerWise(SparseGPT()), uniform(blocks_of(each), NM(2, 4)))
+        steps = prune_blocks(each, batches(), LayerWise(SparseGPT()), uniform_plan(blocks_of(each), NM(2, 4)))
         for _ in steps:
             assert not each.training
             if early:
@@ -274,7 +276,7 @@ def test_training_mode_is_restored(training: bool, early: bool) -> None:
 def test_bf16_models_stay_bf16(name: str, method: LayerWise | PublishedSparseLLM) -> None:
     """Parameters and hidden states keep their dtype; no group loses a zero on the way to bf16."""
     model = tiny(name, dtype=torch.bfloat16)
-    plan = uniform(blocks_of(model), NM(2, 4))
+    plan = uniform_plan(blocks_of(model), NM(2, 4))
     list(prune_blocks(model, batches(), method, plan))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for _, inputs in walk(model, batches()):
@@ -288,7 +290,7 @@ def test_bf16_models_stay_bf16(name: str, method: LayerWise | PublishedSparseLLM
 def test_pruning_leaves_the_tied_head_alone(name: str) -> None:
     """Planned layers lose their share; the head, embedding, norms and biases keep every bit, and the tie."""
     model, dense = tiny(name), tiny(name)
-    plan = uniform(blocks_of(model), Unstructured(0.6))
+    plan = uniform_plan(blocks_of(model), Unstructured(0.6))
     assert len(plan) == 3 * (6 if name.startswith("opt") else 7)
     assert not any("lm_head" in full for full in plan)
     list(prune_blocks(model, batches(), LayerWise(Wanda()), plan))
@@ -303,7 +305,7 @@ def test_pruning_leaves_the_tied_head_alone(name: str) -> None:
 def test_magnitude_needs_no_text() -> None:
     """A method without needs prunes without batches, and its results say that nothing was known."""
     model = tiny("llama")
-    plan = uniform(blocks_of(model), Unstructured(0.5), frozenset({1}))
+    plan = uniform_plan(blocks_of(model), Unstructured(0.5), frozenset({1}))
     steps = list(prune_blocks(model, [], LayerWise(Magnitude()), plan))
     assert len(steps) == 8
     assert {step.known for step in steps[:-1]} == {"NoInputs"}
@@ -343,28 +345,28 @@ def test_plans_by_name() -> None:
     """`include` and `exclude` match full names and their ends; skip wins; `chosen` limits the blocks."""
     blocks = blocks_of(tiny("llama"))
     pattern = Unstructured(0.5)
-    assert set(uniform(blocks, pattern, include=["down_proj"])) == {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
-    assert set(uniform(blocks, pattern, include=["model.layers.1.self_attn.*"], exclude=["q_proj"])) == {
+    assert set(uniform_plan(blocks, pattern, include=["down_proj"])) == {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
+    assert set(uniform_plan(blocks, pattern, include=["model.layers.1.self_attn.*"], exclude=["q_proj"])) == {
         f"model.layers.1.self_attn.{name}_proj" for name in "kvo"
     }
-    assert len(uniform(blocks, pattern, frozenset({2}), exclude=["mlp.*"])) == 4
-    assert set(uniform(blocks, pattern).values()) == {pattern}
+    assert len(uniform_plan(blocks, pattern, frozenset({2}), exclude=["mlp.*"])) == 4
+    assert set(uniform_plan(blocks, pattern).values()) == {pattern}
 
 
 def test_plans_refused() -> None:
     """Names that match nothing, shapes that do not divide (naming the layer), and empty plans are refused."""
     blocks = blocks_of(tiny("llama"))
     with pytest.raises(InvalidSetting, match=r"No layer matches 'dwn_proj'\. Did you mean 'down_proj'\?"):
-        uniform(blocks, Unstructured(0.5), include=["dwn_proj"])
+        uniform_plan(blocks, Unstructured(0.5), include=["dwn_proj"])
     with pytest.raises(InvalidSetting, match="No layer matches 'fc1'"):
-        uniform(blocks, Unstructured(0.5), exclude=["fc1"])
+        uniform_plan(blocks, Unstructured(0.5), exclude=["fc1"])
     with pytest.raises(InvalidSetting, match=r"model\.layers\.0\.self_attn\.q_proj \(and 20 more layers\): 3:5 needs"):
-        uniform(blocks, NM(3, 5))
+        uniform_plan(blocks, NM(3, 5))
     with pytest.raises(InvalidSetting, match=r"^model\.layers\.2\.mlp\.down_proj: 5:48 needs .* got 64"):
-        uniform(blocks, NM(5, 48), frozenset({2}), include=["down_proj"])
+        uniform_plan(blocks, NM(5, 48), frozenset({2}), include=["down_proj"])
     for nothing in ({"chosen": frozenset()}, {"exclude": ["*"]}, {"include": ["mlp.*"], "exclude": ["mlp.*"]}):
         with pytest.raises(InvalidSetting, match="Nothing is left to prune"):
-            uniform(blocks, Unstructured(0.5), **nothing)  # type: ignore[arg-type]
+            uniform_plan(blocks, Unstructured(0.5), **nothing)  # type: ignore[arg-type]
 
 
 def test_models_refused() -> None:
@@ -374,7 +376,7 @@ def test_models_refused() -> None:
     model = tiny("llama")
     model.model.layers[1].mlp.up_proj = torch.nn.Conv1d(32, 64, 1)
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj is a Conv1d, not a torch\.nn\.Linear"):
-        uniform(blocks_of(model), Unstructured(0.5))
+        uniform_plan(blocks_of(model), Unstructured(0.5))
 
 
 @pytest.mark.parametrize("layer", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", None])

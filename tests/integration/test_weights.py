@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from sparsellm.activations.sensitivity import output_sensitivities
-from sparsellm.checkpoints.block_loader import OnDisk
+from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.tensor_index import NotStreamable, Place, read_stored
+from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
 from sparsellm.evaluation.perplexity import perplexity, streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.allocation import fisher
 from sparsellm.pruning.journal import Journal
-from sparsellm.pruning.plan import uniform
+from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.inspection import Tensors, compare
-from sparsellm.runtime.offload import Storage
+from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 
@@ -86,7 +86,7 @@ def test_as_from_pretrained(family: str, form: str, tmp_path: Path) -> None:
     model, weights = open_checkpoint(str(folder)).stream()
     assert all(parameter.is_meta for parameter in model.parameters())
     with ExitStack() as stack:
-        stack.enter_context(weights.ends())
+        stack.enter_context(weights.non_block())
         for block in blocks_of(model):
             stack.enter_context(weights.block(block))
         found, wanted = model.state_dict(), whole.state_dict()
@@ -96,7 +96,7 @@ def test_as_from_pretrained(family: str, form: str, tmp_path: Path) -> None:
             assert torch.equal(model(windows()).logits, whole(windows()).logits)
     assert all(parameter.is_meta for parameter in model.parameters())
     ends = {name for name in whole.state_dict() if ".layers." not in name}
-    names = list(chain(*weights.end_names()))
+    names = list(chain(*weights.non_block_names()))
     assert set(names) <= ends
     assert all(torch.equal(weights.read(name), wanted[name]) for name in names)
 
@@ -119,12 +119,12 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     folder = saved(family, tmp_path / "model", "shards")
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     model, weights = open_checkpoint(str(folder)).stream()
-    storage = Storage(budget, tmp_path / "work")
+    storage = OffloadManager(budget, tmp_path / "work")
     batches = list(windows().split(2))
     assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
     pairs = zip(output_sensitivities(whole, batches), output_sensitivities(model, batches, None, weights, storage), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    plan = uniform(blocks_of(model), parse_pattern("60%"))
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
     assert fisher(whole, batches, plan) == fisher(model, batches, plan, None, weights, storage)
     method = SparseLLM(gauss_newton_steps=1)
     list(prune_blocks(whole, batches, method, plan))
@@ -168,9 +168,9 @@ def test_what_is_wrong_is_told_when_it_is_read(spoil: str, part: str, tmp_path: 
 def test_a_file_that_goes_away(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "model", "single")
     _, weights = open_checkpoint(str(folder)).stream()
-    assert isinstance(weights, OnDisk)
+    assert isinstance(weights, DiskWeights)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(BadCheckpoint, match="cannot be read from"), weights.ends():
+    with pytest.raises(BadCheckpoint, match="cannot be read from"), weights.non_block():
         pass
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
 
@@ -192,7 +192,7 @@ def test_read_in_pieces(
     monkeypatch.setattr("sparsellm.checkpoints.tensor_index.PIECE", piece)
     tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     save_file({"other": torch.ones(5), "wanted": tensor}, tmp_path / "some.safetensors")
-    found = read_stored(Place(tmp_path / "some.safetensors", "wanted"))
+    found = read_stored(TensorLocation(tmp_path / "some.safetensors", "wanted"))
     (tmp_path / "some.safetensors").write_bytes(b"")
     assert found.dtype == dtype
     assert torch.equal(found, tensor)

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import Result
 
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage
+from sparsellm.evaluation import zeroshot
 from sparsellm.evaluation.measurements import SPLITS
-from sparsellm.evaluation.perplexity import zeroshot
-from sparsellm.evaluation.zeroshot import definition, mean, prepared
+from sparsellm.evaluation.zeroshot import definition, mean, prepare_tasks
 from sparsellm.runs.measuring import measure
 from sparsellm.runs.recipe_file import read_recipe
 
@@ -119,7 +119,7 @@ def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: 
     done = command("prune", SHARED / "models" / name, tmp_path / "out", *given, *words, "--json")
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)["tasks"]
-    changed = prepared(PAPER, str(data / "zeroshot"))
+    changed = prepare_tasks(PAPER, str(data / "zeroshot"))
     tasks = [str(definition(task, words, tmp_path)) for task, words in changed.items()]
     same({task: values["dense"] for task, values in found.items()}, by_hand(SHARED / "models" / name, tasks, 12))
     same({task: values["pruned"] for task, values in found.items()}, by_hand(tmp_path / "out", tasks, 12))
@@ -145,10 +145,10 @@ def test_a_task_without_its_data_is_told_before_any_work(tiny: dict[str, Path], 
     assert "rte*validation*.jsonl" in done.stderr
     (questions / "boolq_validation_2.jsonl").write_text("{}", encoding="utf-8")
     with pytest.raises(BadText, match="2 files of"):
-        prepared(["boolq"], str(questions))
+        prepare_tasks(["boolq"], str(questions))
     (questions / "rte_validation.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(BadText, match="cannot be read"):
-        prepared(["rte"], str(questions))
+        prepare_tasks(["rte"], str(questions))
 
 
 @WITH

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations.backward import coming_back, descending, first_windows
+from sparsellm.activations.backward import first_windows, gradient_hooks, run_backward
 from sparsellm.checkpoints.block_loader import Weights
 from sparsellm.models.blocks import Block
-from sparsellm.runtime.offload import Storage
-from sparsellm.solvers.statistics import InputNorms
+from sparsellm.runtime.offload import OffloadManager
+from sparsellm.solvers.statistics import InputRMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ def weight_costs(
     planned: Collection[str],
     compute: torch.dtype | None = None,
     weights: Weights | None = None,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """By full name, twice what removing each weight of a planned layer alone costs, (out, in) float32, in nats a token.
 
@@ -47,22 +47,22 @@ def weight_costs(
     windows = [window for batch in batches for window in batch.split(1)]
     windows = first_windows(windows, max(TOKENS, WINDOWS * windows[0].shape[1] if windows else 0))
     every = sum(window.numel() for window in windows)
-    sums: dict[str, tuple[InputNorms, InputNorms]] = {}
+    sums: dict[str, tuple[InputRMS, InputRMS]] = {}
 
     def watching(block: Block) -> AbstractContextManager[None]:
         sums.clear()
         for name, layer in block.layers.items():
             if block.full_name(name) in planned:
                 device = layer.weight.device
-                sums[name] = InputNorms(layer.out_features, device), InputNorms(layer.in_features, device)
+                sums[name] = InputRMS(layer.out_features, device), InputRMS(layer.in_features, device)
         gradients = {name: gradient.update for name, (gradient, _) in sums.items()}
-        return coming_back(block, gradients, {name: read.update for name, (_, read) in sums.items()})
+        return gradient_hooks(block, gradients, {name: read.update for name, (_, read) in sums.items()})
 
-    with descending(model, windows, compute, weights, storage) as descent:
-        for block in descent.back(watching=watching):
+    with run_backward(model, windows, compute, weights, storage) as descent:
+        for block in descent.iterate(watching=watching):
             for name, (gradient, read) in sums.items():
                 gradient.reduce()
                 read.reduce()
-                sizes = block.layer(name).weight.detach().float() * gradient.norms.unsqueeze(1) * read.norms
+                sizes = block.layer(name).weight.detach().float() * gradient.rms.unsqueeze(1) * read.rms
                 # Tokens that an expert is not shown cost nothing.
                 yield block.full_name(name), sizes.square_().mul_(read.tokens / every)

@@ -10,20 +10,20 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from sparsellm.activations.output_cache import Enough, written_by
+from sparsellm.activations.output_cache import StopForward, output_tensor
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.block_calls import Call
 from sparsellm.models.blocks import Block
 from sparsellm.models.experts import Rows
 
-Look = Callable[[Tensor], None]
+Hook = Callable[[Tensor], None]
 """Shown what a layer reads or writes, batch by batch, flattened to (tokens, in) or (tokens, out)."""
 
-Looks = Mapping[str, Sequence[Look]]
+Hooks = Mapping[str, Sequence[Hook]]
 """By layer, who is shown."""
 
 
-class Through(Protocol):
+class BlockForward(Protocol):
     """Passes one batch through a block, and gives what comes out, or None where the pass ended before."""
 
     def __call__(self, hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
@@ -31,19 +31,19 @@ class Through(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CaptureRequest:
     """What a stream's passes through a block are to show. reads: layers whose inputs. writes: layers or modules whose outputs.
 
     whole: whether the stream travels on with the same pass, so that it must not end before the block does.
     """
 
-    reads: Sequence[str] = ()
-    writes: Sequence[str] = ()
+    inputs: Sequence[str] = ()
+    outputs: Sequence[str] = ()
     whole: bool = False
 
 
 @dataclass
-class Seen:
+class Capture:
     """What one batch showed on its way through a block.
 
     entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out); fewer tokens, or
@@ -51,14 +51,16 @@ class Seen:
     leaving: the block's output, (batch, seq, model), where the pass was a whole one.
     """
 
-    entering: Tensor
+    block_input: Tensor
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    leaving: Tensor | None = None
+    block_output: Tensor | None = None
 
 
 @contextmanager
-def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None, whole: bool = False) -> Iterator[Through]:
+def capture_hooks(
+    block: Block, reads: Hooks, writes: Hooks, rows: Rows | None = None, whole: bool = False
+) -> Iterator[BlockForward]:
     """Within the context a way to pass one batch through the block, as far as there is something to show.
 
     It gives the block's output, or None where it ended before; a layer whose inputs alone are asked for does not run, if it is
@@ -69,14 +71,14 @@ def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None,
     wanted = {(name, False) for name in reads} | {(name, True) for name in writes}
     missing: set[tuple[str, bool]] = set()
 
-    def shows(name: str, written: bool, many: Sequence[Look]) -> Callable[..., None]:
+    def shows(name: str, written: bool, many: Sequence[Hook]) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            shown = (written_by(output[0]) if written else inputs[0]).flatten(0, -2)
+            shown = (output_tensor(output[0]) if written else inputs[0]).flatten(0, -2)
             for look in many:
                 look(shown)
             missing.discard((name, written))
             if not missing and not whole and not further:
-                raise Enough
+                raise StopForward
 
         return hook
 
@@ -84,16 +86,16 @@ def looking(block: Block, reads: Looks, writes: Looks, rows: Rows | None = None,
         nonlocal further
         further = beyond
         missing.update(wanted)
-        with suppress(Enough):
+        with suppress(StopForward):
             left = block(hidden, call)
             _check_called(block, sorted({name for name, _ in missing}))
             return left
         return None
 
     hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
-    hooks += [block.run(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
+    hooks += [block.module_of(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
     try:
-        with block.opened([*reads, *writes], rows):
+        with block.expose_layers([*reads, *writes], rows):
             yield through
     finally:
         for hook in hooks:
@@ -111,18 +113,18 @@ def _check_called(block: Block, names: Sequence[str]) -> None:
         )
 
 
-def glimpse(block: Block, asked: Asked, hidden: Tensor, call: Call, rows: Rows | None = None) -> Seen:
+def capture(block: Block, asked: CaptureRequest, hidden: Tensor, call: Call, rows: Rows | None = None) -> Capture:
     """What one batch shows on its way through a block. rows: as for `looking`."""
-    seen = Seen(hidden.flatten(0, -2), {}, {})
-    if not (asked.reads or asked.writes or asked.whole):
+    seen = Capture(hidden.flatten(0, -2), {}, {})
+    if not (asked.inputs or asked.outputs or asked.whole):
         return seen
-    reads = {name: [partial(seen.inputs.__setitem__, name)] for name in asked.reads}
-    writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.writes}
-    with looking(block, reads, writes, rows, asked.whole) as through:
+    reads = {name: [partial(seen.inputs.__setitem__, name)] for name in asked.inputs}
+    writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.outputs}
+    with capture_hooks(block, reads, writes, rows, asked.whole) as through:
         left = through(hidden, call)
-    for name in asked.reads:  # a layer that the block does not call on this batch, as an expert that no token is routed to
-        seen.inputs.setdefault(name, seen.entering.new_empty(0, block.layer(name).in_features))
-    for name in (name for name in asked.writes if name in block.layers):
-        seen.outputs.setdefault(name, seen.entering.new_empty(0, block.layer(name).out_features))
-    seen.leaving = left if asked.whole else None
+    for name in asked.inputs:  # a layer that the block does not call on this batch, as an expert that no token is routed to
+        seen.inputs.setdefault(name, seen.block_input.new_empty(0, block.layer(name).in_features))
+    for name in (name for name in asked.outputs if name in block.layers):
+        seen.outputs.setdefault(name, seen.block_input.new_empty(0, block.layer(name).out_features))
+    seen.block_output = left if asked.whole else None
     return seen

@@ -11,16 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations.expert_routing import Routes, chosen
-from sparsellm.activations.hooks import Asked, Looks, Seen, Through, glimpse, looking
-from sparsellm.activations.onward import Onward, check_entering
-from sparsellm.activations.output_cache import Recalls, Settled, additive, enclosed, enclosing, sparing, within
-from sparsellm.models.block_calls import Call, cast, same
+from sparsellm.activations.expert_routing import ExpertSamples, sample_expert_tokens
+from sparsellm.activations.hooks import BlockForward, Capture, CaptureRequest, Hooks, capture, capture_hooks
+from sparsellm.activations.onward import StreamUpdate, check_first_inputs
+from sparsellm.activations.output_cache import (
+    CacheableModule,
+    OutputCaches,
+    find_cacheable,
+    find_enclosing,
+    find_skippable,
+    is_enclosed,
+    is_residual_sum,
+)
+from sparsellm.models.block_calls import Call, cast, equal_calls
 from sparsellm.models.blocks import Block
-from sparsellm.models.contexts import computed_in
-from sparsellm.models.partial_forward import entered
+from sparsellm.models.contexts import compute_dtype_context
+from sparsellm.models.partial_forward import block_inputs
 from sparsellm.runtime import collectives
-from sparsellm.runtime.offload import Kept, Storage
+from sparsellm.runtime.offload import OffloadManager, TensorList
 from sparsellm.solvers.linalg import squares_finite
 
 if TYPE_CHECKING:
@@ -39,32 +47,32 @@ class Activations:
 
     def __init__(
         self,
-        pruned: Kept,
+        pruned: TensorList,
         calls: list[list[Call]],
-        dense: Kept | None = None,
-        storage: Storage | None = None,
+        dense: TensorList | None = None,
+        storage: OffloadManager | None = None,
         shapes: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.pruned = pruned
         self.dense = dense
         self.teacher: Block | None = None
         self.metrics: Sequence[Tensor] = []
-        self.storage = storage or Storage()
+        self.storage = storage or OffloadManager()
         self.shapes, self.window = shapes, shapes[0][1] if shapes else None
         self._calls = calls  # by block, then by batch
-        self._routes: tuple[int, Routes] | None = None  # of the block that was asked about last
-        self._recalls = Recalls(self.storage)
+        self._routes: tuple[int, ExpertSamples] | None = None  # of the block that was asked about last
+        self._recalls = OutputCaches(self.storage)
         self._behind: int | None = None  # the block that the pruned stream is behind already
 
     @classmethod
-    def entering(
+    def from_model(
         cls,
         model: PreTrainedModel,
         blocks: Sequence[Block],
         batches: Sequence[Tensor],
         dtype: torch.dtype | None = None,
-        streams: Sequence[Kept] = (),
-        storage: Storage | None = None,
+        streams: Sequence[TensorList] = (),
+        storage: OffloadManager | None = None,
     ) -> Activations:
         """Run the model as far as its first block, and learn how each block is called.
 
@@ -78,16 +86,16 @@ class Activations:
         calls: list[list[Call]] = [[] for _ in blocks]
         finite: list[Tensor] = []
         pruned, *dense = streams or ([],)
-        with computed_in(model, dtype, without=[block.module for block in blocks]):
-            for batch in collectives.dealt(batches):
-                found = entered(model, blocks, batch)
+        with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
+            for batch in collectives.shard(batches):
+                found = block_inputs(model, blocks, batch)
                 finite.append(squares_finite(found[0][0]))
                 for index, (_, call) in enumerate(found):
                     alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
-                    calls[index].append(next((other for other in alike if same(other, call)), call))
+                    calls[index].append(next((other for other in alike if equal_calls(other, call)), call))
                 for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
                     stream.append(cast(found[0][0], dtype))
-        check_entering(blocks[0].name, finite)
+        check_first_inputs(blocks[0].name, finite)
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
         again = {key: cast(call, dtype) for key, call in distinct.items()}
         recast = [[again[id(call)] for call in row] for row in calls]
@@ -97,28 +105,28 @@ class Activations:
     @property
     def tokens(self) -> int:
         """How many a stream has, in this process."""
-        return sum(windows * length for windows, length in collectives.dealt(self.shapes))
+        return sum(windows * length for windows, length in collectives.shard(self.shapes))
 
     @property
-    def firsts(self) -> list[int]:
+    def sample_offsets(self) -> list[int]:
         """The number of the first window of each batch of this process, among all windows."""
-        return collectives.dealt(list(accumulate((windows for windows, _ in self.shapes[:-1]), initial=0)))
+        return collectives.shard(list(accumulate((windows for windows, _ in self.shapes[:-1]), initial=0)))
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
         """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
         distinct = {id(call): cast(call, dtype) for call in self._calls[block.index]}
         return [distinct[id(call)] for call in self._calls[block.index]]
 
-    def metric(self, block: Block) -> Tensor:
+    def output_fisher(self, block: Block) -> Tensor:
         """F, (model, model): what errors of the block's output cost (`sparsellm.activations.sensitivity`)."""
         return self.metrics[block.index]
 
-    def arrive(self, block: Block) -> None:
+    def begin_block(self, block: Block) -> None:
         """Keep the block as it is now, to carry the dense stream; nothing where there is none."""
         self.close()
         self.teacher = block.copy() if self.dense is not None else None
 
-    def routed(self, block: Block, name: str) -> int | None:
+    def expert_tokens(self, block: Block, name: str) -> int | None:
         """How many tokens the router sends to the expert that a layer belongs to; None for a layer of no expert, or unknown."""
         view = block.views.get(name)
         if view is None or view.expert is None or self._routes is None or self._routes[0] != block.index:
@@ -126,7 +134,7 @@ class Activations:
         return int(self._routes[1].counts[view.expert])
 
     @torch.no_grad()
-    def routes(self, block: Block, names: Sequence[str]) -> Routes | None:
+    def expert_samples(self, block: Block, names: Sequence[str]) -> ExpertSamples | None:
         """Which tokens the experts are shown that these layers belong to, from a pass of its own; None where there are none.
 
         Found once for a block, when it is first asked for: by then the layers before its experts may be pruned.
@@ -136,13 +144,18 @@ class Activations:
             return None
         if self._routes is None or self._routes[0] != block.index:
             tokens = [windows * length for windows, length in self.shapes]
-            self._routes = block.index, chosen(block, zip(self.pruned, self._calls[block.index], strict=True), tokens)
+            self._routes = (
+                block.index,
+                sample_expert_tokens(block, zip(self.pruned, self._calls[block.index], strict=True), tokens),
+            )
         found = self._routes[1]
         found.restart()
         return found
 
     @torch.no_grad()
-    def pairs(self, block: Block, pruned: Asked, dense: Asked, last: str = "") -> Iterator[tuple[Seen, Seen]]:
+    def paired_batches(
+        self, block: Block, pruned: CaptureRequest, dense: CaptureRequest, last: str = ""
+    ) -> Iterator[tuple[Capture, Capture]]:
         """Batch by batch, what the pruned stream shows in the block, and the dense one in its teacher.
 
         Experts see the same tokens in both: those that the pruned stream's router sends them. Where all of the dense stream's
@@ -152,27 +165,27 @@ class Activations:
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
         dense = replace(dense, whole=dense.whole and not block.views)
-        routes = self.routes(block, [*pruned.reads, *pruned.writes])
-        first, second = (routes.choose, routes.again) if routes else (None, None)
-        teacher, onward = self.teacher, Onward(self.dense, self.teacher)
+        routes = self.expert_samples(block, [*pruned.inputs, *pruned.outputs])
+        first, second = (routes.choose, routes.repeat) if routes else (None, None)
+        teacher, onward = self.teacher, StreamUpdate(self.dense, self.teacher)
         for number, call in enumerate(self.calls(block)):
-            seeing = sparing(block, last if number == 0 else "")
-            with self._recalls.during(False, block, number), seeing as found:
-                here = glimpse(block, pruned, self.pruned[number], call, first)
-            self.expect(block, *found)
-            self._recalls.note(here.inputs)
-            with self._recalls.during(True, teacher, number):
-                there = glimpse(teacher, dense, self.dense[number], call, second)
+            seeing = find_skippable(block, last if number == 0 else "")
+            with self._recalls.replay_or_record(False, block, number), seeing as found:
+                here = capture(block, pruned, self.pruned[number], call, first)
+            self.schedule_cache(block, *found)
+            self._recalls.record_inputs(here.inputs)
+            with self._recalls.replay_or_record(True, teacher, number):
+                there = capture(teacher, dense, self.dense[number], call, second)
             yield here, there
-            if there.leaving is not None:
-                onward.take(number, there.leaving, call)
-        onward.settle()
+            if there.block_output is not None:
+                onward.replace(number, there.block_output, call)
+        onward.check_finite()
         if dense.whole:
-            self._arrived_dense()
+            self._finish_dense()
 
     @torch.no_grad()
-    def watch(
-        self, block: Block, reads: Looks, writes: Looks | None = None, onward: bool = False, last: str | None = None
+    def run_with_hooks(
+        self, block: Block, reads: Hooks, writes: Hooks | None = None, advance: bool = False, last: str | None = None
     ) -> None:
         """One pass of all batches through the block, as far as there is something to show.
 
@@ -180,23 +193,23 @@ class Activations:
         is, so that the stream travels on with the same pass; `advance` then has nothing to do. last: of the layers that are
         looked at the one to be pruned next. If it ends a module, that need not run again once it is `solved`.
         """
-        routes = self.routes(block, [*reads, *(writes or {})])
+        routes = self.expert_samples(block, [*reads, *(writes or {})])
         # Views: see `pairs`. What the last block writes nobody reads.
-        whole = onward and not block.views and block.index + 1 < len(self._calls)
-        stream = Onward(self.pruned, block)
+        whole = advance and not block.views and block.index + 1 < len(self._calls)
+        stream = StreamUpdate(self.pruned, block)
         shown: dict[str, Tensor] = {}
-        more: Looks = {} if last is None else {last: [*reads[last], partial(shown.__setitem__, last)]}
-        with looking(block, {**reads, **more}, writes or {}, routes.choose if routes else None, whole) as through:
+        more: Hooks = {} if last is None else {last: [*reads[last], partial(shown.__setitem__, last)]}
+        with capture_hooks(block, {**reads, **more}, writes or {}, routes.choose if routes else None, whole) as through:
             for number, call in enumerate(self._calls[block.index]):
-                with self._recalls.during(False, block, number):
+                with self._recalls.replay_or_record(False, block, number):
                     if last is not None and number == 0:
                         hidden = self._first(block, last, through, call)
                     else:
                         hidden = through(self.pruned[number], call)
-                self._recalls.note(shown)
+                self._recalls.record_inputs(shown)
                 if whole and hidden is not None:
-                    stream.take(number, hidden, call)
-        stream.settle()
+                    stream.replace(number, hidden, call)
+        stream.check_finite()
         self._behind = block.index if whole else None
 
     @torch.no_grad()
@@ -213,22 +226,22 @@ class Activations:
         """Pass the dense stream alone through the present block's teacher, once; nothing where there is none."""
         if self.dense is not None and self.teacher is not None:
             self._advance(self.dense, self.teacher, dense=True)
-            self._arrived_dense()
+            self._finish_dense()
 
-    def _arrived_dense(self) -> None:
+    def _finish_dense(self) -> None:
         """The dense stream is behind the present block: its teacher is not asked any more."""
         self.teacher = None
-        self.forget(dense=True)
+        self.invalidate_cache(dense=True)
 
-    def remember(self, module: Settled, dense: bool) -> None:
+    def cache_output(self, module: CacheableModule, dense: bool) -> None:
         """From now on a module of the present block writes the same in every pass of one stream: it need run once only.
 
         module: one that `alone` finds. dense: which stream.
         """
         first = (self.dense if dense and self.dense is not None else self.pruned)[0]
-        self._recalls.remember(module, dense, self.tokens * first[0, 0].nbytes)
+        self._recalls.store(module, dense, self.tokens * first[0, 0].nbytes)
 
-    def expect(self, block: Block, *modules: Settled) -> None:
+    def schedule_cache(self, block: Block, *modules: CacheableModule) -> None:
         """These modules' writers are what will be pruned next, on the pruned stream: once that is `solved`, they need not run.
 
         The next pass that shows what a writer reads keeps it; but not more than the stream itself takes, unless there is memory
@@ -237,40 +250,40 @@ class Activations:
         for module in modules:
             layer, last = block.layer(module.writer), block.index + 1 == len(self._calls)  # whose outputs nobody reads
             size = self.tokens * max(layer.in_features, layer.out_features) * self.pruned[0].element_size()
-            if not module.spared or (self.storage.holds(size) and not last):
-                self._recalls.remember(module, False, size, pending=True)
+            if not module.skippable or (self.storage.fits_on_device(size) and not last):
+                self._recalls.store(module, False, size, pending=True)
 
-    def _first(self, block: Block, writer: str, through: Through, call: Call) -> Tensor | None:
+    def _first(self, block: Block, writer: str, through: BlockForward, call: Call) -> Tensor | None:
         """Pass the first batch, and see on it what need not run again once the writer is pruned."""
         part = block.architecture.feed_forward
-        around = enclosed(block, writer) and (part is None or part.writer != writer)
-        with enclosing(block, writer) if around else sparing(block, writer) as found:
+        around = is_enclosed(block, writer) and (part is None or part.out_proj != writer)
+        with find_enclosing(block, writer) if around else find_skippable(block, writer) as found:
             hidden = through(self.pruned[0], call, beyond=around)
-        self.expect(block, *found)
+        self.schedule_cache(block, *found)
         return hidden
 
-    def solved(self, block: Block, names: Sequence[str]) -> None:
+    def mark_final(self, block: Block, names: Sequence[str]) -> None:
         """These layers are pruned, and stay as they are."""
-        self._recalls.solved(block, names, collectives.dealt(self.shapes))
+        self._recalls.mark_final(block, names, collectives.shard(self.shapes))
 
-    def forget(self, dense: bool) -> None:
+    def invalidate_cache(self, dense: bool) -> None:
         """What modules wrote in one stream holds no longer, or is not needed."""
-        self._recalls.forget(dense)
+        self._recalls.invalidate(dense)
 
     def close(self) -> None:
         """Give back what is kept beside the streams."""
         self._recalls.close()
 
-    def alone(self, writer: str) -> Settled | None:
+    def cacheable_module(self, writer: str) -> CacheableModule | None:
         """The module around a layer of the present block, such as attention, that can be remembered; None if there is none."""
         if self.dense is None or self.teacher is None:
             return None
-        found = within(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
-        agreed = collectives.agreed(found and asdict(found))
-        return agreed and Settled(agreed["name"], agreed["writer"], agreed["others"])
+        found = find_cacheable(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
+        fields = collectives.broadcast_object(found and asdict(found))
+        return fields and CacheableModule(fields["name"], fields["writer"], fields["others"])
 
     @torch.no_grad()
-    def adds(self, writers: Sequence[str]) -> bool:
+    def is_residual_sum(self, writers: Sequence[str]) -> bool:
         """Whether the present block's output is its input plus what its writers write, so that these can mend the stream.
 
         writers: layers or modules of the block. Seen on the first batch of the dense stream: blocks that normalise or scale
@@ -278,16 +291,18 @@ class Activations:
         """
         if self.dense is None or self.teacher is None or not writers:
             return False
-        return bool(collectives.agreed(additive(self.teacher, writers, self.dense[0], self.calls(self.teacher)[0])))
+        return bool(
+            collectives.broadcast_object(is_residual_sum(self.teacher, writers, self.dense[0], self.calls(self.teacher)[0]))
+        )
 
-    def _advance(self, stream: Kept, block: Block, dense: bool = False) -> None:
+    def _advance(self, stream: TensorList, block: Block, dense: bool = False) -> None:
         """Pass one stream through a block. dense: which."""
-        onward = Onward(stream, block)
+        onward = StreamUpdate(stream, block)
         for number, call in enumerate(self.calls(block)):
-            with self._recalls.during(dense, block, number):
+            with self._recalls.replay_or_record(dense, block, number):
                 hidden = block(stream[number], call)
-            onward.take(number, hidden, call)
-        onward.settle()
+            onward.replace(number, hidden, call)
+        onward.check_finite()
 
 
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.streams import Activations, stream_bytes
-from sparsellm.checkpoints.block_loader import InMemory, Weights
+from sparsellm.checkpoints.block_loader import ResidentWeights, Weights
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.models.contexts import computed_in, evaluating
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.runtime import collectives
-from sparsellm.runtime.offload import Storage
+from sparsellm.runtime.offload import OffloadManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ def walk(
     teacher: bool = False,
     metrics: Sequence[Tensor] = (),
     weights: Weights | None = None,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
 ) -> Generator[tuple[Block, Activations], None, None]:
     """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
 
@@ -41,21 +41,21 @@ def walk(
     cost, from `output_sensitivities`, for methods that ask. weights: where the model's tensors are, if not in memory. storage:
     where the streams are kept, if not in memory.
     """
-    weights, storage = weights or InMemory(), storage or Storage()
+    weights, storage = weights or ResidentWeights(), storage or OffloadManager()
     blocks = blocks_of(model)
     visited = blocks[:stop]
     if len(batches) < collectives.world():
         few = f"are {len(batches)} calibration batches for {collectives.world()} processes"
-        told = f"There {few if batches else 'is no calibration batch'}."
-        raise InvalidSetting(f"{told} Pass token numbers of (samples, length), split into at least as many batches.")
-    with evaluating(model), storage.lists(1 + teacher, stream_bytes(model, collectives.dealt(batches), compute)) as streams:
-        with weights.ends():
-            inputs = Activations.entering(model, blocks, batches, compute, streams, storage)
+        message = f"There {few if batches else 'is no calibration batch'}."
+        raise InvalidSetting(f"{message} Pass token numbers of (samples, length), split into at least as many batches.")
+    with eval_mode(model), storage.new_lists(1 + teacher, stream_bytes(model, collectives.shard(batches), compute)) as streams:
+        with weights.non_block():
+            inputs = Activations.from_model(model, blocks, batches, compute, streams, storage)
         inputs.metrics = metrics
         with closing(inputs):
-            for block, then in zip(visited, [*visited[1:], None], strict=True):
-                with weights.block(block, then), computed_in(block.module, compute):
-                    inputs.arrive(block)
+            for block, next_block in zip(visited, [*visited[1:], None], strict=True):
+                with weights.block(block, next_block), compute_dtype_context(block.module, compute):
+                    inputs.begin_block(block)
                     yield block, inputs
                     if block is not visited[-1]:
                         inputs.advance(block)

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from sparsellm.checkpoints.prefetch import Ahead
-from sparsellm.checkpoints.tensor_index import Gathered, NotStreamable, Place, Stored, keys_of, named, read_stored
+from sparsellm.checkpoints.prefetch import Prefetch
+from sparsellm.checkpoints.tensor_index import (
+    ConvertedTensor,
+    NotStreamable,
+    Stored,
+    TensorLocation,
+    index_tensors,
+    keys_of,
+    read_stored,
+)
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runtime import devices
-from sparsellm.runtime.memory import give_back
-from sparsellm.solvers.linalg import all_finite, zeros_in
+from sparsellm.runtime.memory import release_free_memory
+from sparsellm.solvers.linalg import all_finite, count_zeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,26 +33,26 @@ if TYPE_CHECKING:
 class Weights(Protocol):
     """What lets a walk through a model have each part's tensors while it needs them."""
 
-    def block(self, block: Block, then: Block | None = None) -> AbstractContextManager[None]:
+    def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
         """Within the context a block's tensors are there. then: the block that is wanted next, which may be read meanwhile."""
         ...
 
-    def ends(self) -> AbstractContextManager[None]:
+    def non_block(self) -> AbstractContextManager[None]:
         """Within the context all is there that belongs to no block: embeddings, last norm, head."""
         ...
 
 
-class InMemory:
+class ResidentWeights:
     """All tensors are there all the time."""
 
-    def block(self, block: Block, then: Block | None = None) -> AbstractContextManager[None]:
+    def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def ends(self) -> AbstractContextManager[None]:
+    def non_block(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class OnDisk:
+class DiskWeights:
     """Tensors on the meta device, filled from files while they are needed.
 
     model: a skeleton, its parameters on the meta device and its buffers real. places: where each parameter (and each buffer
@@ -64,27 +72,27 @@ class OnDisk:
         ahead: bool = False,
     ) -> None:
         self.dtype, self.device, self.ahead = dtype, torch.device(device), ahead
-        self._coming: tuple[int, Ahead] | None = None
+        self._coming: tuple[int, Prefetch] | None = None
         self._model, self._places = model, dict(places)
         blocks = tuple(f"{block.name}." for block in blocks_of(model))
         self._ends = [name for name in self._places if not name.startswith(blocks)]
         self._owners = _owners(model)
 
     @contextmanager
-    def block(self, block: Block, then: Block | None = None) -> Iterator[None]:
+    def block(self, block: Block, next_block: Block | None = None) -> Iterator[None]:
         try:
-            with self._filled(self._names_of(block), self._arrived(block)):
-                if self.ahead and then is not None:
-                    self._send_for(then)
+            with self._filled(self._names_of(block), self._take_prefetched(block)):
+                if self.ahead and next_block is not None:
+                    self._prefetch(next_block)
                 yield
         except BaseException:
-            self._drop()
+            self._discard_prefetched()
             raise
         finally:
-            give_back()
+            release_free_memory()
 
     @contextmanager
-    def ends(self) -> Iterator[None]:
+    def non_block(self) -> Iterator[None]:
         with self._filled(self._ends):
             yield
 
@@ -96,7 +104,7 @@ class OnDisk:
     def file_of(self, names: Iterable[str]) -> Path | None:
         """The one safetensors file that holds these tensors under their own names, and nothing else; None if there is none."""
         wanted = set(names)
-        places = {place for name in wanted if isinstance(place := self._places[name], Place)}
+        places = {place for name in wanted if isinstance(place := self._places[name], TensorLocation)}
         if len(places) < len(wanted):
             return None
         files = {place.file for place in places}
@@ -105,7 +113,7 @@ class OnDisk:
         file = next(iter(files))
         return file if set(keys_of(file)) == wanted else None
 
-    def end_names(self) -> list[list[str]]:
+    def non_block_names(self) -> list[list[str]]:
         """The names of the tensors that belong to no block, tied ones once; those that are stored together, together."""
         first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
         for name in self._ends:
@@ -113,7 +121,7 @@ class OnDisk:
         together: dict[str, list[str]] = {}
         for name in first.values():
             place = self._places[name]
-            together.setdefault(place.first if isinstance(place, Gathered) else name, []).append(name)
+            together.setdefault(place.first if isinstance(place, ConvertedTensor) else name, []).append(name)
         return list(together.values())
 
     def read(self, name: str) -> Tensor:
@@ -133,40 +141,40 @@ class OnDisk:
         seen: set[tuple[tuple[nn.Module, str], ...]] = set()
         count = zeros = 0
         for name in self._places:
-            if self._owners[name] not in seen and isinstance(_held(*self._owners[name][0]), nn.Parameter):
+            if self._owners[name] not in seen and isinstance(_get_tensor(*self._owners[name][0]), nn.Parameter):
                 seen.add(self._owners[name])
                 tensor = self.read(name)
-                count, zeros = count + tensor.numel(), zeros + zeros_in(tensor)
+                count, zeros = count + tensor.numel(), zeros + count_zeros(tensor)
         return count, zeros
 
-    def moved(self, names: Iterable[str], file: Path) -> None:
+    def relocate(self, names: Iterable[str], file: Path) -> None:
         """From now on these tensors are read from another safetensors file, under the names that the model gives them."""
-        self._places.update({name: Place(file, name) for name in names})
+        self._places.update({name: TensorLocation(file, name) for name in names})
 
     def _names_of(self, block: Block) -> list[str]:
         """The names of a block's tensors."""
         return [name for name in self._places if name.startswith(f"{block.name}.")]
 
-    def _send_for(self, block: Block) -> None:
+    def _prefetch(self, block: Block) -> None:
         """Begin to read a block's tensors; pinned, where they are to be copied to a GPU."""
         buffers: dict[str, Tensor] = {}
         for name in self._names_of(block):
-            held = _held(*self._owners[name][0])
+            held = _get_tensor(*self._owners[name][0])
             if held.device.type == "meta":
                 dtype = self.dtype if held.is_floating_point() else held.dtype
                 buffers[name] = torch.empty(held.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
-        self._coming = block.index, Ahead(buffers, self.read)
+        self._coming = block.index, Prefetch(buffers, self.read)
 
-    def _arrived(self, block: Block) -> dict[str, Tensor]:
+    def _take_prefetched(self, block: Block) -> dict[str, Tensor]:
         """What was read of a block already; others that were sent for are no longer wanted."""
         if self._coming is None or self._coming[0] != block.index:
-            self._drop()
+            self._discard_prefetched()
             return {}
         found = self._coming[1].take()
         self._coming = None
         return found
 
-    def _drop(self) -> None:
+    def _discard_prefetched(self) -> None:
         """What was sent for is no longer wanted."""
         if self._coming is not None:
             self._coming[1].drop()
@@ -180,37 +188,37 @@ class OnDisk:
         try:
             for name in names:
                 owners = self._owners[name]
-                if _held(*owners[0]).device.type != "meta":
+                if _get_tensor(*owners[0]).device.type != "meta":
                     continue  # tied to one that was filled already
                 value = early.pop(name) if name in early else self.read(name)
                 value = value.to(self.device, non_blocking=value.is_pinned())
-                if value.shape != _held(*owners[0]).shape:
+                if value.shape != _get_tensor(*owners[0]).shape:
                     place = self._places[name]
                     raise BadCheckpoint(
                         f"{place.file.name}: {place.key} is {tuple(value.shape)}, "
-                        f"but the configuration calls for {tuple(_held(*owners[0]).shape)}."
+                        f"but the configuration calls for {tuple(_get_tensor(*owners[0]).shape)}."
                     )
-                parameter = isinstance(_held(*owners[0]), nn.Parameter)
+                parameter = isinstance(_get_tensor(*owners[0]), nn.Parameter)
                 filled = nn.Parameter(value, requires_grad=False) if parameter else value
                 for module, leaf in owners:
-                    emptied.append((module, leaf, _held(module, leaf)))
-                    _put(module, leaf, filled)
+                    emptied.append((module, leaf, _get_tensor(module, leaf)))
+                    _set_tensor(module, leaf, filled)
             yield
         finally:
             for module, leaf, empty in emptied:
-                _put(module, leaf, empty)
+                _set_tensor(module, leaf, empty)
 
 
 WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16)}
 """By which of its attributes a model of transformers keeps tensors in float32, and in which dtypes it then is."""
 
 
-def locate(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
+def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
     """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
 
     Raises NotStreamable, saying why, where a tensor has no place, or cannot be read by itself.
     """
-    places, _, model._weight_conversions = named(files, model)  # so that it is written as it was read
+    places, _, model._weight_conversions = index_tensors(files, model)  # so that it is written as it was read
     if any(type(entry).__name__ == "GroupWeightRename" for entry in model._weight_conversions):
         raise NotStreamable("the stored names of some of its tensors depend on those of others")
     known, owners = model.state_dict(), _owners(model)
@@ -243,7 +251,7 @@ def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
     return {name: tuple(held[number]) for name, number in names.items()}
 
 
-def _held(module: nn.Module, leaf: str) -> Tensor:
+def _get_tensor(module: nn.Module, leaf: str) -> Tensor:
     """A module's own parameter or buffer."""
     tensor = module._parameters.get(leaf)
     found = module._buffers[leaf] if tensor is None else tensor
@@ -251,7 +259,7 @@ def _held(module: nn.Module, leaf: str) -> Tensor:
     return found
 
 
-def _put(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
     """Give a module a parameter or buffer in place of the one it has."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[leaf] = tensor

@@ -14,9 +14,9 @@ import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import first_line
-from sparsellm.checkpoints.headers import FLOATS, Entry
+from sparsellm.checkpoints.headers import FLOATS, TensorHeader
 from sparsellm.checkpoints.model_classes import auto_model
-from sparsellm.checkpoints.tensor_index import NotStreamable, Place, Stored, by_rows, named, read_stored
+from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel
 from sparsellm.models.architectures import ARCHITECTURES
@@ -46,7 +46,7 @@ ROOM = 2**28
 """Numbers that a model may compute at its start, beyond as many as it has weights: tables of positions, for one."""
 
 
-def check_dtypes(name: str, entries: Mapping[str, Entry]) -> None:
+def check_dtypes(name: str, entries: Mapping[str, TensorHeader]) -> None:
     """Raise UnsupportedModel for weights that are no floating point numbers of 16 bits or more.
 
     Whole numbers that are no weights, such as masks and positions in older files, are as they should be.
@@ -79,7 +79,7 @@ def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
 
 
 def read_configuration(
-    name: str, folder: Path, trusted: bool, raw: Mapping[str, Any], entries: Mapping[str, Entry]
+    name: str, folder: Path, trusted: bool, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]
 ) -> PretrainedConfig:
     """The configuration. raw: what config.json says. entries: what the weight files hold.
 
@@ -90,7 +90,7 @@ def read_configuration(
     family = raw["model_type"]
     _check_sizes(name, raw, entries)
     try:
-        with quiet_transformers():
+        with silence_transformers():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
             auto_model(config)  # which refuses a type that it has no class for
             _check_blocks(name, config.get_text_config(), entries)
@@ -103,9 +103,9 @@ def read_configuration(
                 "If you trust it, pass --trust-remote-code."
             ) from None
         if family in ARCHITECTURES or not isinstance(error, (OSError, ValueError, KeyError, ImportError)):
-            raise BadCheckpoint(f"{name}: config.json cannot be read: {_said(error)}.") from error
+            raise BadCheckpoint(f"{name}: config.json cannot be read: {_error_text(error)}.") from error
         raise UnsupportedModel(
-            f"The installed transformers {version('transformers')} has no models of type {family!r}: {_said(error)}."
+            f"The installed transformers {version('transformers')} has no models of type {family!r}: {_error_text(error)}."
         ) from None
     return config
 
@@ -117,18 +117,18 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) 
     installed, BadCheckpoint where it cannot be built.
     """
     try:
-        with quiet_transformers():
+        with silence_transformers():
             model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **how)
     except SparseLLMError:
         raise
     except ImportError as error:
-        raise MissingPackage(f"{name} needs a package that is not installed: {_said(error)}.") from error
+        raise MissingPackage(f"{name} needs a package that is not installed: {_error_text(error)}.") from error
     except Exception as error:  # fields that do not go together end in any kind of error
-        raise BadCheckpoint(f"{name}: no model can be built by config.json: {_said(error)}.") from error
+        raise BadCheckpoint(f"{name}: no model can be built by config.json: {_error_text(error)}.") from error
     return model
 
 
-def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, Entry]) -> None:
+def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint unless the files' tensors have the shapes that the configuration calls for, and tied ones agree.
 
     model: on the meta device. Tensors that are put together or split on their way in are held against it when they are read.
@@ -140,13 +140,13 @@ def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries:
             f"{name}: by config.json the model would compute {computed:,} numbers at its start. Check its fields."
         )
     try:
-        places, _, _ = named(files, model)
+        places, _, _ = index_tensors(files, model)
     except NotStreamable:
         return
     known = model.state_dict()
     for key, place in places.items():
         wanted = tuple(known[key].shape)
-        if isinstance(place, Place) and entries[place.key].shape != wanted:
+        if isinstance(place, TensorLocation) and entries[place.key].shape != wanted:
             raise BadCheckpoint(
                 f"{name}: {place.key} is {entries[place.key].shape}, but the configuration calls for {wanted}. "
                 "config.json may belong to another model."
@@ -168,15 +168,19 @@ def _check_tied(name: str, model: PreTrainedModel, places: Mapping[str, Stored])
 
 def _equal(one: Stored, other: Stored) -> bool:
     """Whether two stored tensors have the same values, some rows at a time where the files allow it."""
-    if isinstance(one, Place) and isinstance(other, Place) and one.file.suffix == other.file.suffix == ".safetensors":
-        pairs = zip(by_rows(one), by_rows(other), strict=True)
+    if (
+        isinstance(one, TensorLocation)
+        and isinstance(other, TensorLocation)
+        and one.file.suffix == other.file.suffix == ".safetensors"
+    ):
+        pairs = zip(row_chunks(one), row_chunks(other), strict=True)
     else:
         pairs = zip((read_stored(one),), (read_stored(other),), strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Within the context transformers prints no bars and no warnings: this package says itself what matters."""
     from transformers.utils import logging as hf_logging
 
@@ -205,7 +209,7 @@ def _check_kind(name: str, raw: Mapping[str, Any], trusted: bool) -> None:
         raise UnsupportedModel(f"{name} is a {what}, not a causal language model (one that ends in ForCausalLM).")
 
 
-def _check_sizes(name: str, raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+def _check_sizes(name: str, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint for a size that no tensor bears out: to build a model of it takes hours, or all the memory."""
     lengths = {length for entry in entries.values() for length in entry.shape}
     longest = max(lengths, default=0)
@@ -234,7 +238,7 @@ def _integers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
         yield field, value
 
 
-def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, Entry]) -> None:
+def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint where a configuration calls for no blocks, or for more than are numbered in the tensors' names."""
     if config.attribute_map.get("num_hidden_layers", "").startswith("encoder"):
         return  # the files of a decoder alone hold none of these
@@ -250,7 +254,7 @@ def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, Ent
         )
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An error in a line, with its kind where its text alone says nothing."""
     words = first_line(error)[:300]
     return words if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: {words}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.checkpoints.tensor_index import Place, by_rows, keys_of
+from sparsellm.checkpoints.tensor_index import TensorLocation, keys_of, row_chunks
 from sparsellm.solvers.linalg import all_finite
 
 WIDTH = 16
@@ -40,14 +40,14 @@ def file_digest(file: Path) -> str:
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
     """Every tensor of a safetensors file by its name there, read some rows at a time."""
-    return {key: _tensor_digest(Place(file, key)) for key in keys_of(file)}
+    return {key: _tensor_digest(TensorLocation(file, key)) for key in keys_of(file)}
 
 
-def _tensor_digest(place: Place) -> TensorDigest:
+def _tensor_digest(place: TensorLocation) -> TensorDigest:
     """One tensor, some rows at a time."""
     found, finite = hashlib.blake2b(digest_size=WIDTH), True
     rows, dtype, shape = 0, "", torch.Size()
-    for piece in by_rows(place):
+    for piece in row_chunks(place):
         found.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         finite = finite and (not piece.dtype.is_floating_point or all_finite(piece.float()))
         rows += len(piece) if piece.dim() else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.headers import entries_of
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.data import demo
 from sparsellm.data.json_files import is_path, read_json
 from sparsellm.data.yaml_files import read_words
@@ -130,7 +130,7 @@ def check_files(name: str, folder: Path) -> list[Path]:
         files = _shards(present) if present.suffix == ".json" else [present]
         for file in files:
             if file.suffix == ".safetensors":
-                entries_of(file)
+                read_headers(file)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
     return files
@@ -160,7 +160,7 @@ def _is_within(file: Path, folder: Path) -> bool:
     real = folder.resolve()
     cached = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
     homes = (real, real.parents[1] / "blobs") if cached else (real,)
-    return any(file.resolve().is_relative_to(home) for home in homes)
+    return any(file.resolve().is_relative_to(loaded) for loaded in homes)
 
 
 def _shards(index: Path) -> list[Path]:

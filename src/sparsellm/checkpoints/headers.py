@@ -49,7 +49,7 @@ ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorHeader:
     """A tensor in a file. dtype: as torch calls it, such as "float32"."""
 
     dtype: str
@@ -61,14 +61,14 @@ class Entry:
         return math.prod(self.shape)
 
 
-def entries_of(file: Path) -> dict[str, Entry]:
+def read_headers(file: Path) -> dict[str, TensorHeader]:
     """The tensors of a .safetensors or .bin file, by name; their numbers are not read.
 
     Raises BadCheckpoint for a file that is damaged, cut off, or holds more than tensors.
     """
     if file.suffix == ".safetensors":
         return _safetensors(file)
-    return {key: Entry(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in unpickled(file).items()}
+    return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -76,9 +76,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def all_entries(files: Iterable[Path]) -> dict[str, Entry]:
+def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     """The tensors of several files."""
-    return {key: entry for file in files for key, entry in entries_of(file).items()}
+    return {key: entry for file in files for key, entry in read_headers(file).items()}
 
 
 def is_zip(file: Path) -> bool:
@@ -87,7 +87,7 @@ def is_zip(file: Path) -> bool:
         return stream.read(len(ZIP)) == ZIP
 
 
-def unpickled(file: Path) -> dict[str, Tensor]:
+def read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a .bin file, mapped and not yet read where the format allows it; no code that it may hold is run.
 
     Raises BadCheckpoint for a file that is damaged or holds more than tensors.
@@ -112,12 +112,12 @@ def unpickled(file: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
-def _safetensors(file: Path) -> dict[str, Entry]:
+def _safetensors(file: Path) -> dict[str, TensorHeader]:
     """The tensors of a safetensors file; the library checks its header against the file's length."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {key: opened.get_slice(key) for key in sorted(opened.keys())}
-            return {key: Entry(KINDS[part.get_dtype()], tuple(part.get_shape())) for key, part in slices.items()}
+            return {key: TensorHeader(KINDS[part.get_dtype()], tuple(part.get_shape())) for key, part in slices.items()}
     except (SafetensorError, KeyError, OSError) as error:
         why = str(error).splitlines()[0][:120]
         raise BadCheckpoint(f"{file.name} is damaged or cut off, or no safetensors file: {why}. Download it again.") from None

@@ -7,34 +7,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsellm.checkpoints.block_loader import OnDisk, Weights
-from sparsellm.runtime.offload import Storage
-from sparsellm.solvers.linalg import zeros_in
+from sparsellm.checkpoints.block_loader import DiskWeights, Weights
+from sparsellm.runtime.offload import OffloadManager
+from sparsellm.solvers.linalg import count_zeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Residence:
+class LoadedModel:
     """A model ready to be walked. weights: what fills it. storage: for what travels. compute: as for `walk`.
     memory: bytes that the run may take. note: what a reader should know, or nothing."""
 
     model: PreTrainedModel
     weights: Weights
-    storage: Storage
+    storage: OffloadManager
     compute: torch.dtype | None
     memory: int
     note: str = ""
 
     @property
-    def streamed(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether the weights are read block by block."""
-        return isinstance(self.weights, OnDisk)
+        return isinstance(self.weights, DiskWeights)
 
     def size(self) -> tuple[int, int]:
         """How many parameters the model has, tied ones once, and how many of them are zero."""
-        if isinstance(self.weights, OnDisk):
+        if isinstance(self.weights, DiskWeights):
             return self.weights.size()
         tensors = list(self.model.parameters())
-        return sum(tensor.numel() for tensor in tensors), sum(zeros_in(tensor) for tensor in tensors)
+        return sum(tensor.numel() for tensor in tensors), sum(count_zeros(tensor) for tensor in tensors)

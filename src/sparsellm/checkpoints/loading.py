@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sparsellm.checkpoints.block_loader import OnDisk, locate
+from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
     check_dtypes,
     check_tensors,
     empty_model,
-    quiet_transformers,
     read_configuration,
     read_fields,
+    silence_transformers,
 )
 from sparsellm.checkpoints.files import (
     DEMO,
@@ -31,7 +31,7 @@ from sparsellm.checkpoints.files import (
     is_hub_name,
     licence_files,
 )
-from sparsellm.checkpoints.headers import Entry, all_entries, dtype_name
+from sparsellm.checkpoints.headers import TensorHeader, dtype_name, read_all_headers
 from sparsellm.checkpoints.model_classes import auto_model
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting
@@ -75,7 +75,7 @@ class Checkpoint:
         name = self.name if hub else Path(self.name).expanduser().absolute().name
         return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
 
-    def along(self) -> tuple[Path, ...]:
+    def extra_files(self) -> tuple[Path, ...]:
         """Files that what is made from the model needs too: its licence, and its code if that is run."""
         return (*licence_files(self.folder), *(sorted(self.folder.glob("*.py")) if self.trusted else ()))
 
@@ -89,12 +89,12 @@ class Checkpoint:
 
     def dtype(self, wanted: str = "auto") -> torch.dtype:
         """What the model will be in: as wanted, or by default as the configuration says or, where it does not, as stored."""
-        told = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
-        return told if isinstance(told, torch.dtype) else stored_dtype(self.files()[0])
+        message = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
+        return message if isinstance(message, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(
         self, dtype: str = "auto", device: torch.device | str = "cpu", ahead: bool = False
-    ) -> tuple[PreTrainedModel, OnDisk]:
+    ) -> tuple[PreTrainedModel, DiskWeights]:
         """The model without its weights, in evaluation mode, and what reads them block by block.
 
         ahead: whether the next block is read while one is worked on.
@@ -110,17 +110,17 @@ class Checkpoint:
 
         kind = self.dtype(dtype)
         model = empty(kind)
-        places = locate(self.files(), model)
+        places = locate_tensors(self.files(), model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), OnDisk(model, places, kind, device, ahead)
+        return model.eval(), DiskWeights(model, places, kind, device, ahead)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """The model, in evaluation mode. Raises BadCheckpoint when a weight is missing, misshapen, or not finite."""
         wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
-            with quiet_transformers():
+            with silence_transformers():
                 model, loaded = auto_model(self.config).from_pretrained(
                     self.folder,
                     config=self.config,
@@ -149,7 +149,7 @@ class Checkpoint:
         from transformers import AutoTokenizer
 
         try:
-            with quiet_transformers():
+            with silence_transformers():
                 return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=self.trusted)
         except Exception as error:  # transformers raises many kinds, ImportError among them
             raise BadCheckpoint(
@@ -159,7 +159,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class InMemoryModel:
     """A model that is already in memory, seen as a checkpoint is. It is pruned in place."""
 
     name: str
@@ -182,7 +182,7 @@ class Loaded:
         hub = bool(name) and is_hub_name(name)
         return Origin(name if hub else Path(name).name, hub, loader=auto_model(self.model.config).__name__)
 
-    def along(self) -> tuple[Path, ...]:
+    def extra_files(self) -> tuple[Path, ...]:
         """No files: there is no folder that they could be in."""
         return ()
 
@@ -191,7 +191,7 @@ class Loaded:
         if dtype != "auto":
             raise InvalidSetting(f"`dtype` is {dtype}, but the model is in memory already: convert it yourself, with model.to.")
         stored = self.model.named_parameters()
-        check_dtypes(self.name, {key: Entry(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in stored})
+        check_dtypes(self.name, {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in stored})
         _check_finite(self.name, self.model)
         return self.model.to(device)
 
@@ -218,7 +218,7 @@ def open_checkpoint(
     fields = read_fields(name, folder, trusted)
     files = check_files(name, folder)
     try:
-        entries = all_entries(files)
+        entries = read_all_headers(files)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, entries)
@@ -228,7 +228,7 @@ def open_checkpoint(
     return found
 
 
-def device_of(text: str) -> torch.device:
+def resolve_device(text: str) -> torch.device:
     """The device that a text means; "auto" takes an NVIDIA or AMD GPU when there is one, else the CPU.
 
     Raises InvalidSetting for one that is not there.

@@ -8,7 +8,7 @@ from threading import Event, Thread
 from torch import Tensor
 
 
-class Ahead:
+class Prefetch:
     """Tensors on their way.
 
     buffers: by name, where each goes; made by the caller, so that whoever counts the caller's memory counts them. read: gives a

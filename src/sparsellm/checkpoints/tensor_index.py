@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import FLOATS, entries_of, is_zip, unpickled
+from sparsellm.checkpoints.headers import FLOATS, is_zip, read_headers, read_pickle
 from sparsellm.errors import BadCheckpoint
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ PIECE = 2**22
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor is stored. file: .safetensors or .bin. key: its name there."""
 
     file: Path
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class ConvertedTensor:
     """A tensor that is stored in pieces, such as one for each expert, or fused with others, and converted when it is loaded.
 
     first: the name of the first tensor that comes of the same pieces. sources: each piece and the pattern of its name, in the
@@ -43,7 +43,7 @@ class Gathered:
 
     name: str
     first: str
-    sources: tuple[tuple[Place, str], ...]
+    sources: tuple[tuple[TensorLocation, str], ...]
     converter: Any
     model: PreTrainedModel
 
@@ -58,7 +58,7 @@ class Gathered:
         return self.sources[0][0].key
 
 
-Stored = Place | Gathered
+Stored = TensorLocation | ConvertedTensor
 """Where a tensor is stored, in one piece or several."""
 
 
@@ -66,7 +66,9 @@ class NotStreamable(Exception):
     """A checkpoint that cannot be read block by block, and why; it is loaded whole instead."""
 
 
-def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stored], dict[str, Place], list[Any]]:
+def index_tensors(
+    files: Iterable[Path], model: PreTrainedModel
+) -> tuple[dict[str, Stored], dict[str, TensorLocation], list[Any]]:
     """Where tensors are stored: by the model's names, and by their own those that the model does not know.
 
     And what transformers changes of their names and forms when it loads them. Raises NotStreamable for a file whose tensors
@@ -80,9 +82,9 @@ def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stor
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     places: dict[str, Stored] = {}
-    pieces: dict[str, list[tuple[Place, str]]] = {}
-    unknown: dict[str, Place] = {}
-    stored = [Place(file, key) for file in files for key in keys_of(file)]
+    pieces: dict[str, list[tuple[TensorLocation, str]]] = {}
+    unknown: dict[str, TensorLocation] = {}
+    stored = [TensorLocation(file, key) for file in files for key in keys_of(file)]
     for place in sorted(stored, key=lambda some: dot_natural_key(some.key)):
         name, pattern = rename_source_key(place.key, renamings, converters, model.base_model_prefix, known)
         if name not in known:
@@ -95,20 +97,20 @@ def named(files: Iterable[Path], model: PreTrainedModel) -> tuple[dict[str, Stor
             places[name] = place
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name, sources in pieces.items():
-        gathered = Gathered(name, name, tuple(sources), by_pattern[sources[0][1]], model)
+        gathered = ConvertedTensor(name, name, tuple(sources), by_pattern[sources[0][1]], model)
         several = len(gathered.converter.target_patterns) > 1
         places |= {one: replace(gathered, name=one) for one in (_names_from(gathered) if several else [name])}
     return places, unknown, [entry for entry in mapping if entry.was_used()]
 
 
-def _names_from(gathered: Gathered) -> list[str]:
+def _names_from(gathered: ConvertedTensor) -> list[str]:
     """The names of the tensors that come of the same pieces, from tensors without memory in the shapes of the headers."""
     sources = [place for place, _ in gathered.sources]
-    shapes = {file: entries_of(file) for file in {place.file for place in sources}}
+    shapes = {file: read_headers(file) for file in {place.file for place in sources}}
     return list(_converted(gathered, [torch.empty(shapes[place.file][place.key].shape, device="meta") for place in sources]))
 
 
-def _converted(gathered: Gathered, pieces: Iterable[Tensor]) -> dict[str, Any]:
+def _converted(gathered: ConvertedTensor, pieces: Iterable[Tensor]) -> dict[str, Any]:
     """What transformers makes of the pieces, by name; a tensor, or a list of one."""
     converter = copy.deepcopy(gathered.converter)
     for (place, pattern), piece in zip(gathered.sources, pieces, strict=True):
@@ -124,7 +126,7 @@ def _converted(gathered: Gathered, pieces: Iterable[Tensor]) -> dict[str, Any]:
 
 def stored_dtype(file: Path) -> torch.dtype:
     """The dtype of the first floating tensor in a file; float32 where there is none."""
-    floats = [entry.dtype for entry in entries_of(file).values() if entry.dtype in FLOATS]
+    floats = [entry.dtype for entry in read_headers(file).values() if entry.dtype in FLOATS]
     found: torch.dtype = getattr(torch, floats[0]) if floats else torch.float32
     return found
 
@@ -133,12 +135,12 @@ def keys_of(file: Path) -> list[str]:
     """The names of the tensors in a file; NotStreamable for a format whose tensors cannot be read by themselves."""
     if file.suffix != ".safetensors" and not is_zip(file):
         raise NotStreamable(f"{file.name} is of the format before torch 1.6, which cannot be read in parts")
-    return list(entries_of(file))
+    return list(read_headers(file))
 
 
 def read_stored(stored: Stored) -> Tensor:
     """A tensor as the model has it, in the dtype of its file, with memory of its own."""
-    if isinstance(stored, Place):
+    if isinstance(stored, TensorLocation):
         return _read(stored)
     found = _converted(stored, (_read(place) for place, _ in stored.sources))[stored.name]
     tensor: Tensor = found[0] if isinstance(found, list) else found
@@ -146,12 +148,12 @@ def read_stored(stored: Stored) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor
 
 
-def _read(place: Place) -> Tensor:
+def _read(place: TensorLocation) -> Tensor:
     """A tensor with memory of its own: nothing of the file stays mapped."""
     if place.file.suffix != ".safetensors":
         with _readable(place):
-            return unpickled(place.file)[place.key].clone()
-    pieces = by_rows(place)
+            return read_pickle(place.file)[place.key].clone()
+    pieces = row_chunks(place)
     first, second = next(pieces), next(pieces, None)
     if second is None:
         return first
@@ -164,7 +166,7 @@ def _read(place: Place) -> Tensor:
     return found
 
 
-def by_rows(place: Place) -> Iterator[Tensor]:
+def row_chunks(place: TensorLocation) -> Iterator[Tensor]:
     """A tensor of a safetensors file, so many rows at a time, the same for every dtype; each with memory of its own.
 
     The file is opened anew for each: what is mapped of it counts as this process's memory until it is closed, and would be a
@@ -185,7 +187,7 @@ def by_rows(place: Place) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _readable(place: Place) -> Iterator[None]:
+def _readable(place: TensorLocation) -> Iterator[None]:
     """What goes wrong with a file, in words."""
     try:
         yield

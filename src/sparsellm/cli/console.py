@@ -21,7 +21,7 @@ silent = Console(quiet=True)
 
 
 @contextmanager
-def told(context: typer.Context) -> Iterator[None]:
+def report_errors(context: typer.Context) -> Iterator[None]:
     """Errors as one clean message and exit status 1; with --debug, as they are."""
     try:
         yield
@@ -36,7 +36,7 @@ def told(context: typer.Context) -> Iterator[None]:
         sys.exit(1)
 
 
-def ended(why: str) -> None:
+def message_of_lost_process(why: str) -> None:
     """Say why a process is being ended that cannot do it by itself."""
     stderr.print(Text(f"error: {why}", style="red"), soft_wrap=True)
 
@@ -57,9 +57,9 @@ def _message(error: Exception) -> str:
 
 def _out_of_memory(error: Exception) -> bool:
     """Whether torch says so; not loaded for this alone, since --help must not wait for it."""
-    from sparsellm.runtime.memory import out_of_memory
+    from sparsellm.runtime.memory import is_out_of_memory
 
-    return isinstance(error, RuntimeError) and out_of_memory(error)
+    return isinstance(error, RuntimeError) and is_out_of_memory(error)
 
 
 def print_json(data: Any) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.methods import BlockResult, EpochResult, LayerResult, Refined
+from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.planning import RunPlan
@@ -53,7 +53,7 @@ class Progress:
             detail = f"{event.name}  error {event.error:.3g}"
         elif isinstance(event, EpochResult):
             detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
-        elif isinstance(event, Refined):
+        elif isinstance(event, TrainingResult):
             detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, Measured):
             shown = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import ended, print_json, silent, stderr, stdout, told
+from sparsellm.cli.console import message_of_lost_process, print_json, report_errors, silent, stderr, stdout
 
 _EVALUATION = (
     "task",
@@ -38,7 +38,7 @@ def evaluate(
 
     Example: sparsellm evaluate demo:opt --text demo
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import percent, plus_minus, show, table
         from sparsellm.evaluation.zeroshot import mean
@@ -47,10 +47,13 @@ def evaluate(
 
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        with watchdog.joined(os.environ, ended) as leads, (stderr if leads else silent).status(f"measuring {model}"):
+        with (
+            watchdog.init_process_group(os.environ, message_of_lost_process) as is_main,
+            (stderr if is_main else silent).status(f"measuring {model}"),
+        ):
             keep_pages()
             found, answered = measure(model, evaluate=tuple(text or ()), **settings)
-        if not leads:
+        if not is_main:
             return
         if as_json:
             figures = {name: asdict(x) for name, x in found.items()}, {task: asdict(x) for task, x in answered.items()}
@@ -83,7 +86,7 @@ def inspect(
 
     Example: sparsellm inspect demo:opt
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.cli.display import print_inspection
         from sparsellm.runs.inspection import inspect as look
 
@@ -117,7 +120,7 @@ def verify(
 
     Example: sparsellm verify opt-70 --against demo:opt
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.errors import VerificationFailed
         from sparsellm.runs.verification import verify as check
 
@@ -141,7 +144,7 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
 
     Example: sparsellm methods
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.cli.display import table
         from sparsellm.runs.registry import METHODS
 
@@ -161,19 +164,19 @@ def demo(
 
     Example: sparsellm demo --output pruned-demo
     """
-    with told(context):
+    with report_errors(context):
         from dataclasses import asdict
 
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import Progress, plus_minus, show, table
         from sparsellm.runs.demonstration import SPARSITY, demonstrate
-        from sparsellm.runs.events import each
+        from sparsellm.runs.events import combine_observers
         from sparsellm.runs.export import check_output
 
         if output is not None:
             check_output(output)
         with Progress(stderr) as progress:
-            rows = demonstrate(family, output, each(manage_memory, progress))
+            rows = demonstrate(family, output, combine_observers(manage_memory, progress))
         if as_json:
             print_json(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}

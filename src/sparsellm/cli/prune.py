@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import ended, print_json, silent, stderr, stdout, told
+from sparsellm.cli.console import message_of_lost_process, print_json, report_errors, silent, stderr, stdout
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def prune(
 
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.runs.recipe_file import read_recipe, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
@@ -70,7 +70,7 @@ def recover(
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.runs.export import check_output
         from sparsellm.runs.recovery import read_recovery
 
@@ -89,30 +89,30 @@ def _write(
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.cli.display import Progress, print_summary
     from sparsellm.runs import output_lock
-    from sparsellm.runs.events import Stage, each
+    from sparsellm.runs.events import Stage, combine_observers
     from sparsellm.runs.export import check_output, is_finished
     from sparsellm.runs.run import run
     from sparsellm.runs.tracking import Tracked
-    from sparsellm.runs.workspace import working
+    from sparsellm.runs.workspace import work_directory
     from sparsellm.runtime import collectives, watchdog
 
-    with watchdog.joined(os.environ, ended) as leads:  # of several processes one prints
-        if leads:
+    with watchdog.init_process_group(os.environ, message_of_lost_process) as is_main:  # of several processes one prints
+        if is_main:
             output_lock.recover(output)
-        if collectives.agreed(resume and is_finished(output)):
+        if collectives.broadcast_object(resume and is_finished(output)):
             stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
             return
-        if leads:
+        if is_main:
             check_output(output, overwrite, recipe.model)
         with (
-            Progress(stderr if leads else silent) as progress,
-            Tracked(*(report_to if leads else ()), say=progress) as tracked,
-            working(output, resume, restart) as work,
+            Progress(stderr if is_main else silent) as progress,
+            Tracked(*(report_to if is_main else ()), observer=progress) as tracked,
+            work_directory(output, resume, restart) as work,
         ):
-            result = run(recipe, each(manage_memory, progress, tracked), work=work)
+            result = run(recipe, combine_observers(manage_memory, progress, tracked), work=work)
             progress(Stage("writing and verifying"))
             folder = result.save_pretrained(output, overwrite)
-        if not leads:
+        if not is_main:
             return
         if as_json:
             print_json(result.report.to_dict() | {"output": str(folder)})
@@ -134,7 +134,7 @@ def plan(
 
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.cli.display import print_plan
         from sparsellm.runs.planning import plan_run
         from sparsellm.runs.recipe_file import read_recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, stderr, stdout, told
+from sparsellm.cli.console import print_json, report_errors, stderr, stdout
 
 
 @options.recipe_options("trust_remote_code", "architecture")
@@ -26,7 +26,7 @@ def push(
 
     Example: sparsellm push opt-70 me/opt-70 --dry-run
     """
-    with told(context):
+    with report_errors(context):
         from dataclasses import asdict
 
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
@@ -37,8 +37,8 @@ def push(
         if not stderr.is_terminal:
             disable_progress_bars()
         more = (private, revision, overwrite, dry_run, trust_remote_code, architecture)
-        then = "" if dry_run else f", then pushing it to {repo}"
-        stderr.print(f"verifying {output}{then}", highlight=False, soft_wrap=True)
+        next_block = "" if dry_run else f", then pushing it to {repo}"
+        stderr.print(f"verifying {output}{next_block}", highlight=False, soft_wrap=True)
         done = put(output, repo, *more)
         if as_json:
             print_json(asdict(done))

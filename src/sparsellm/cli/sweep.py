@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, silent, stderr, stdout, told
+from sparsellm.cli.console import print_json, report_errors, silent, stderr, stdout
 
 
 @options.recipe_options("device")
@@ -32,14 +32,14 @@ def sweep(
 
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import Progress, show
         from sparsellm.cli.display import table as shown
         from sparsellm.reports.comparison import grid, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
         from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
-        from sparsellm.runs.events import each
+        from sparsellm.runs.events import combine_observers
         from sparsellm.runs.tracking import Tracked
         from sparsellm.runtime import watchdog
 
@@ -51,8 +51,8 @@ def sweep(
             stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
             return
         number, count = watchdog.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
-        with Progress(silent if number else stderr) as progress, Tracked(*(report_to or ()), say=progress) as tracked:
-            observe = each(manage_memory, progress, tracked)
+        with Progress(silent if number else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
+            observe = combine_observers(manage_memory, progress, tracked)
             outcomes = run_sweep(
                 cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
             )
@@ -88,7 +88,7 @@ def report(
 
     Example: sparsellm report opt-70
     """
-    with told(context):
+    with report_errors(context):
         from sparsellm.reports.page import report_page, write_figures
 
         page, plots = report_page(run)

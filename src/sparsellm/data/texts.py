@@ -150,7 +150,7 @@ def _from_hub(name: str, split: Split) -> Text:
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise Unreachable(
             f"The text {name!r} ({known.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
-            f"Pass a local file ({_listed(READERS)}), or `demo`, or read it once with a network to have it cached."
+            f"Pass a local file ({_join_words(READERS)}), or `demo`, or read it once with a network to have it cached."
         ) from error
     documents: Sequence[str] = data[known.column]
     if split == "test" and known.test_documents:
@@ -192,13 +192,13 @@ def _from_file(name: str, field: str) -> Text:
     suffix = path.suffix.lower()
     try:
         if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it ({_listed(READERS)}).")
+            raise BadText(f"{path} is a folder. Name one file in it ({_join_words(READERS)}).")
         if not path.exists():
             if suffix or "/" in name or os.sep in name:
                 raise BadText(f"No such file: {path.absolute()}")
-            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_listed(READERS)}.")
+            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_join_words(READERS)}.")
         if suffix not in READERS:
-            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_listed(READERS)}.")
+            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_join_words(READERS)}.")
         if not path.is_file() or not path.stat().st_size:  # a pipe would be waited for
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
@@ -295,6 +295,6 @@ READERS: Mapping[str, Callable[[Path, str], Iterable[Row]]] = MappingProxyType({
 })  # fmt: skip
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} or {last}"

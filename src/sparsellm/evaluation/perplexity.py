@@ -13,15 +13,15 @@ from torch.nn.functional import cross_entropy
 
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import Weights
-from sparsellm.checkpoints.loaded_model import Residence
+from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import computed_in, evaluating
-from sparsellm.models.partial_forward import predicting
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.partial_forward import prediction_head
 from sparsellm.runtime import collectives
-from sparsellm.runtime.offload import Storage
+from sparsellm.runtime.offload import OffloadManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,17 +54,17 @@ def perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    batch = batch or usual_batch(_vocabulary(model), length)
+    batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
     found: list[list[float]] = []
     batches = torch.split(windows, batch)
-    with evaluating(model):
-        for number, some in collectives.dealt(list(enumerate(batches))):
+    with eval_mode(model):
+        for number, some in collectives.shard(list(enumerate(batches))):
             found.append(_losses(model, some, first=number * batch))
             if progress is not None:
                 progress(min((number + 1) * batch, total), total)
-    losses = [loss for some in collectives.collected(found) for loss in some]
-    value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
+    losses = [loss for some in collectives.all_gather(found) for loss in some]
+    value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
 
@@ -73,7 +73,7 @@ def streamed_perplexity(
     model: PreTrainedModel,
     windows: Tensor,
     weights: Weights,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
     compute: torch.dtype | None = None,
     source: str = "",
     batch: int | None = None,
@@ -85,7 +85,7 @@ def streamed_perplexity(
     """
     _check(model, windows)
     total, length = windows.shape
-    usual = usual_batch(_vocabulary(model), length)
+    usual = default_batch_size(_vocabulary(model), length)
     batch = max(1, min(batch or usual, total // collectives.world()))
     batches = torch.split(windows, batch)
     started, blocks = time.perf_counter(), blocks_of(model)
@@ -94,35 +94,35 @@ def streamed_perplexity(
         if block.index < len(blocks) - 1:
             continue
         inputs.advance(block)
-        with weights.ends(), predicting(model, blocks, compute) as predict:
-            for (number, some), hidden in zip(collectives.dealt(list(enumerate(batches))), inputs.pruned, strict=True):
+        with weights.non_block(), prediction_head(model, blocks, compute) as predict:
+            for (number, some), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
                 found.append(_window_losses(predict(some, hidden), some, first=number * batch))
-    losses = [loss for some in collectives.collected(found) for loss in some]
-    value, error = _exponentiated(torch.tensor(losses, dtype=torch.float64))
+    losses = [loss for some in collectives.all_gather(found) for loss in some]
+    value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
 
-def measure(home: Residence, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+def measure(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
     """A loaded model's perplexity on windows. batch: windows at a time, by default as many as the memory lets be."""
-    words = home.model.get_input_embeddings().num_embeddings
-    batch = batch or batch_to_measure(words, windows.shape[1], home.memory)
-    if not home.streamed:
-        return measured(home.model, windows, source, batch)
-    return streamed_perplexity(home.model, windows, home.weights, home.storage, home.compute, source, batch)
+    words = loaded.model.get_input_embeddings().num_embeddings
+    batch = batch or batch_to_measure(words, windows.shape[1], loaded.memory)
+    if not loaded.offloaded:
+        return measured(loaded.model, windows, source, batch)
+    return streamed_perplexity(loaded.model, windows, loaded.weights, loaded.storage, loaded.compute, source, batch)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
     """Windows at a time when a perplexity is measured: fewer than usual where there is less than a GiB of memory."""
-    return usual_batch(vocabulary, length, min(1.0, memory / AMPLE))
+    return default_batch_size(vocabulary, length, min(1.0, memory / AMPLE))
 
 
 def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
     """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
-    with computed_in(model, compute_dtype(model)):
+    with compute_dtype_context(model, compute_dtype(model)):
         return perplexity(model, windows, source, batch)
 
 
-def usual_batch(vocabulary: int, length: int, share: float = 1.0) -> int:
+def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
     """Windows at a time: as many as keep the logits under 64 MiB and the tokens under 4,096, or a share of both."""
     return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
 
@@ -149,7 +149,7 @@ def _window_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
     return [float(loss) for loss in losses]
 
 
-def _exponentiated(losses: Tensor) -> tuple[float, float | None]:
+def _to_perplexity(losses: Tensor) -> tuple[float, float | None]:
     """exp of the mean loss, and its standard error: by the delta method, exp(mean) times the mean's standard error."""
     value = float(losses.mean().exp())  # infinite past a loss of 709, where math.exp would raise
     if len(losses) == 1 or math.isinf(value):

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsellm.checkpoints.files import first_line
-from sparsellm.checkpoints.loaded_model import Residence
+from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.evaluation.measurements import SPLITS, Accuracy, TaskName
-from sparsellm.models.contexts import computed_in, evaluating
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ BATCH = 8
 """Requests at a time. They are padded, so another number changes the last bits of the scores."""
 
 
-def prepared(tasks: Sequence[TaskName], folder: str | None) -> dict[str, dict[str, Any]]:
+def prepare_tasks(tasks: Sequence[TaskName], folder: str | None) -> dict[str, dict[str, Any]]:
     """By task, what is to be changed of lm-eval's own definition: nothing, or where its local file is.
 
     Raises MissingPackage without lm-eval, and BadText for a task whose file the folder lacks, or that cannot be read.
@@ -65,8 +65,8 @@ def _local(task: TaskName, folder: Path) -> dict[str, Any]:
     return words
 
 
-def accuracies(
-    home: Residence,
+def evaluate_tasks(
+    loaded: LoadedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[TaskName],
     folder: str | None = None,
@@ -78,17 +78,17 @@ def accuracies(
     `dtype=float32`. folder: of local files. limit: so many questions of each task, for a try.
     Raises TooLarge for a model that is not in memory, Unreachable where a task's data would come from a hub out of reach.
     """
-    if home.streamed:
+    if loaded.offloaded:
         raise TooLarge(
             "Tasks need the whole model in memory, and it is read block by block. Leave out --task, or raise --max-memory."
         )
-    asked = prepared(tasks, folder)
-    model = home.model
-    mine = {task: asked[task] for task in collectives.dealt(list(tasks))}  # of several processes each does some of the tasks
-    with evaluating(model), computed_in(model, compute_dtype(model)), _quiet():
-        found = _evaluated(model, tokenizer, mine, limit) if mine else {}
-    answers = [asdict(_accuracy(found["results"][task], found["n-samples"][task]["effective"])) for task in mine]
-    return {task: Accuracy(**answer) for task, answer in zip(tasks, collectives.collected(answers), strict=True)}
+    asked = prepare_tasks(tasks, folder)
+    model = loaded.model
+    local = {task: asked[task] for task in collectives.shard(list(tasks))}  # of several processes each does some of the tasks
+    with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), _quiet():
+        found = _evaluated(model, tokenizer, local, limit) if local else {}
+    answers = [asdict(_accuracy(found["results"][task], found["n-samples"][task]["effective"])) for task in local]
+    return {task: Accuracy(**answer) for task, answer in zip(tasks, collectives.all_gather(answers), strict=True)}
 
 
 def _evaluated(

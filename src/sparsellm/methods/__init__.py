@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from sparsellm.activations.streams import Activations
 from sparsellm.models.blocks import Block
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.statistics import NoInputs
+from sparsellm.solvers.statistics import TokenCount
 
 Plan = dict[str, Pattern]
 """Which pattern each layer gets, by the layer's full name; layers that it lacks stay as they are."""
@@ -36,7 +36,7 @@ class LayerResult:
     tokens: int
     epoch: int
     seconds: float
-    routed: int | None = None
+    routed_tokens: int | None = None
 
     @property
     def sparsity(self) -> float:
@@ -67,7 +67,7 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
-class Refined:
+class TrainingResult:
     """What gradient steps did. before, after: the loss on held-back groups of windows, relative where it is an error.
 
     steps: how many had been taken at the best look; 0 where none helped, and the weights are as they were. note: what went
@@ -94,8 +94,8 @@ class BlockResult:
     epochs: tuple[EpochResult, ...]
     seconds: float
     note: str = ""
-    refined: Refined | None = None
-    moved: tuple[str, ...] = ()
+    refined: TrainingResult | None = None
+    changed_parameters: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -103,17 +103,17 @@ class BlockMethod(Protocol):
     """What it takes to be a method: a frozen record with these five."""
 
     @property
-    def needs(self) -> type[NoInputs]:
+    def needs(self) -> type[TokenCount]:
         """The richest class of moments that it reads; with NoInputs no calibration text is needed."""
         ...
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         """Whether it reads the dense stream too, and the present block's teacher."""
         ...
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         """Whether it reads what errors of each block's output cost."""
         ...
 
@@ -121,6 +121,6 @@ class BlockMethod(Protocol):
         """What a reader should know of how this block is pruned; mostly nothing."""
         ...
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
         """Prune the planned layers of the block in place, yielding each result as it is known."""
         ...

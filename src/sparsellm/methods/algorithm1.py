@@ -11,20 +11,20 @@ from torch import Tensor
 from sparsellm.activations.streams import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.auxiliary_signals import Signals
+from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.layerwise import (
     UNKNOWN,
     LayerWise,
+    collect_statistics,
     coupled_parts,
-    gather,
-    missing,
-    planned,
+    layer_result,
+    planned_layers,
     problem_of,
     prune_layer,
-    result,
     solve,
+    unplanned_layers,
 )
-from sparsellm.methods.parallel_solve import handed_on, owners, solutions
+from sparsellm.methods.parallel_solve import assign_owners, broadcast_results, solve_in_parallel
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -32,7 +32,7 @@ from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes, work
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 GATE_PASSES = 3500
 """Bytes that are read and written to solve for one gate signal; counted."""
@@ -76,15 +76,15 @@ class PublishedSparseLLM:
             )
 
     @property
-    def needs(self) -> type[NoInputs]:
+    def needs(self) -> type[TokenCount]:
         return self.solver.needs if self.scope == frozenset() else Gram
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         return False
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         return False
 
     def note(self, block: Block, plan: Plan) -> str:
@@ -92,7 +92,7 @@ class PublishedSparseLLM:
             return ""
         if not block.architecture.known:
             return UNKNOWN
-        left = missing(block, plan)
+        left = unplanned_layers(block, plan)
         return f"pruned layer-wise, since {', '.join(left)} stays dense" if left else ""
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
@@ -117,7 +117,7 @@ class PublishedSparseLLM:
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         parts = coupled_parts(block, plan) if self._wants(block) else []
-        if self._wants(block) and block.architecture.known and not block.architecture.parts:
+        if self._wants(block) and block.architecture.known and not block.architecture.feed_forward_parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
                 "Use --scope none, or a layer-wise method."
@@ -135,30 +135,36 @@ class PublishedSparseLLM:
         self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan
     ) -> Iterator[LayerResult | EpochResult]:
         """`prune` for a block with feed-forward parts whose layers are all planned."""
-        together = {name for part in parts for name in (*part.readers, part.writer)}
-        needs = {name: Gram if name in together else self.solver.needs for name in planned(block, plan)}
-        signals = [Signals(block, part, self.beta / self.alpha) for part in parts]
-        looks = [some.looks() for some in signals]
+        together = {name for part in parts for name in (*part.in_proj, part.out_proj)}
+        needs = {name: Gram if name in together else self.solver.needs for name in planned_layers(block, plan)}
+        signals = [AuxiliarySignals(block, part, self.beta / self.alpha) for part in parts]
+        looks = [some.hooks() for some in signals]
         reads = {name: many for looked, _ in looks for name, many in looked.items()}
         writes = {name: many for _, looked in looks for name, many in looked.items()}
-        moments = gather(block, inputs, needs, reads, writes)
+        moments = collect_statistics(block, inputs, needs, reads, writes)
         problems = {name: problem_of(block, name, known, self.keep_zeros) for name, known in moments.items()}
-        whose = owners(block, [name for name in problems if name not in together])
-        mine = [name for name, owner in whose.items() if owner == collectives.rank()]
-        steps = (prune_layer(block, name, self.solver, problems[name], plan, inputs.routed(block, name)) for name in mine)
-        yield from handed_on(block, whose, steps)
+        whose = assign_owners(block, [name for name in problems if name not in together])
+        local = [name for name, owner in whose.items() if owner == collectives.rank()]
+        steps = (
+            prune_layer(block, name, self.solver, problems[name], plan, inputs.expert_tokens(block, name)) for name in local
+        )
+        yield from broadcast_results(block, whose, steps)
         for part, some in zip(parts, signals, strict=True):
-            own = {name: problems[name] for name in (*part.readers, part.writer)}
+            own = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
             for step in self._prune_part(block, some, own, plan):
-                yield replace(step, routed=inputs.routed(block, part.writer)) if isinstance(step, LayerResult) else step
+                yield (
+                    replace(step, routed_tokens=inputs.expert_tokens(block, part.out_proj))
+                    if isinstance(step, LayerResult)
+                    else step
+                )
 
     def _prune_part(
-        self, block: Block, signals: Signals, problems: dict[str, LayerProblem], plan: Plan
+        self, block: Block, signals: AuxiliarySignals, problems: dict[str, LayerProblem], plan: Plan
     ) -> Iterator[LayerResult | EpochResult]:
         """One feed-forward part: the alternation, then what became of each layer. problems: the dense weights' own."""
         signals.start({name: problem.inputs for name, problem in problems.items() if isinstance(problem.inputs, Gram)})
         aims = problems
-        best = Answer({}, {}, 0, float("inf"))
+        best = PartSolution({}, {}, 0, float("inf"))
         for epoch in range(1, self.epochs + 1):
             answer = self._solve_all(block, aims, plan, epoch)
             after_weights, last = self.alpha * signals.objective(answer.weights), epoch == self.epochs
@@ -170,16 +176,16 @@ class PublishedSparseLLM:
                 best = answer
             if not last:
                 fresh = signals.problems(self.ridge)
-                aims = {name: replace(aim, gone=problems[name].gone) for name, aim in fresh.items()}
+                aims = {name: replace(aim, pruned_mask=problems[name].pruned_mask) for name, aim in fresh.items()}
 
         if not best.weights:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
         for name, weight in best.weights.items():
             block.write(name, weight)
             damping, seconds = best.spent[name]
-            yield result(block, name, plan, problems[name], damping, best.epoch, seconds)
+            yield layer_result(block, name, plan, problems[name], damping, best.epoch, seconds)
 
-    def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> Answer:
+    def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> PartSolution:
         """One weight step: every coupled layer toward its present aim."""
 
         def solved(name: str) -> tuple[Tensor, list[float | None]]:
@@ -187,14 +193,14 @@ class PublishedSparseLLM:
             weight, damping = solve(self.solver, aims[name], plan[full], full)
             return weight, [damping, time.perf_counter() - started]
 
-        answer = Answer({}, {}, epoch, float("inf"))
-        for name, weight, (damping, seconds) in solutions(block, list(aims), solved):
+        answer = PartSolution({}, {}, epoch, float("inf"))
+        for name, weight, (damping, seconds) in solve_in_parallel(block, list(aims), solved):
             answer.weights[name], answer.spent[name] = weight, (damping, seconds)
         return answer
 
 
 @dataclass
-class Answer:
+class PartSolution:
     """One epoch's weights by layer, the damping and the seconds that each took, and the true feed-forward error they have."""
 
     weights: dict[str, Tensor]

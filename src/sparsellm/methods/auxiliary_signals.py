@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations.hooks import Looks
+from sparsellm.activations.hooks import Hooks
 from sparsellm.errors import SingularGram
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, activation_correction, fit_activated
 from sparsellm.models.linear_views import Layer
 from sparsellm.runtime import collectives, devices
-from sparsellm.solvers.linalg import dot, quadratic
+from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import Cross, Gram
+from sparsellm.solvers.statistics import CrossMoment, Gram
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Fit:
     def of_dense(cls, weight: Tensor, inputs: Gram) -> Fit:
         """The fit whose target is what the dense weight itself computes."""
         cross = weight @ inputs.matrix
-        return cls(dot(cross, weight), cross, inputs)
+        return cls(dot_float64(cross, weight), cross, inputs)
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x‖²."""
-        return self.power - 2 * dot(self.cross, weight) + float(quadratic(weight, self.inputs.matrix, weight))
+        return self.power - 2 * dot_float64(self.cross, weight) + float(quadratic_form(weight, self.inputs.matrix, weight))
 
 
-class Signals:
+class AuxiliarySignals:
     """The auxiliary signals of one block's feed-forward part, batch by batch.
 
     Between epochs only the readers' signals z (and s) are kept, (tokens, hidden) each, in float32. The writer's inputs p are a
@@ -53,7 +53,7 @@ class Signals:
         """feed_forward: the block's. ratio: beta / alpha."""
         self._feed_forward = feed_forward
         self._ratio = ratio
-        self._names = {name: block.full_name(name) for name in (*feed_forward.readers, feed_forward.writer)}
+        self._names = {name: block.full_name(name) for name in (*feed_forward.in_proj, feed_forward.out_proj)}
         self._layers = {name: block.layer(name) for name in self._names}
         self._dense = {name: layer.weight.detach().to(torch.float32, copy=True) for name, layer in self._layers.items()}
         self._inputs: list[Tensor] = []  # x, (tokens, model), in the model's dtype
@@ -62,9 +62,9 @@ class Signals:
         self._fits: dict[str, Fit] = {}
         self._distance = 0.0  # E‖p - φ(z)‖²
 
-    def looks(self) -> tuple[Looks, Looks]:
+    def hooks(self) -> tuple[Hooks, Hooks]:
         """What to watch in the dense block: the readers' inputs, and the writer's outputs."""
-        return {self._feed_forward.readers[0]: [self._inputs.append]}, {self._feed_forward.writer: [self._outputs.append]}
+        return {self._feed_forward.in_proj[0]: [self._inputs.append]}, {self._feed_forward.out_proj: [self._outputs.append]}
 
     def start(self, inputs: Mapping[str, Gram]) -> None:
         """The signals of the dense part: z = W₀x, p = φ(z). inputs: each layer's Gram."""
@@ -80,7 +80,7 @@ class Signals:
         aims: dict[str, LayerProblem] = {}
         for name, fit in self._fits.items():
             try:
-                aims[name] = LayerProblem.toward(fit.cross, fit.inputs, self._dense[name], ridge)
+                aims[name] = LayerProblem.from_targets(fit.cross, fit.inputs, self._dense[name], ridge)
             except SingularGram as error:
                 error.add_note(f"in the regression for {self._names[name]}, {fit.inputs.tokens:,} calibration tokens")
                 raise
@@ -88,14 +88,14 @@ class Signals:
 
     def error(self, weights: Mapping[str, Tensor]) -> float:
         """The true feed-forward error of these weights, relative to E‖y‖², y without the writer's bias."""
-        writer = self._feed_forward.writer
-        missed = torch.zeros(2, dtype=devices.widest(weights[writer].device), device=weights[writer].device)
+        writer = self._feed_forward.out_proj
+        missed = torch.zeros(2, dtype=devices.widest_float(weights[writer].device), device=weights[writer].device)
         for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
             target = _unbiased(outputs.float(), self._layers[writer])
             missed += torch.stack(
                 [self._missed(self._reached(inputs.float(), weights), target, weights), target.square().sum()]
             )
-        collectives.sum_(missed)
+        collectives.all_reduce_(missed)
         return float(missed[0] / missed[1]) if missed[1] > 0 else 0.0
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
@@ -103,7 +103,7 @@ class Signals:
 
         weights: the pruned ones, float32. One pass over the batches, in the order p, z, s (paper eqs. 9-12).
         """
-        readers, writer = self._feed_forward.readers, self._feed_forward.writer
+        readers, writer = self._feed_forward.in_proj, self._feed_forward.out_proj
         correction = activation_correction(weights[writer], self._ratio)
         sums = _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, writer, weights[writer].device)
         for batch, (inputs, outputs) in enumerate(zip(self._inputs, self._outputs, strict=True)):
@@ -131,11 +131,11 @@ class Signals:
 
     def _reached(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The readers' outputs with these weights."""
-        return tuple(linear(x, weights[name], _bias(self._layers[name])) for name in self._feed_forward.readers)
+        return tuple(linear(x, weights[name], _bias(self._layers[name])) for name in self._feed_forward.in_proj)
 
     def _missed(self, reached: tuple[Tensor, ...], target: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         """The sum over tokens of ‖y - V φ(z)‖² where the readers give z."""
-        written = self._feed_forward.activate(*reached) @ weights[self._feed_forward.writer].T
+        written = self._feed_forward.activate(*reached) @ weights[self._feed_forward.out_proj].T
         return written.sub_(target).square_().sum()
 
     def _of_dense(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -147,8 +147,8 @@ class _Sums:
     """What one pass over the batches adds up; sums over tokens, on the layers' device."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], writer: str, device: torch.device) -> None:
-        self.cross = {name: Cross(rows, columns, device) for name, (rows, columns) in shapes.items()}
-        wide = devices.widest(device)
+        self.cross = {name: CrossMoment(rows, columns, device) for name, (rows, columns) in shapes.items()}
+        wide = devices.widest_float(device)
         self.power = {name: torch.zeros((), dtype=wide, device=device) for name in shapes}
         self.inputs = Gram(shapes[writer][1], device)  # of the writer's present inputs
         self.target_power, self.missed, self.distance = torch.zeros(3, dtype=wide, device=device)
@@ -163,7 +163,7 @@ class _Sums:
         self.inputs.reduce()
         for cross in self.cross.values():
             cross.reduce()
-        collectives.sum_(*self.power.values(), self.target_power, self.missed, self.distance)
+        collectives.all_reduce_(*self.power.values(), self.target_power, self.missed, self.distance)
 
 
 def _bias(layer: Layer) -> Tensor | None:

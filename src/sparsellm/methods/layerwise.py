@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.activations.hooks import Look, Looks
+from sparsellm.activations.hooks import Hook, Hooks
 from sparsellm.activations.streams import Activations
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.parallel_solve import handed_on, owners
+from sparsellm.methods.parallel_solve import assign_owners, broadcast_results
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes
-from sparsellm.solvers import LayerSolver, Unwaiting
+from sparsellm.solvers import LayerSolver, NonBlockingSolver
 from sparsellm.solvers.criteria import Magnitude
-from sparsellm.solvers.linalg import all_finite, zeros_in
+from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import LEAST_ENERGY, LayerProblem, is_measured, share_lost
-from sparsellm.solvers.statistics import Gram, InputNorms, NoInputs
+from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
+from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 LARGEST_DAMPING = 1.0
 """Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
@@ -45,15 +45,15 @@ class LayerWise:
     true_sequential: bool = False
 
     @property
-    def needs(self) -> type[NoInputs]:
+    def needs(self) -> type[TokenCount]:
         return self.solver.needs
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         return False
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         return False
 
     def note(self, block: Block, plan: Plan) -> str:
@@ -64,7 +64,7 @@ class LayerWise:
         exact = issubclass(self.needs, Gram)
         solved = shapes.solve_bytes(self.solver, shapes.layers)
         work = shapes.solves(self.solver, shapes.layers, 2 if exact else 0)
-        if self.needs is NoInputs:
+        if self.needs is TokenCount:
             return BlockCost(solved, [], work)
         squares = sum(features**2 for features in shapes.grams) if exact else 0
         work += shapes.forward(shapes.tokens * (0.5 if self.true_sequential else 1))  # what is settled does not run again
@@ -73,29 +73,29 @@ class LayerWise:
         return BlockCost(memory, [shapes.stream], work)
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        names = planned(block, plan)
+        names = planned_layers(block, plan)
         stages = stages_of(block, names) if self.true_sequential else [names]
         for stage in stages:
             yield from self._prune_stage(block, inputs, stage, plan)
-            inputs.solved(block, stage)
+            inputs.mark_final(block, stage)
 
     def _prune_stage(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
         """Layers that are pruned on one pass."""
         last = names[0] if self.true_sequential else None
-        moments = gather(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
-        whose = owners(block, names)
-        mine = {name: moments[name] for name in names if whose[name] == collectives.rank()}
-        if isinstance(self.solver, Unwaiting) and devices.queued(block.device) and not self.keep_zeros:
-            steps = _prune_unwaiting(block, inputs, self.solver, mine, plan)
+        moments = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
+        whose = assign_owners(block, names)
+        local = {name: moments[name] for name in names if whose[name] == collectives.rank()}
+        if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not self.keep_zeros:
+            steps = _prune_non_blocking(block, inputs, self.solver, local, plan)
         else:
-            steps = (self._prune_one(block, inputs, name, known, plan) for name, known in mine.items())
-        yield from handed_on(block, whose, steps)
+            steps = (self._prune_one(block, inputs, name, known, plan) for name, known in local.items())
+        yield from broadcast_results(block, whose, steps)
 
-    def _prune_one(self, block: Block, inputs: Activations, name: str, known: NoInputs, plan: Plan) -> LayerResult:
+    def _prune_one(self, block: Block, inputs: Activations, name: str, known: TokenCount, plan: Plan) -> LayerResult:
         """One layer by itself."""
-        known.settle()
+        known.finalize()
         problem = problem_of(block, name, known, self.keep_zeros)
-        return prune_layer(block, name, self.solver, problem, plan, inputs.routed(block, name))
+        return prune_layer(block, name, self.solver, problem, plan, inputs.expert_tokens(block, name))
 
 
 def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
@@ -112,14 +112,14 @@ def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
 
 def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
     """The block's feed-forward parts of which every layer is planned: those that can be one problem."""
-    there = set(planned(block, plan))
-    return [part for part in block.architecture.parts if {*part.readers, part.writer} <= there]
+    there = set(planned_layers(block, plan))
+    return [part for part in block.architecture.feed_forward_parts if {*part.in_proj, part.out_proj} <= there]
 
 
-def missing(block: Block, plan: Plan) -> list[str]:
+def unplanned_layers(block: Block, plan: Plan) -> list[str]:
     """The layers that the plan lacks of feed-forward parts that it names in part."""
-    there = set(planned(block, plan))
-    wanted = [{*part.readers, part.writer} for part in block.architecture.parts]
+    there = set(planned_layers(block, plan))
+    wanted = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
     return sorted(set().union(*(names - there for names in wanted if names & there)))
 
 
@@ -132,27 +132,27 @@ UNKNOWN = (
 """What a report says of a block of a family that is not in the table."""
 
 
-def planned(block: Block, plan: Plan) -> list[str]:
+def planned_layers(block: Block, plan: Plan) -> list[str]:
     """The block's layers that the plan names, in running order."""
     return [name for name in block.layers if block.full_name(name) in plan]
 
 
-def gather(
+def collect_statistics(
     block: Block,
     inputs: Activations,
-    needs: Mapping[str, type[NoInputs]],
-    reads: Looks | None = None,
-    writes: Looks | None = None,
+    needs: Mapping[str, type[TokenCount]],
+    reads: Hooks | None = None,
+    writes: Hooks | None = None,
     onward: bool = False,
     last: str | None = None,
-) -> dict[str, NoInputs]:
+) -> dict[str, TokenCount]:
     """The moments of each named layer, from one pass through the block; layers of one group share theirs.
 
     needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass. onward: whether the
     block will stay as it is, so that what enters it may travel on. last: as for `Activations.watch`.
     """
-    moments: dict[str, NoInputs] = {}
-    looks: dict[str, list[Look]] = {name: list(many) for name, many in (reads or {}).items()}
+    moments: dict[str, TokenCount] = {}
+    looks: dict[str, list[Hook]] = {name: list(many) for name, many in (reads or {}).items()}
     for group in block.architecture.groups:
         wanted = [name for name in group if name in needs]
         if not wanted:
@@ -162,23 +162,23 @@ def gather(
         shared = richest(layer.in_features, layer.weight.device, inputs.window)
         moments.update(dict.fromkeys(wanted, shared))
         looks.setdefault(wanted[0], []).append(shared.update)
-    if any(kind is not NoInputs for kind in needs.values()) or reads or writes:
-        inputs.watch(block, looks, writes, onward, last)
+    if any(kind is not TokenCount for kind in needs.values()) or reads or writes:
+        inputs.run_with_hooks(block, looks, writes, onward, last)
     for shared in dict.fromkeys(moments.values()):
         shared.reduce()
     return moments
 
 
-def problem_of(block: Block, name: str, moments: NoInputs, keep_zeros: bool = False) -> LayerProblem:
+def problem_of(block: Block, name: str, moments: TokenCount, keep_zeros: bool = False) -> LayerProblem:
     """A layer's local problem, with a float32 copy of its weight as it now is. keep_zeros: what is zero in it stays so."""
     weight = block.layer(name).weight.detach().to(torch.float32, copy=True)
-    return LayerProblem(weight, moments, gone=zeros_of(weight, keep_zeros))
+    return LayerProblem(weight, moments, pruned_mask=zero_mask(weight, keep_zeros))
 
 
-def zeros_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:
+def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
     """Where a weight is zero, if that is to be kept and there are any."""
-    gone = weight == 0 if keep_zeros else None
-    return None if gone is None or not bool(gone.any()) else gone
+    pruned_mask = weight == 0 if keep_zeros else None
+    return None if pruned_mask is None or not bool(pruned_mask.any()) else pruned_mask
 
 
 def prune_layer(
@@ -189,37 +189,37 @@ def prune_layer(
     full = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full], full)
     block.write(name, weight)
-    return result(block, name, plan, problem, damping, 1, time.perf_counter() - started, routed)
+    return layer_result(block, name, plan, problem, damping, 1, time.perf_counter() - started, routed)
 
 
-def _prune_unwaiting(
-    block: Block, inputs: Activations, solver: Unwaiting, moments: Mapping[str, NoInputs], plan: Plan
+def _prune_non_blocking(
+    block: Block, inputs: Activations, solver: NonBlockingSolver, moments: Mapping[str, TokenCount], plan: Plan
 ) -> Iterator[LayerResult]:
     """Solve all layers with one wait for the device, then write them; one that failed is pruned by itself, as elsewhere."""
     clock = devices.Clock(block.device)
     answers: list[Tensor] = []
-    told: list[Tensor] = []
+    message: list[Tensor] = []
     for name, known in moments.items():
-        known.settle()
+        known.finalize()
         problem, pattern = problem_of(block, name, known), plan[block.full_name(name)]
-        if pattern.removed(problem.weight.numel()):
-            weight, sound = solver.attempt(problem, pattern)
+        if pattern.count_removed(problem.weight.numel()):
+            weight, sound = solver.solve_async(problem, pattern)
         else:
             weight, sound = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
-        answers.append(block.rounded(name, weight))
+        answers.append(block.rounded_to_storage(name, weight))
         kept = answers[-1].float()
-        told += [sound & kept.isfinite().all(), (kept == 0).sum(), *problem.energies(kept)]
+        message += [sound & kept.isfinite().all(), (kept == 0).sum(), *problem.energies(kept)]
         clock.mark()
-    values = devices.read(told)
+    values = devices.to_python(message)
     for number, ((name, known), answer, seconds) in enumerate(zip(moments.items(), answers, clock.seconds(), strict=True)):
         succeeded, zeros, lost, had = values[4 * number : 4 * number + 4]
-        routed = inputs.routed(block, name)
-        if not succeeded or not is_measured(lost, had) or had < LEAST_ENERGY:
+        routed = inputs.expert_tokens(block, name)
+        if not succeeded or not is_finite_pair(lost, had) or had < MIN_ENERGY:
             yield prune_layer(block, name, solver, problem_of(block, name, known), plan, routed)
             continue
-        block.put(name, answer)
-        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].removed(answer.numel()) else None
-        yield _result(block, name, plan, known, int(zeros), share_lost(lost, had), damping, 1, seconds, routed)
+        block.assign(name, answer)
+        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].count_removed(answer.numel()) else None
+        yield _result(block, name, plan, known, int(zeros), relative_error(lost, had), damping, 1, seconds, routed)
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
@@ -228,8 +228,10 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
     A layer that saw no token, as an expert of a form that is not known may, loses its smallest weights instead.
     Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
     """
-    if pattern.removed(problem.weight.numel()) == 0:
-        return problem.weight.clone() if problem.gone is None else problem.weight.masked_fill(problem.gone, 0), None
+    if pattern.count_removed(problem.weight.numel()) == 0:
+        return problem.weight.clone() if problem.pruned_mask is None else problem.weight.masked_fill(
+            problem.pruned_mask, 0
+        ), None
     if problem.inputs.tokens == 0:
         return Magnitude().solve(problem, pattern), None
     try:
@@ -246,7 +248,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
         if not all_finite(weight):
             raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
-        if isinstance(problem.inputs, InputNorms) and not all_finite(problem.norms):
+        if isinstance(problem.inputs, InputRMS) and not all_finite(problem.rms):
             why = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
             raise NonFinite(why) from error
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
@@ -254,7 +256,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
     return weight, damping
 
 
-def result(
+def layer_result(
     block: Block,
     name: str,
     plan: Plan,
@@ -267,7 +269,7 @@ def result(
     """The result for a layer that was written, as it now stands. problem: the dense weight's."""
     weight = block.layer(name).weight.float()
     try:
-        zeros, error = zeros_in(weight), problem.error(weight)
+        zeros, error = count_zeros(weight), problem.error(weight)
     except NonFinite as failure:
         failure.add_note(f"in layer {block.full_name(name)}")
         raise
@@ -278,7 +280,7 @@ def _result(
     block: Block,
     name: str,
     plan: Plan,
-    moments: NoInputs,
+    moments: TokenCount,
     zeros: int,
     error: float,
     damping: float | None,
@@ -299,5 +301,5 @@ def _result(
         tokens=moments.tokens,
         epoch=epoch,
         seconds=seconds,
-        routed=routed,
+        routed_tokens=routed,
     )

@@ -17,7 +17,7 @@ Couple = Literal["none", "feedforward"]
 class Settings:
     """The settings of `sparsellm.methods.sparsellm.SparseLLM`, which says what they mean."""
 
-    solver: LayerSolver = field(default_factory=ALPS.thorough)
+    solver: LayerSolver = field(default_factory=ALPS.accurate)
     gauss_newton_steps: int = 3
     sampled: int = SAMPLED
     scope: Couple = "feedforward"

@@ -10,13 +10,13 @@ from torch import Tensor
 from sparsellm.activations.sensitivity import TOKENS, layer_sensitivities
 from sparsellm.activations.streams import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS, TwoStreams
+from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS, BlockSolver
 from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
-from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, missing, planned
+from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.settings import Settings
 from sparsellm.models.blocks import Block
 from sparsellm.runtime.costs import GRAM, PASSES, SUMS, BlockCost, BlockShapes, Work, work
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,32 @@ class SparseLLM(Settings):
     """
 
     @property
-    def needs(self) -> type[NoInputs]:
+    def needs(self) -> type[TokenCount]:
         return Gram
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         return True
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         return self.scope != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
-        if not planned(block, plan):
+        if not planned_layers(block, plan):
             return ""
         if not block.architecture.known:
             return UNKNOWN
         if self.scope == "none":
             return ""
-        if not block.architecture.parts:
+        if not block.architecture.feed_forward_parts:
             return "its layers were pruned one by one, since its activation is none that is coupled"
-        left = missing(block, plan)
+        left = unplanned_layers(block, plan)
         return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
         """What a block takes: each layer toward the dense stream, then each feed-forward part with its Gauss-Newton rounds."""
-        curved, tokens, width = self.sensitive, shapes.tokens, shapes.width
+        curved, tokens, width = self.needs_fisher, shapes.tokens, shapes.width
         curvatures = 4 * curved * sum(outputs**2 for outputs, _ in shapes.alone)
         widest = max(shapes.grams)
         # A Gram, and the sums toward the targets: of two more matrices of the width, or of (width, widest).
@@ -91,23 +91,23 @@ class SparseLLM(Settings):
         sampled = min(tokens * (1 - HELD), max(self.sampled, SAMPLED_WIDTHS * width))
         # Slopes of the sample; the readers' weights a dozen times; hidden signals of a window; curvatures.
         stack, signals = 4 * readers * width * hidden, 4 * 4 * shapes.length * readers * hidden
-        memory = 4 * sampled * readers * hidden + 12 * stack + signals + 4 * self.sensitive * readers * hidden**2
+        memory = 4 * sampled * readers * hidden + 12 * stack + signals + 4 * self.needs_fisher * readers * hidden**2
         product = 2 * width * hidden  # operations of one layer for a token
-        once = tokens * (product * (3 * readers + 2) + self.sensitive * readers * GRAM * hidden**2)
+        once = tokens * (product * (3 * readers + 2) + self.needs_fisher * readers * GRAM * hidden**2)
         steps = sampled * product * NEWTON_STEPS * (2 * readers + 2)
-        writer = WRITER_STEPS * 2 * width * hidden * (hidden + self.sensitive * width)
+        writer = WRITER_STEPS * 2 * width * hidden * (hidden + self.needs_fisher * width)
         numbers = 4 * readers * hidden * (4 * tokens + 2 * NEWTON_STEPS * sampled)
         rounds = work(tokens * product * (4 * readers + 5) + steps + writer, hidden**3 / 3, passes=PASSES * numbers)
         return memory, work(once) + self.gauss_newton_steps * (rounds + shapes.gram(hidden))
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        names = planned(block, plan)
-        metric = inputs.metric(block) if self.scope != "none" else None
+        names = planned_layers(block, plan)
+        metric = inputs.output_fisher(block) if self.scope != "none" else None
         parts = [] if metric is None else coupled_parts(block, plan)
-        together = {name for part in parts for name in (*part.readers, part.writer)}
+        together = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         weighed = [name for name in names if name not in together]  # the parts find their own, exactly
         sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
-        run = TwoStreams(self, block, inputs, plan, metric, sensitivities)
+        run = BlockSolver(self, block, inputs, plan, metric, sensitivities)
         groups = [[name for name in group if name in weighed] for group in block.architecture.groups]
         alone = [group for group in groups if group]
         for number, group in enumerate(alone, 1):
@@ -115,7 +115,7 @@ class SparseLLM(Settings):
         if metric is not None and parts:
             whole = parts == [block.architecture.feed_forward]
             yield from run.solve_part(parts[0], metric) if whole else run.solve_experts(parts, metric)
-        block.settle()
+        block.round_to_storage_dtype()
         yield from run.results()
 
 
@@ -124,4 +124,4 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metr
     if inputs.dense is None or inputs.teacher is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.firsts, inputs.window)
+    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.sample_offsets, inputs.window)

@@ -21,7 +21,7 @@ QUICK = 1.702
 
 
 @dataclass(frozen=True)
-class Curve:
+class ActivationFunction:
     """An activation that falls until `lowest`, where it is `floor`, and rises after it; far to the right it is s itself.
 
     value: entry by entry. bends: value, slope and curvature, entry by entry. steepest, sharpest: bounds on the slope and on the
@@ -29,7 +29,7 @@ class Curve:
     """
 
     value: Callable[[Tensor], Tensor]
-    bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    curvature: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     lowest: float
     floor: float
     steepest: float
@@ -56,7 +56,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class SiLU(Curve):
+class SiLU(ActivationFunction):
     """s times its sigmoid. Its meetings have closed starts, which are quicker than bisection."""
 
     def right_meeting(self, target: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ def _quick_gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 SILU = SiLU(silu, _silu, lowest=-1.2784645, floor=-0.2784645, steepest=1.1, sharpest=0.5)
-GELU = Curve(gelu, _gelu, lowest=-0.7517916, floor=-0.1699712, steepest=1.129, sharpest=0.798)
-GELU_TANH = Curve(
+GELU = ActivationFunction(gelu, _gelu, lowest=-0.7517916, floor=-0.1699712, steepest=1.129, sharpest=0.798)
+GELU_TANH = ActivationFunction(
     lambda s: gelu(s, approximate="tanh"), _gelu_tanh, lowest=-0.7524614, floor=-0.1700410, steepest=1.1292, sharpest=0.798
 )
-QUICK_GELU = Curve(
+QUICK_GELU = ActivationFunction(
     lambda s: s * torch.sigmoid(QUICK * s),
     _quick_gelu,
     lowest=SILU.lowest / QUICK,
@@ -121,7 +121,7 @@ QUICK_GELU = Curve(
     sharpest=0.5 * QUICK,
 )
 
-CURVES = {
+ACTIVATION_FUNCTIONS = {
     "silu": SILU,
     "swish": SILU,
     "gelu": GELU,

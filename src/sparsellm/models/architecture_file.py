@@ -62,10 +62,10 @@ def _architecture(content: dict[str, Any]) -> Architecture:
 
 def _feed_forward(value: Any, layers: Iterable[str]) -> FeedForward:
     """A plain or a gated part."""
-    forms = {("reader", "writer"): PlainFeedForward, ("gate", "up", "writer"): GatedFeedForward}
+    forms = {("up", "out_proj"): PlainFeedForward, ("gate", "up", "out_proj"): GatedFeedForward}
     form = next((form for keys, form in forms.items() if isinstance(value, dict) and set(value) == set(keys)), None)
     if form is None:
-        raise InvalidSetting(f"`feed_forward` must name a reader and a writer, or a gate, an up and a writer, got {value!r}.")
+        raise InvalidSetting(f"`feed_forward` must name `up` and `out_proj`, or `gate`, `up` and `out_proj`, got {value!r}.")
     for name in value.values():
         if name not in layers:
             raise InvalidSetting(f"`feed_forward` names {name!r}, which is in no group. {nearest(str(name), layers)}")

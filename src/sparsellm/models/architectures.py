@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sparsellm.errors import InvalidSetting, UnsupportedModel
-from sparsellm.models.activation_functions import CURVES
+from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
 from sparsellm.models.experts import GATED, experts_of
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 
@@ -72,12 +72,12 @@ class Architecture:
     expert_parts: tuple[FeedForward, ...] = ()
 
     @property
-    def parts(self) -> tuple[FeedForward, ...]:
+    def feed_forward_parts(self) -> tuple[FeedForward, ...]:
         """The feed-forward parts that SparseLLM couples, each by itself: the block's own, or each expert's."""
         return (*((self.feed_forward,) if self.feed_forward else ()), *self.expert_parts)
 
     @property
-    def adders(self) -> tuple[str, ...]:
+    def residual_writers(self) -> tuple[str, ...]:
         """What writes to the stream: attention's writer, then the feed-forward's or all experts' module. None where unknown."""
         if not self.known or len(self.groups) < 2:
             return ()
@@ -104,13 +104,13 @@ class Architecture:
         held = experts_of(there[experts]) if experts else None
         if experts and held is None:
             form = "three-dimensional parameters gate_up_proj, or up_proj, and down_proj"
-            told = f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned"
-            raise UnsupportedModel(f"{told}: {form}.")
+            message = f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned"
+            raise UnsupportedModel(f"{message}: {form}.")
         groups = self.groups if self.known else tuple((name,) for name in _linear_names(there))
         groups = tuple(group for group in groups if any(_module_of(name, self.splits) in there for name in group))
         part = self.feed_forward
         parts: tuple[FeedForward, ...] = ()
-        if part and not any(part.writer in group for group in groups):
+        if part and not any(part.out_proj in group for group in groups):
             part = None
         if held is not None:
             names = [tuple(f"{experts}.{number}.{name}" for name in held.names) for number in range(held.count)]
@@ -127,9 +127,9 @@ def _part(*names: str) -> FeedForward:
 
 def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
     """A feed-forward part with the activation that a configuration names; None where that one is not solved."""
-    if isinstance(part, PlainFeedForward) and (activation == "relu" or activation in CURVES):
+    if isinstance(part, PlainFeedForward) and (activation == "relu" or activation in ACTIVATION_FUNCTIONS):
         return replace(part, activation=activation)
-    if isinstance(part, GatedFeedForward) and activation in CURVES:
+    if isinstance(part, GatedFeedForward) and activation in ACTIVATION_FUNCTIONS:
         return replace(part, activation=activation)
     return None
 
@@ -150,7 +150,7 @@ def _linear_names(modules: Mapping[str, nn.Module]) -> list[str]:
     return [name for name, module in modules.items() if is_linear(module) and not {*name.split(".")} & {*ROUTERS}]
 
 
-def _readers_writer(path: str) -> tuple[tuple[str, ...], ...]:
+def _projections(path: str) -> tuple[tuple[str, ...], ...]:
     """The groups of a gated feed-forward part at that path."""
     return (f"{path}.gate_proj", f"{path}.up_proj"), (f"{path}.down_proj",)
 
@@ -160,9 +160,9 @@ _LLAMA = Architecture(
     groups=(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.o_proj",),
-        *_readers_writer("mlp"),
+        *_projections("mlp"),
     ),
-    feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", writer="mlp.down_proj"),
+    feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", out_proj="mlp.down_proj"),
     activation="hidden_act",
 )
 _GEMMA = replace(_LLAMA, activation="hidden_activation")
@@ -178,7 +178,7 @@ def _plain(
     return Architecture(
         blocks=blocks,
         groups=(tuple(f"{qkv}.{piece}" for piece in _QKV), (f"{attention}.{out}",), (reader,), (writer,)),
-        feed_forward=PlainFeedForward(reader=reader, writer=writer),
+        feed_forward=PlainFeedForward(up=reader, out_proj=writer),
         activation=activation,
         splits={qkv: Split(_QKV, repeated=heads)},
     )
@@ -195,7 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ("fc1",),
             ("fc2",),
         ),
-        feed_forward=PlainFeedForward(reader="fc1", writer="fc2"),
+        feed_forward=PlainFeedForward(up="fc1", out_proj="fc2"),
         activation="activation_function",
     ),
     "llama": _LLAMA,
@@ -222,14 +222,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": _EXPERTS,  # its experts' activation, with clamped inputs, is none that is solved
     "llama4_text": replace(
         _LLAMA,
-        groups=(*_LLAMA.groups[:2], *_readers_writer("feed_forward.shared_expert"), *_readers_writer("feed_forward")),
+        groups=(*_LLAMA.groups[:2], *_projections("feed_forward.shared_expert"), *_projections("feed_forward")),
         feed_forward=GatedFeedForward("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
         experts="feed_forward.experts",
     ),
     "phi": Architecture(
         blocks="model.layers",
         groups=(_LLAMA.groups[0], ("self_attn.dense",), ("mlp.fc1",), ("mlp.fc2",)),
-        feed_forward=PlainFeedForward(reader="mlp.fc1", writer="mlp.fc2"),
+        feed_forward=PlainFeedForward(up="mlp.fc1", out_proj="mlp.fc2"),
         activation="hidden_act",
     ),
     "phi3": Architecture(
@@ -240,7 +240,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ("mlp.gate_up_proj.gate", "mlp.gate_up_proj.up"),
             ("mlp.down_proj",),
         ),
-        feed_forward=GatedFeedForward(gate="mlp.gate_up_proj.gate", up="mlp.gate_up_proj.up", writer="mlp.down_proj"),
+        feed_forward=GatedFeedForward(gate="mlp.gate_up_proj.gate", up="mlp.gate_up_proj.up", out_proj="mlp.down_proj"),
         activation="hidden_act",
         splits={
             "self_attn.qkv_proj": Split(_QKV, ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")),
@@ -257,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptj": Architecture(
         blocks="transformer.h",
         groups=(("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("attn.out_proj",), ("mlp.fc_in",), ("mlp.fc_out",)),
-        feed_forward=PlainFeedForward(reader="mlp.fc_in", writer="mlp.fc_out"),
+        feed_forward=PlainFeedForward(up="mlp.fc_in", out_proj="mlp.fc_out"),
         activation="activation_function",
     ),
     "falcon": Architecture(  # how its three forms fuse queries, keys and values differs: that layer stays one
@@ -279,7 +279,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture | None:
     return found.resolved(text) if found else None
 
 
-def discovered(model: PreTrainedModel) -> Architecture:
+def discover_architecture(model: PreTrainedModel) -> Architecture:
     """What can be told of a model of an unknown family: its blocks are the longest list of modules that all hold linear layers.
 
     Of a model that sees, the longest within its language tower; lists within another's modules, as of experts, are none.

@@ -33,14 +33,14 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_calls(one: Any, other: Any) -> bool:
     """Whether two calls hold equal values, so that one can stand for both: masks are large and mostly alike."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, Call) and isinstance(other, Call):
-        return same(one.arguments, other.arguments) and same(one.keywords, other.keywords)
+        return equal_calls(one.arguments, other.arguments) and equal_calls(one.keywords, other.keywords)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(equal_calls, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(equal_calls(one[key], other[key]) for key in one)
     return one is other or (isinstance(one, (int, float, str, bool)) and one == other)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
-from sparsellm.models.activation_functions import CURVES
-from sparsellm.models.architectures import Architecture, architecture_of, discovered, is_linear
+from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
+from sparsellm.models.architectures import Architecture, architecture_of, discover_architecture, is_linear
 from sparsellm.models.block_calls import Call
-from sparsellm.models.contexts import instead
-from sparsellm.models.experts import Rows, by_experts, experts_of
-from sparsellm.models.linear_views import Called, Layer, View, by_pieces, piece_rows
+from sparsellm.models.contexts import replace_forward
+from sparsellm.models.experts import Rows, experts_of, forward_by_expert
+from sparsellm.models.linear_views import Layer, LinearView, RouteMatmulThroughLayers, forward_by_views, piece_rows
 from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "language_model.model.")
 """Where the language model is in a model that sees: the path of its blocks begins anew there."""
 
-DESCRIBED = "sparsellm_architecture"
+ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
 """The attribute of a model that holds what its user says of its form."""
 
 
@@ -45,7 +45,7 @@ class Block:
     module: nn.Module
     architecture: Architecture
     dtypes: Mapping[str, torch.dtype]
-    views: Mapping[str, View] = field(default_factory=dict)
+    views: Mapping[str, LinearView] = field(default_factory=dict)
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -73,7 +73,7 @@ class Block:
         assert isinstance(layer, nn.Linear)
         return layer
 
-    def run(self, name: str) -> nn.Module:
+    def module_of(self, name: str) -> nn.Module:
         """The layer or the module of that name within the block: what can be hooked."""
         return self.views[name] if name in self.views else self.module.get_submodule(name)
 
@@ -89,15 +89,15 @@ class Block:
         view = self.views.get(name)
         return f"{name}.bias" if view is None else f"{self._owner(view)}.{view.stored_bias}"
 
-    def _owner(self, view: View) -> str:
+    def _owner(self, view: LinearView) -> str:
         """The path, within the block, of the module that holds a view's parameter."""
         found: str = next(path for path, module in self.module.named_modules() if module is view.owner)
         return found
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
+    def linear_view(self, name: str, whole: Tensor) -> Tensor:
         """A layer's part, (out, in), of a tensor that is shaped as the parameter that holds it."""
         view = self.views.get(name)
-        return whole if view is None else view.seen(whole)
+        return whole if view is None else view.slice_of(whole)
 
     def masks(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """By parameter, the masks of all its layers together, from those by layer; True where a parameter has no layer."""
@@ -109,14 +109,14 @@ class Block:
                 found[parameter] = mask
                 continue
             whole = found.setdefault(parameter, torch.ones_like(parameters[parameter], dtype=torch.bool))
-            self.views[name].put(whole, mask)
+            self.views[name].assign(whole, mask)
         return found
 
-    def held(self, names: Iterable[str]) -> set[str]:
+    def parameters_of(self, names: Iterable[str]) -> set[str]:
         """The parameters that hold these layers, weights and biases, by name within the block."""
         return {parameter for name in names for parameter in (self.parameter(name), self.bias(name))}
 
-    def others(self) -> dict[str, nn.Parameter]:
+    def unpruned_parameters(self) -> dict[str, nn.Parameter]:
         """By name, the parameters that hold no layer's weight: biases, norms, routers."""
         weights = {self.parameter(name) for name in self.layers}
         return {name: tensor for name, tensor in self.module.named_parameters() if name not in weights}
@@ -126,21 +126,21 @@ class Block:
 
         Raises NonFinite, naming the layer, where that dtype cannot hold it.
         """
-        rounded = self.rounded(name, weight)
+        rounded = self.rounded_to_storage(name, weight)
         if not all_finite(rounded):
             raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
-        self.put(name, rounded)
+        self.assign(name, rounded)
 
-    def rounded(self, name: str, weight: Tensor) -> Tensor:
+    def rounded_to_storage(self, name: str, weight: Tensor) -> Tensor:
         """A weight in the dtype in which the layer's will be stored."""
         return weight.to(self.dtypes[self.parameter(name)])
 
-    def put(self, name: str, weight: Tensor) -> None:
+    def assign(self, name: str, weight: Tensor) -> None:
         """Put a weight, (out, in), into a layer as it is."""
         layer = self.layer(name)
         with torch.no_grad():
-            if isinstance(layer, View):
-                layer.put(self.module.get_parameter(self.parameter(name)), weight)
+            if isinstance(layer, LinearView):
+                layer.assign(self.module.get_parameter(self.parameter(name)), weight)
             else:
                 layer.weight.copy_(weight)
 
@@ -149,29 +149,29 @@ class Block:
         layer = self.layer(name)
         rounded = bias.to(self.dtypes[self.bias(name)])
         with torch.no_grad():
-            if isinstance(layer, View):
-                layer.put_bias(rounded)
+            if isinstance(layer, LinearView):
+                layer.assign_bias(rounded)
             else:
                 layer.bias.copy_(rounded)
 
     @contextmanager
-    def opened(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:
+    def expose_layers(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:
         """Within the context hooks on these layers are called: modules that hold layers as views run layer by layer.
 
         rows: which tokens each expert is shown, if not those that are routed to it.
         """
-        modules = {id(self.views[name].runs): self.views[name].runs for name in names if name in self.views}
+        modules = {id(self.views[name].module): self.views[name].module for name in names if name in self.views}
         with ExitStack() as stack:
             for module in modules.values():
-                views = [view for view in self.views.values() if view.runs is module]
+                views = [view for view in self.views.values() if view.module is module]
                 experts = experts_of(module)
-                forward = by_experts(experts, views, rows) if experts else by_pieces(views)
-                stack.enter_context(instead(module, forward))
+                forward = forward_by_expert(experts, views, rows) if experts else forward_by_views(views)
+                stack.enter_context(replace_forward(module, forward))
             plain = (self.module.get_submodule(name) for name in names if name not in self.views)
-            stack.enter_context(Called(layer for layer in plain if isinstance(layer, nn.Linear)))
+            stack.enter_context(RouteMatmulThroughLayers(layer for layer in plain if isinstance(layer, nn.Linear)))
             yield
 
-    def settle(self) -> None:
+    def round_to_storage_dtype(self) -> None:
         """Round every parameter to the dtype in which it will be stored, so that what travels on is what will be written."""
         with torch.no_grad():
             for name, tensor in self.module.named_parameters():
@@ -199,7 +199,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
 
     Their form is what the user says (`describe`), or the table, or what can be found. Raises UnsupportedModel where none is.
     """
-    architecture = getattr(model, DESCRIBED, None) or architecture_of(model.config) or discovered(model)
+    architecture = getattr(model, ARCHITECTURE_ATTRIBUTE, None) or architecture_of(model.config) or discover_architecture(model)
     paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
     modules = dict(model.named_modules())
     path = next((path for path in paths if path in modules), None)
@@ -214,7 +214,7 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
         except (AttributeError, ValueError) as error:
             raise UnsupportedModel(f"{path}.{index} is not of the form that is described: {error}.") from None
         blocks.append(Block(index, f"{path}.{index}", module, own, dtypes, views))
-    if hasattr(model, DESCRIBED):
+    if hasattr(model, ARCHITECTURE_ATTRIBUTE):
         _check_described(architecture, blocks)
     _check_unshared(blocks)
     return blocks
@@ -242,10 +242,11 @@ def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> Non
             raise InvalidSetting(f"The architecture names {name!r}, which no block has. {nearest(name, modules)}")
     if architecture.experts and not any(block.architecture.experts for block in blocks):
         raise InvalidSetting(f"The architecture's experts, {architecture.experts!r}, are in no block.")
-    if architecture.activation not in ("none", "relu", *CURVES):
+    if architecture.activation not in ("none", "relu", *ACTIVATION_FUNCTIONS):
         raise InvalidSetting(
             f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
-            f"solved: relu, {', '.join(CURVES)}. Leave `feed_forward` and `activation` out to prune its layers one by one."
+            f"solved: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward` and `activation` out to prune its layers "
+            "one by one."
         )
 
 
@@ -257,13 +258,13 @@ def _has(block: Block, name: str) -> bool:
 def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:
     """The model, with what its user says of its form; unchanged where nothing is said."""
     if architecture is not None:
-        setattr(model, DESCRIBED, architecture.resolved(model.config.get_text_config()))
+        setattr(model, ARCHITECTURE_ATTRIBUTE, architecture.resolved(model.config.get_text_config()))
     return model
 
 
-def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
+def _views(module: nn.Module, architecture: Architecture) -> dict[str, LinearView]:
     """By name, the layers of a block that are part of a parameter."""
-    found: dict[str, View] = {}
+    found: dict[str, LinearView] = {}
     for whole, split in architecture.splits.items():
         if not any(name.startswith(f"{whole}.") for group in architecture.groups for name in group):
             continue
@@ -272,12 +273,12 @@ def _views(module: nn.Module, architecture: Architecture) -> dict[str, View]:
         total = owner.get_parameter("weight").shape[1 if transposed else 0]
         shares = [int(share) for share in split.shares]
         for piece, rows in zip(split.pieces, piece_rows(total, shares, int(split.repeated)), strict=True):
-            found[f"{whole}.{piece}"] = View(owner, rows=rows, transposed=transposed)
+            found[f"{whole}.{piece}"] = LinearView(owner, rows=rows, transposed=transposed)
     for name in (name for group in architecture.groups for name in group if name not in found):
         if not (architecture.experts and name.startswith(f"{architecture.experts}.")):
             layer = module.get_submodule(name)
             if type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
-                found[name] = View(layer, transposed=True)
+                found[name] = LinearView(layer, transposed=True)
     experts = experts_of(module.get_submodule(architecture.experts)) if architecture.experts else None
     if experts:
         found |= experts.views(architecture.experts)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 @contextmanager
-def computed_in(module: nn.Module, dtype: torch.dtype | None, without: Iterable[nn.Module] = ()) -> Iterator[None]:
+def compute_dtype_context(module: nn.Module, dtype: torch.dtype | None, without: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Within the context the module computes in `dtype`; then every tensor goes back to the dtype it came in.
 
     A processor without 16-bit arithmetic is several times faster in float32, and the detour is exact: every bfloat16 and
@@ -33,7 +33,7 @@ def computed_in(module: nn.Module, dtype: torch.dtype | None, without: Iterable[
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Within the context every module is in evaluation mode (no dropout); then each goes back to the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -45,7 +45,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
+def gradient_checkpointing(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within the context modules keep only their inputs for the backward pass, and run again when it reaches them."""
 
     def thrifty(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,12 +53,12 @@ def checkpointed(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in modules:
-            stack.enter_context(instead(module, thrifty(module.forward)))
+            stack.enter_context(replace_forward(module, thrifty(module.forward)))
         yield
 
 
 @contextmanager
-def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Within the context a module runs another function in place of its own forward."""
     before = module.__dict__.get("forward")  # set by libraries that wrap modules
     setattr(module, "forward", forward)  # noqa: B010  (mypy forbids the plain assignment)
@@ -71,7 +71,7 @@ def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def only_trained(module: nn.Module, trained: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+def require_grad_only(module: nn.Module, trained: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Within the context only these parameters ask for gradients, and have none yet; then all are as before."""
     before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
     wanted = {id(parameter) for parameter in trained}

@@ -12,12 +12,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.architectures import ROUTERS, is_linear
-from sparsellm.models.blocks import DESCRIBED, Block
+from sparsellm.models.blocks import ARCHITECTURE_ATTRIBUTE, Block
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEAST = 0.95
+MIN_COVERAGE = 0.95
 """The smallest share of the matrix weights in layers that can be pruned, for a model whose layers its user does not name."""
 
 SENSES = ("vision_config", "audio_config", "speech_config")
@@ -43,7 +43,7 @@ class Coverage:
     total: int
     prunable: int
     pruned: int
-    left: Mapping[str, int] = field(default_factory=dict)
+    unpruned: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -59,17 +59,17 @@ class Coverage:
     def uncovered(self) -> str:
         """The largest parameters that no layer covers, in words; those that differ only in numbers count as one."""
         kinds: Counter[str] = Counter()
-        for name, entries in self.left.items():
+        for name, entries in self.unpruned.items():
             kinds[".".join("*" if part.isdigit() else part for part in name.split("."))] += entries
-        told = [f"{name} ({entries:,} weights)" for name, entries in kinds.most_common(SHOWN)]
-        return ", ".join(told) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
+        message = [f"{name} ({entries:,} weights)" for name, entries in kinds.most_common(SHOWN)]
+        return ", ".join(message) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
 
     def describe(self) -> str:
         """What a model that is pruned in part is told with; empty where the run prunes every matrix weight."""
         if self.pruned == self.total:
             return ""
-        told = f"The pruned layers hold {100 * self.pruned_share:.2f} % of the matrix weights in the blocks."
-        return f"{told} No layer covers {self.uncovered}." if self.left else told
+        message = f"The pruned layers hold {100 * self.pruned_share:.2f} % of the matrix weights in the blocks."
+        return f"{message} No layer covers {self.uncovered}." if self.unpruned else message
 
     def of_plan(self, blocks: Sequence[Block], plan: Collection[str]) -> Coverage:
         """With what a plan prunes; plan: the full names of its layers."""
@@ -84,7 +84,7 @@ class Coverage:
             "prunable": self.prunable,
             "pruned": self.pruned,
             "share": self.pruned_share,
-            "not_covered": dict(self.left),
+            "not_covered": dict(self.unpruned),
         }
 
 
@@ -118,7 +118,7 @@ def coverage_of(model: PreTrainedModel, blocks: Sequence[Block]) -> Coverage:
 
 def check_coverage(model: PreTrainedModel, found: Coverage) -> None:
     """Raise UnsupportedModel where too little can be pruned of a model whose layers its user does not name."""
-    if hasattr(model, DESCRIBED) or found.share >= LEAST:
+    if hasattr(model, ARCHITECTURE_ATTRIBUTE) or found.share >= MIN_COVERAGE:
         return
     raise UnsupportedModel(
         f"Only {100 * found.share:.1f} % of the matrix weights in the blocks of a {type(model).__name__} can be pruned: no "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.models.linear_views import View
+from sparsellm.models.linear_views import LinearView
 
 Rows = Callable[[Tensor], Sequence[Tensor]]
 """From which tokens are routed to each expert, (tokens, experts), to the numbers of the tokens that each expert is shown."""
@@ -23,7 +23,7 @@ PLAIN = ("up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Stored:
+class ExpertParameter:
     """Where the matrices of one layer of all experts are. owner: the module that holds the parameter.
 
     parameter, bias: their names; no bias where it is empty or the owner has none. rows: which of the outputs are this layer's;
@@ -49,7 +49,7 @@ class Experts:
 
     module: nn.Module
     count: int
-    layers: dict[str, Stored]
+    layers: dict[str, ExpertParameter]
     activate: Callable[..., Tensor]
     known: bool
     repeated: bool = False
@@ -59,12 +59,12 @@ class Experts:
         """What the layers of an expert are called: its readers, and its writer."""
         return tuple(self.layers)
 
-    def views(self, path: str) -> dict[str, View]:
+    def views(self, path: str) -> dict[str, LinearView]:
         """By name, the layers of each expert, the module being at that path."""
-        found: dict[str, View] = {}
+        found: dict[str, LinearView] = {}
         for number in range(self.count):
             for name, at in self.layers.items():
-                place = View(at.owner, at.parameter, at.bias, at.rows, at.transposed, number, self.count, self.module)
+                place = LinearView(at.owner, at.parameter, at.bias, at.rows, at.transposed, number, self.count, self.module)
                 found[f"{path}.{number}.{name}"] = place
         return found
 
@@ -93,9 +93,9 @@ def _fused(module: nn.Module) -> Experts | None:
     gate, up = (slice(0, hidden), slice(hidden, wide)) if together else (slice(0, None, 2), slice(1, None, 2))
     reader = "gate_up_proj", "gate_up_proj_bias"
     layers = {
-        "gate_proj": Stored(module, *reader, gate, transposed),
-        "up_proj": Stored(module, *reader, up, transposed),
-        "down_proj": Stored(module, "down_proj", "down_proj_bias", None, transposed),
+        "gate_proj": ExpertParameter(module, *reader, gate, transposed),
+        "up_proj": ExpertParameter(module, *reader, up, transposed),
+        "down_proj": ExpertParameter(module, "down_proj", "down_proj_bias", None, transposed),
     }
     own = getattr(module, "_apply_gate", None)
     if own is None or own.__name__ == "_default_apply_gate":
@@ -115,9 +115,9 @@ def _stacked(module: nn.Module) -> Experts | None:
     if not isinstance(held, nn.Module) or type(module).__name__ != "DbrxExperts":
         return None
     layers = {
-        "gate_proj": Stored(held, "w1"),
-        "up_proj": Stored(held, "v1"),
-        "down_proj": Stored(held, "w2", transposed=True),
+        "gate_proj": ExpertParameter(held, "w1"),
+        "up_proj": ExpertParameter(held, "v1"),
+        "down_proj": ExpertParameter(held, "w2", transposed=True),
     }
     count: Any = module.num_experts
     return _gated(module, count, layers, getattr(held, "activation_fn", None))
@@ -129,12 +129,12 @@ def _plain(module: nn.Module) -> Experts | None:
     if up is None or down is None or hasattr(module, "gate_proj") or up.shape != down.transpose(1, 2).shape:
         return None
     transposed, activation = bool(getattr(module, "is_transposed", False)), getattr(module, "act_fn", None)
-    layers = {name: Stored(module, name, f"{name}_bias", None, transposed) for name in PLAIN}
+    layers = {name: ExpertParameter(module, name, f"{name}_bias", None, transposed) for name in PLAIN}
     return None if activation is None else Experts(module, len(up), layers, activation, known=True)
 
 
 def _gated(
-    module: nn.Module, count: int, layers: dict[str, Stored], activation: Callable[[Tensor], Tensor] | None
+    module: nn.Module, count: int, layers: dict[str, ExpertParameter], activation: Callable[[Tensor], Tensor] | None
 ) -> Experts | None:
     """Experts whose writer reads the gate's activation times what the other reader writes."""
     if activation is None:
@@ -148,7 +148,7 @@ def _tensors(module: nn.Module, *names: str) -> tuple[nn.Parameter | None, ...]:
     return tuple(one if isinstance(one, nn.Parameter) and one.ndim == 3 else None for one in own)
 
 
-def members(experts: Experts, *given: Tensor) -> Tensor:
+def expert_members(experts: Experts, *given: Tensor) -> Tensor:
     """Which tokens are routed to each expert, (tokens, experts). given: what the module is called with."""
     if experts.repeated:
         return (_of_each(experts, given[0]) != 0).any(-1).T
@@ -156,12 +156,12 @@ def members(experts: Experts, *given: Tensor) -> Tensor:
     return (given[1].flatten(0, -2).unsqueeze(-1) == numbers).any(1)
 
 
-def routed(member: Tensor) -> list[Tensor]:
+def routed_tokens(member: Tensor) -> list[Tensor]:
     """The numbers of the tokens that go to each expert. member: (tokens, experts)."""
     return [torch.where(column)[0] for column in member.T]
 
 
-def by_experts(experts: Experts, views: Sequence[View], rows: Rows | None = None) -> Callable[..., Tensor]:
+def forward_by_expert(experts: Experts, views: Sequence[LinearView], rows: Rows | None = None) -> Callable[..., Tensor]:
     """The experts' forward, expert by expert, layer by layer; every expert's layers are called, if only with no tokens.
 
     views: the layers of each expert in turn. rows: which tokens each is shown, instead of those that are routed to it: a token
@@ -176,25 +176,25 @@ def by_experts(experts: Experts, views: Sequence[View], rows: Rows | None = None
         return after(written) if after is not None else written
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        member = members(experts, hidden_states, top_k_index)
+        member = expert_members(experts, hidden_states, top_k_index)
         tokens = hidden_states.flatten(0, -2)
         chosen, weights = top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2)
         out = torch.zeros_like(tokens)
-        for number, mine in enumerate(rows(member) if rows else routed(member)):
-            written = run(number, tokens[mine])
-            share = (weights[mine] * (chosen[mine] == number)).sum(-1, keepdim=True)
-            out = out.index_add(0, mine, (written * share).to(out.dtype))
+        for number, local in enumerate(rows(member) if rows else routed_tokens(member)):
+            written = run(number, tokens[local])
+            share = (weights[local] * (chosen[local] == number)).sum(-1, keepdim=True)
+            out = out.index_add(0, local, (written * share).to(out.dtype))
         return out.view_as(hidden_states)
 
     def forward_repeated(hidden_states: Tensor) -> Tensor:
-        scaled, member = _of_each(experts, hidden_states), members(experts, hidden_states)
+        scaled, member = _of_each(experts, hidden_states), expert_members(experts, hidden_states)
         # A token that is routed elsewhere is shown as its own experts read it: scaled for this one it is zero.
         elsewhere = scaled.sum(0) / member.sum(1, keepdim=True).clamp(min=1)
         out = []
-        for number, mine in enumerate(rows(member) if rows else routed(member)):
-            own = member[mine, number].unsqueeze(1)
-            written = run(number, torch.where(own, scaled[number, mine], elsewhere[mine]))
-            out.append(torch.zeros_like(elsewhere).index_add(0, mine, written * own))
+        for number, local in enumerate(rows(member) if rows else routed_tokens(member)):
+            own = member[local, number].unsqueeze(1)
+            written = run(number, torch.where(own, scaled[number, local], elsewhere[local]))
+            out.append(torch.zeros_like(elsewhere).index_add(0, local, written * own))
         return torch.cat(out)
 
     return forward_repeated if experts.repeated else forward

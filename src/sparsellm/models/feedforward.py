@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-from sparsellm.models.activation_functions import CURVES
-from sparsellm.models.gate_update import best_gate
+from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
+from sparsellm.models.gate_update import solve_gate
 from sparsellm.solvers.linalg import cholesky
 
 Hidden = tuple[Tensor, ...]
@@ -35,12 +35,12 @@ class FeedForward(Protocol):
     """What SparseLLM needs to know of a feed-forward part."""
 
     @property
-    def readers(self) -> tuple[str, ...]:
+    def in_proj(self) -> tuple[str, ...]:
         """The layers that read the block's stream, by name within the block, in the order of `activate`'s arguments."""
         ...
 
     @property
-    def writer(self) -> str:
+    def out_proj(self) -> str:
         """The layer that writes the part's output, by name within the block."""
         ...
 
@@ -67,20 +67,20 @@ class PlainFeedForward:
     activation: φ, by its name in a configuration; "relu" or one of `CURVES`.
     """
 
-    reader: str
-    writer: str
+    up: str
+    out_proj: str
     activation: str = "relu"
 
     @property
-    def readers(self) -> tuple[str, ...]:
-        return (self.reader,)
+    def in_proj(self) -> tuple[str, ...]:
+        return (self.up,)
 
     def activate(self, *hidden: Tensor) -> Tensor:
-        return relu(hidden[0]) if self.activation == "relu" else CURVES[self.activation].value(hidden[0])
+        return relu(hidden[0]) if self.activation == "relu" else ACTIVATION_FUNCTIONS[self.activation].value(hidden[0])
 
     def slopes(self, *hidden: Tensor) -> Hidden:
         if self.activation != "relu":
-            return (CURVES[self.activation].bends(hidden[0])[1],)
+            return (ACTIVATION_FUNCTIONS[self.activation].curvature(hidden[0])[1],)
         return ((hidden[0] > 0).to(hidden[0].dtype),)
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
@@ -91,8 +91,8 @@ class PlainFeedForward:
         """
         (reached,) = outputs
         if self.activation != "relu":
-            curve = CURVES[self.activation]
-            return (best_gate(reached, torch.ones_like(reached), activated, ratio, present=hidden[0], curve=curve),)
+            curve = ACTIVATION_FUNCTIONS[self.activation]
+            return (solve_gate(reached, torch.ones_like(reached), activated, ratio, present=hidden[0], curve=curve),)
         passes = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(reached) >= 0
         passing = torch.lerp(reached, activated, ratio / (1 + ratio)).clamp_(min=0)
         return (torch.where(passes, passing, reached),)
@@ -107,19 +107,19 @@ class GatedFeedForward:
 
     gate: str
     up: str
-    writer: str
+    out_proj: str
     activation: str = "silu"
 
     @property
-    def readers(self) -> tuple[str, ...]:
+    def in_proj(self) -> tuple[str, ...]:
         return (self.gate, self.up)
 
     def activate(self, *hidden: Tensor) -> Tensor:
-        return CURVES[self.activation].value(hidden[0]) * hidden[1]
+        return ACTIVATION_FUNCTIONS[self.activation].value(hidden[0]) * hidden[1]
 
     def slopes(self, *hidden: Tensor) -> Hidden:
         gate, up = hidden
-        value, slope, _ = CURVES[self.activation].bends(gate)
+        value, slope, _ = ACTIVATION_FUNCTIONS[self.activation].curvature(gate)
         return slope * up, value
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
@@ -128,11 +128,11 @@ class GatedFeedForward:
         The paper writes the first for alpha = beta; its code drops the factor, and takes two gradient steps for the second.
         """
         gate_reached, up_reached = outputs
-        curve = CURVES[self.activation]
+        curve = ACTIVATION_FUNCTIONS[self.activation]
         opened = curve.value(hidden[0])
         up = (up_reached + ratio * opened * activated) / (1 + ratio * opened.square())
         # The present gate competes too: a minimiser found to rounding must never be a step back.
-        return best_gate(gate_reached, up, activated, ratio, present=hidden[0], curve=curve), up
+        return solve_gate(gate_reached, up, activated, ratio, present=hidden[0], curve=curve), up
 
 
 def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:

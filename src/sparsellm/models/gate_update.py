@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsellm.models.activation_functions import SILU, Curve
+from sparsellm.models.activation_functions import SILU, ActivationFunction
 
 EASY_STEPS, HARD_STEPS = 4, 20
 """Newton steps: convex entries converge to float32 in four; the guarded steps of the others may stall before they do."""
@@ -30,8 +30,13 @@ CHUNK = 1 << 17
 """Entries solved at a time: the dozen temporaries then stay in the processor's cache."""
 
 
-def best_gate(
-    reached: Tensor, up: Tensor, activated: Tensor, ratio: float, present: Tensor | None = None, curve: Curve = SILU
+def solve_gate(
+    reached: Tensor,
+    up: Tensor,
+    activated: Tensor,
+    ratio: float,
+    present: Tensor | None = None,
+    curve: ActivationFunction = SILU,
 ) -> Tensor:
     """The minimising gate signal for every entry; all arguments and the result have one shape.
 
@@ -44,7 +49,7 @@ def best_gate(
     return torch.cat(solved).view_as(reached)
 
 
-def _solve(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: Curve) -> Tensor:
+def _solve(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
     """`best_gate` for one chunk, all (entries,)."""
     best = m
     for _ in range(EASY_STEPS):
@@ -60,7 +65,7 @@ def _solve(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve
     return best
 
 
-def _solve_hard(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: Curve) -> Tensor:
+def _solve_hard(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
     """The best end of Newton steps in each valley that there can be."""
     target = torch.where(z == 0, 0, p / z).nan_to_num_(posinf=1e30, neginf=-1e30)
     beyond, before = m.clamp(min=curve.lowest), m.clamp(max=curve.lowest)
@@ -79,7 +84,7 @@ def _solve_hard(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, 
     return best
 
 
-def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve, places: tuple[Tensor, ...]) -> Tensor:
+def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction, places: tuple[Tensor, ...]) -> Tensor:
     """The end of guarded Newton steps from the best of the places; never worse than any of them."""
     best, cost = places[0], _cost(places[0], m, z, p, ratio, curve)
     for place in places[1:]:
@@ -95,14 +100,14 @@ def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve, places
     return best
 
 
-def _cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve) -> Tensor:
+def _cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
     """The objective, entry by entry."""
     return (s - m).square() + ratio * (p - curve.value(s) * z).square()
 
 
-def _newton_step(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve) -> Tensor:
+def _newton_step(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
     """Gradient over curvature; over the Gauss-Newton curvature, which is always positive, where the true one is not."""
-    value, rise, bend = curve.bends(s)
+    value, rise, bend = curve.curvature(s)
     miss = z * value - p
     gradient = (s - m) + ratio * miss * z * rise
     gauss = 1 + ratio * (z * rise).square()

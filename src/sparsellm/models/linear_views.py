@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 
-class View(nn.Module):
+class LinearView(nn.Module):
     """A linear layer whose weight is part of another module's parameter.
 
     owner: the module that holds the parameter. weight, bias: what it calls them; no bias where it has none of that name.
@@ -48,14 +48,14 @@ class View(nn.Module):
         return self._held[0]
 
     @property
-    def runs(self) -> nn.Module:
+    def module(self) -> nn.Module:
         """The module that computes with the parameter."""
         return self._held[1]
 
     @property
     def weight(self) -> Tensor:
         """(out, in), as it now is. To write, use `put`: this may be a copy."""
-        return self.seen(getattr(self.owner, self.stored))
+        return self.slice_of(getattr(self.owner, self.stored))
 
     @property
     def bias(self) -> Tensor | None:
@@ -76,16 +76,16 @@ class View(nn.Module):
         """How many outputs it has."""
         return int(self.weight.shape[0])
 
-    def seen(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """This layer's part, (out, in), of a tensor shaped as the parameter."""
         matrix = self._matrix(whole)
         return matrix if self.rows is None else matrix[self.rows]
 
-    def put(self, whole: Tensor, part: Tensor) -> None:
+    def assign(self, whole: Tensor, part: Tensor) -> None:
         """Write this layer's part, (out, in), into a tensor shaped as the parameter."""
         self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part.to(whole.dtype)
 
-    def put_bias(self, bias: Tensor) -> None:
+    def assign_bias(self, bias: Tensor) -> None:
         """Write the bias, (out,)."""
         whole = getattr(self.owner, self.stored_bias)
         whole = whole if self.expert is None else whole[self.expert]
@@ -103,7 +103,7 @@ class View(nn.Module):
         return matrix.T if self.transposed else matrix
 
 
-Layer = nn.Linear | View
+Layer = nn.Linear | LinearView
 """What methods prune: has `weight`, `bias`, `in_features`, `out_features`, can be called and hooked."""
 
 
@@ -125,7 +125,7 @@ def piece_rows(total: int, shares: Sequence[int], repeated: int) -> list[slice |
     ]
 
 
-def by_pieces(views: Sequence[View]) -> Callable[[Tensor], Tensor]:
+def forward_by_views(views: Sequence[LinearView]) -> Callable[[Tensor], Tensor]:
     """A fused layer's forward, piece by piece. views: all that it holds."""
     first = views[0]
     if first.rows is None:
@@ -141,7 +141,7 @@ def by_pieces(views: Sequence[View]) -> Callable[[Tensor], Tensor]:
     return forward
 
 
-class Called(TorchFunctionMode):
+class RouteMatmulThroughLayers(TorchFunctionMode):
     """Within the context a linear layer is called wherever its weight is multiplied outside of it: W X becomes layer(Xᵀ)ᵀ.
 
     State-space models do that, to add the bias later; hooks on the layer are called as on any other, and the bias that it adds

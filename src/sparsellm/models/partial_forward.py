@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SparseLLMError, UnsupportedModel
-from sparsellm.models.block_calls import Call, same
+from sparsellm.models.block_calls import Call, equal_calls
 from sparsellm.models.blocks import Block
-from sparsellm.models.contexts import computed_in, instead
-from sparsellm.runtime.memory import out_of_memory
+from sparsellm.models.contexts import compute_dtype_context, replace_forward
+from sparsellm.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @contextmanager
-def predicting(
+def prediction_head(
     model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """Within the context, a function from token numbers (batch, seq) and the last block's output (batch, seq, model) to logits.
@@ -35,13 +35,13 @@ def predicting(
             return output if block is blocks[-1] else hidden
 
         run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
-        return standing_in(blocks, answer, run).logits  # type: ignore[no-any-return]
+        return run_with_replaced_blocks(blocks, answer, run).logits  # type: ignore[no-any-return]
 
-    with computed_in(model, dtype, without=[block.module for block in blocks]):
+    with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
         yield predict
 
 
-class _Taken(Exception):
+class _PartialOutput(Exception):
     """The model took a part of what a block answered for the hidden states."""
 
 
@@ -49,7 +49,9 @@ OTHERS = (None, 0, 1, 2, 3)
 """How many values blocks may answer with after the hidden states, in a tuple; None for the hidden states themselves."""
 
 
-def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]) -> Any:
+def run_with_replaced_blocks(
+    blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]
+) -> Any:
     """What a run of the model gives with each block's forward replaced by a function of the block, its input and its call.
 
     Some models take a block's answer as it is, some the first of a tuple. Which is seen where it goes: the hidden states keep
@@ -63,7 +65,7 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
             def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
                 shapes.append(hidden.shape)
                 if hidden.shape != shapes[0]:
-                    raise _Taken
+                    raise _PartialOutput
                 found = answer(block, hidden, Call(arguments, keywords))
                 return found if others is None else (found, *[None] * others)
 
@@ -71,7 +73,7 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
 
         with ExitStack() as stack:
             for block in blocks:
-                stack.enter_context(instead(block.module, forward_of(block)))
+                stack.enter_context(replace_forward(block.module, forward_of(block)))
             return run()
 
     first: Exception | None = None
@@ -80,20 +82,20 @@ def standing_in(blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call],
             return once(others)
         except (torch.OutOfMemoryError, SparseLLMError):
             raise
-        except (_Taken, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-            first = first if first is not None and not isinstance(first, _Taken) else error
+        except (_PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+            first = first if first is not None and not isinstance(first, _PartialOutput) else error
     assert first is not None
     raise first
 
 
-def check_unchanged(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
+def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
     """Raise UnsupportedModel where what enters a block is not what enters the one before it, which a stand-in hands on."""
-    if not same(entered[before.index][0], entered[block.index][0]):
-        told = f"The model changes the hidden states between {before.name} and {block.name}."
-        raise UnsupportedModel(f"{told} Such models cannot be pruned block by block.")
+    if not equal_calls(entered[before.index][0], entered[block.index][0]):
+        message = f"The model changes the hidden states between {before.name} and {block.name}."
+        raise UnsupportedModel(f"{message} Such models cannot be pruned block by block.")
 
 
-def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
+def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
     """What each block is called with on a batch of token numbers, with the blocks passing the hidden states through.
 
     Raises UnsupportedModel where the model does not run on token numbers alone, or calls a block never or more than once.
@@ -105,15 +107,15 @@ def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> l
         if block.index in seen:
             raise UnsupportedModel(f"A {kind} runs {block.name} more than once for every text, which no method here prunes.")
         seen[block.index] = hidden, call
-        check_unchanged(blocks[max(block.index - 1, 0)], block, seen)
+        check_block_chain(blocks[max(block.index - 1, 0)], block, seen)
         return hidden
 
     def run() -> Any:
         seen.clear()  # the model may be run again, with other forms of the blocks' answers
-        return model.base_model(input_ids=batch.to(home(model)), use_cache=False)
+        return model.base_model(input_ids=batch.to(input_device(model)), use_cache=False)
 
-    with refusing(model, "block by block on text alone"):
-        standing_in(blocks, record, run)
+    with model_errors(model, "block by block on text alone"):
+        run_with_replaced_blocks(blocks, record, run)
     unseen = [block.name for block in blocks if block.index not in seen]
     if unseen:
         raise UnsupportedModel(f"A {kind} does not run {unseen[0]} on text, so nothing is known of what its layers read.")
@@ -121,7 +123,7 @@ def entered(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> l
 
 
 @contextmanager
-def refusing(model: PreTrainedModel, how: str) -> Iterator[None]:
+def model_errors(model: PreTrainedModel, how: str) -> Iterator[None]:
     """Within the context an error of the model's own code is an UnsupportedModel; a lack of memory stays what it is.
 
     how: as what the model cannot be run, for the message.
@@ -129,12 +131,12 @@ def refusing(model: PreTrainedModel, how: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # configurations hold values that no one checks before the model's own code computes with them
-        if isinstance(error, SparseLLMError) or out_of_memory(error):
+        if isinstance(error, SparseLLMError) or is_out_of_memory(error):
             raise
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UnsupportedModel(f"A {type(model).__name__} cannot be run {how} ({said}).") from error
 
 
-def home(model: PreTrainedModel) -> torch.device:
+def input_device(model: PreTrainedModel) -> torch.device:
     """Where a model takes its token numbers: the device of its embedding."""
     return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]

@@ -17,12 +17,12 @@ from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import Weights
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.methods.layerwise import gather, problem_of
+from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.balance import balanced, cautious, levels_around, smallest_sums
-from sparsellm.runtime.offload import Storage
+from sparsellm.pruning.balance import allocate_by_curves, damp_toward_uniform, levels_around, smallest_sums
+from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.solvers.statistics import InputNorms
+from sparsellm.solvers.statistics import InputRMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ OUTLIER, OWL_SPREAD = 5.0, 0.08
 """OWL's M and lambda: a score above five times its layer's mean is an outlier; densities differ by 0.16 at most."""
 
 
-def share_out(
+def allocate(
     rule: str,
     model: PreTrainedModel,
     batches: Sequence[Tensor],
@@ -39,7 +39,7 @@ def share_out(
     compute: torch.dtype | None = None,
     bounds: tuple[float, float] = (0.0, 1.0),
     weights: Weights | None = None,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
 ) -> Plan:
     """The plan with its total shared out anew: "owl" or "fisher".
 
@@ -53,8 +53,8 @@ def share_out(
     layers = {block.full_name(name): layer for block in blocks_of(model) for name, layer in block.layers.items()}
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     asked = next(iter(plan.values()))
-    total = asked.removed(sum(sizes.values()))
-    removed = exactly({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
+    total = asked.count_removed(sum(sizes.values()))
+    removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
     return {name: Unstructured(removed[name] / sizes[name]) for name in plan}
 
 
@@ -68,7 +68,7 @@ def check_shared(plan: Plan) -> None:
         )
 
 
-def exactly(
+def round_to_total(
     wanted: Mapping[str, float], sizes: Mapping[str, int], total: int, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> dict[str, int]:
     """Whole numbers near `wanted` that add up to `total`, each at least 0 and less than its size; all are shifted alike to
@@ -100,7 +100,7 @@ def owl(
     plan: Plan,
     compute: torch.dtype | None,
     weights: Weights | None = None,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
 ) -> dict[str, float]:
     """Densities by the share of outliers among a block's scores, within 0.08 of the one asked for.
 
@@ -112,9 +112,9 @@ def owl(
     for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
-            moments = gather(block, inputs, dict.fromkeys(names, InputNorms), onward=True)
+            moments = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), onward=True)
             problems = [problem_of(block, name, known) for name, known in moments.items()]
-            scores = torch.cat([(problem.weight.abs() * problem.norms).flatten() for problem in problems])
+            scores = torch.cat([(problem.weight.abs() * problem.rms).flatten() for problem in problems])
             layers.append([block.full_name(name) for name in names])
             outliers.append(int((scores > OUTLIER * scores.mean()).count_nonzero()) / scores.numel())
     width = max(outliers) - min(outliers)
@@ -131,7 +131,7 @@ def fisher(
     plan: Plan,
     compute: torch.dtype | None = None,
     weights: Weights | None = None,
-    storage: Storage | None = None,
+    storage: OffloadManager | None = None,
 ) -> dict[str, float]:
     """Densities at which one more weight costs the same in every layer, by what its weights cost one by one (`weight_costs`).
 
@@ -146,4 +146,4 @@ def fisher(
         lost = smallest_sums(costs, [round((1 - level) * size) for level in reversed(levels)])
         least = max(1e-12 * float(costs.sum()), torch.finfo(torch.float32).tiny)
         curves[name] = size, [max(some, least) for some in reversed(lost)]
-    return cautious(balanced(curves, levels, asked), asked)
+    return damp_toward_uniform(allocate_by_curves(curves, levels, asked), asked)

@@ -30,7 +30,7 @@ def smallest_sums(costs: Tensor, counts: Sequence[int]) -> list[float]:
     else:
         flat = flat.sort().values
     pieces = flat.tensor_split(list(counts))[:-1]
-    sums = torch.stack([piece.sum(dtype=devices.widest(flat.device)) for piece in pieces])
+    sums = torch.stack([piece.sum(dtype=devices.widest_float(flat.device)) for piece in pieces])
     return [float(some) for some in sums.cumsum(0).tolist()]
 
 
@@ -39,12 +39,12 @@ def levels_around(asked: float) -> list[float]:
     return sorted({min(asked * level, LARGEST_DENSITY) for level in LEVELS} | {asked})
 
 
-def cautious(found: Mapping[str, float], asked: float) -> dict[str, float]:
+def damp_toward_uniform(found: Mapping[str, float], asked: float) -> dict[str, float]:
     """Densities part of the way from the one asked for to those found."""
     return {name: asked * (density / asked) ** CAUTION for name, density in found.items()}
 
 
-def balanced(curves: Mapping[str, tuple[int, list[float]]], levels: list[float], asked: float) -> dict[str, float]:
+def allocate_by_curves(curves: Mapping[str, tuple[int, list[float]]], levels: list[float], asked: float) -> dict[str, float]:
     """Densities between the levels that minimise the sum of the curves at the mean density asked for, by a Lagrangian."""
     grid = torch.logspace(math.log10(levels[0]), math.log10(levels[-1]), 400, dtype=torch.float64)
     sizes = {name: size for name, (size, _) in curves.items()}

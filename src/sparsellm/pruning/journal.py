@@ -99,7 +99,7 @@ class Journal:
 
     def share(self) -> Journal:
         """Give all processes what the first one's journal holds."""
-        self.lost, blocks, self._facts = collectives.agreed([self.lost, list(self._blocks.values()), self._facts])
+        self.lost, blocks, self._facts = collectives.broadcast_object([self.lost, list(self._blocks.values()), self._facts])
         self._blocks = {line["block"]: line for line in blocks}
         return self
 
@@ -128,7 +128,7 @@ class Journal:
     def keep(self, block: Block, result: BlockResult) -> Path:
         """Keep a block's tensors, in the dtypes that they are stored in, and its result; the file that holds them."""
         tensors = {}
-        for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.leads() else ():
+        for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.is_main() else ():
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
         self._append({"block": block.index, **self._store(f"block-{block.index:05}", tensors), "result": asdict(result)})
@@ -149,7 +149,7 @@ class Journal:
 
     def _store(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write tensors to a file of their own; where they are, and how to know them again; only in the first process."""
-        if not collectives.leads():
+        if not collectives.is_main():
             return {}
         data = save(dict(tensors), metadata={"format": "pt"})
         durable(self.folder / f"{name}.safetensors", data)
@@ -157,7 +157,7 @@ class Journal:
 
     def _load(self, stored: Mapping[str, Any]) -> dict[str, Tensor]:
         """Tensors that `_store` wrote: the first process reads them and sends them to the others."""
-        data = collectives.broadcast_bytes(self._read(stored) if collectives.leads() else b"")
+        data = collectives.broadcast_bytes(self._read(stored) if collectives.is_main() else b"")
         loaded: dict[str, Tensor] = load(data)
         return loaded
 
@@ -175,7 +175,7 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         """Add a line, on the disk when this returns; in all processes the first one's."""
         line = ""
-        if collectives.leads():
+        if collectives.is_main():
             line = self._linked(entry)
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(line)
@@ -183,8 +183,8 @@ class Journal:
                 os.fsync(stream.fileno())
             _flush_folder(self.folder)
             self._take(json.loads(line))  # it counts even if the others are lost before they hear of it
-        line = collectives.agreed(line)
-        if not collectives.leads():
+        line = collectives.broadcast_object(line)
+        if not collectives.is_main():
             self._take(json.loads(line))
 
     def _linked(self, entry: Mapping[str, Any]) -> str:

@@ -36,7 +36,7 @@ def select_blocks(text: str, count: int) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def uniform(
+def uniform_plan(
     blocks: Sequence[Block],
     pattern: Pattern,
     chosen: frozenset[int] | None = None,
@@ -83,7 +83,7 @@ def _matches(full: str, wish: str) -> bool:
     return fnmatchcase(full, wish) or fnmatchcase(full, f"*.{wish}")
 
 
-def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]], pattern: Pattern) -> Plan:
+def plan_from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]], pattern: Pattern) -> Plan:
     """A plan whose layers get the patterns that a YAML file names; the others share what is left of the total.
 
     The file maps layer names, with `*` as in `include`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`; the first that
@@ -105,8 +105,8 @@ def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]
             except InvalidSetting as error:
                 raise InvalidSetting(f"{path}, {name}: {error}") from None
     sizes = {name: shapes[name][0] * shapes[name][1] for name in plan}
-    total = pattern.removed(sum(sizes.values()))
-    removed = sum(found[name].removed(sizes[name]) for name in found)
+    total = pattern.count_removed(sum(sizes.values()))
+    removed = sum(found[name].count_removed(sizes[name]) for name in found)
     rest = [name for name in plan if name not in found]
     room = sum(sizes[name] for name in rest)
     if not rest and abs(removed - total) > len(found):
@@ -122,8 +122,8 @@ def from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]
         )
     for number, name in enumerate(rest):  # cumulative rounding: the layers' counts add up to the total
         before, after = (sum(sizes[other] for other in rest[:count]) for count in (number, number + 1))
-        mine = (total - removed) * after // room - (total - removed) * before // room
-        found[name] = Unstructured(mine / sizes[name])
+        local = (total - removed) * after // room - (total - removed) * before // room
+        found[name] = Unstructured(local / sizes[name])
     return {name: found[name] for name in plan}
 
 

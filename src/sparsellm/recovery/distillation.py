@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.methods import Plan, Refined
-from sparsellm.methods.layerwise import planned
+from sparsellm.methods import Plan, TrainingResult
+from sparsellm.methods.layerwise import planned_layers
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import checkpointed, computed_in, evaluating, only_trained
-from sparsellm.recovery.masked_training import Descent
+from sparsellm.models.contexts import compute_dtype_context, eval_mode, gradient_checkpointing, require_grad_only
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TRAINING = Descent(300, 4e-3)
+TRAINING = MaskedAdam(300, 4e-3)
 """The usual gradient steps over the whole model, for models of `TRAINING_WIDTH`."""
 
 TRAINING_WIDTH = 256
@@ -37,7 +37,9 @@ AT_A_TIME = 64
 
 
 @torch.no_grad()
-def written(model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, compute: torch.dtype | None = None) -> Tensor:
+def generate_samples(
+    model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, compute: torch.dtype | None = None
+) -> Tensor:
     """More text, in the dense model's own words: (count, length) token numbers.
 
     Each begins with a stretch of a calibration window, an eighth of its length from a place drawn by `seed`, and goes on as the
@@ -57,8 +59,8 @@ def written(model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, 
     drawing = torch.Generator(device=model.device)
     found: list[list[list[int]]] = []
     pages = list(enumerate(prompts.split(AT_A_TIME)))
-    with evaluating(model), computed_in(model, compute):
-        for number, some in collectives.dealt(pages):
+    with eval_mode(model), compute_dtype_context(model, compute):
+        for number, some in collectives.shard(pages):
             drawing.manual_seed(seed * len(pages) + number)
             pieces, past = [some.to(model.device)], None
             while sum(piece.shape[1] for piece in pieces) < length:  # not `generate`: it would stop where a text ends
@@ -66,16 +68,16 @@ def written(model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, 
                 past = output.past_key_values
                 pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=drawing))
             found.append(torch.cat(pieces, 1).tolist())
-    return torch.tensor([window for page in collectives.collected(found) for window in page])
+    return torch.tensor([window for page in collectives.all_gather(found) for window in page])
 
 
-def model_training(model: PreTrainedModel, steps: int) -> Descent:
+def model_training(model: PreTrainedModel, steps: int) -> MaskedAdam:
     """The descent for a model: the wider it is, the shorter Adam's steps (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
     return replace(TRAINING, steps=steps, rate=TRAINING.rate * min(1.0, TRAINING_WIDTH / width))
 
 
-def held_back(windows: Tensor) -> int:
+def count_held_out(windows: Tensor) -> int:
     """How many of the calibration windows, the last, judge this stage; at least one."""
     return max(1, round(TRAINING.held * len(windows)))
 
@@ -84,18 +86,18 @@ Group = tuple[Tensor, ...]
 """What one step reads: tensors of windows, each as many as are computed at once; of several processes each has its own."""
 
 
-def grouped(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
+def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
     """Groups of windows to read, each (batch, length), and how many groups, the last, are to be held back: real text only. Of
     several processes each gets its share of every group.
 
     windows: (samples, length), the calibration windows. more: what the model wrote. step: windows in a group. batch: of them,
     at a time.
     """
-    back = held_back(windows)
+    back = count_held_out(windows)
     last = windows[-back:].split(step)
     groups = (*more.split(step), *windows[:-back].split(step), *last)
     batch = min(batch, -(-step // collectives.world()))
-    return [tuple(collectives.dealt(some.split(batch))) for some in groups if len(some)], len(last)
+    return [tuple(collectives.shard(some.split(batch))) for some in groups if len(some)], len(last)
 
 
 @torch.no_grad()
@@ -106,18 +108,18 @@ def last_states(model: PreTrainedModel, groups: Sequence[Group], compute: torch.
         states: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False).last_hidden_state
         return states
 
-    with evaluating(model), computed_in(model, compute):
+    with eval_mode(model), compute_dtype_context(model, compute):
         return [tuple(read(batch) for batch in group) for group in groups]
 
 
-def distil(
+def distill(
     model: PreTrainedModel,
     groups: Sequence[Group],
     states: Sequence[Group],
     plan: Plan,
-    descent: Descent,
+    descent: MaskedAdam,
     back: int | None = None,
-) -> tuple[Refined, tuple[str, ...]]:
+) -> tuple[TrainingResult, tuple[str, ...]]:
     r"""Lower $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$, nats a token, over the planned blocks' parameters, in place.
 
     groups: token numbers for each step, in tensors of (batch, seq). states: from `last_states`, of the dense model. plan: its
@@ -130,21 +132,21 @@ def distil(
     parameters: dict[str, nn.Parameter] = {}
     keep: dict[str, Tensor] = {}
     for block in blocks:
-        fixed = block.held(name for name in block.layers if block.full_name(name) not in plan)
-        mine = {name: parameter for name, parameter in block.module.named_parameters() if name not in fixed}
-        masks = block.masks({name: block.layer(name).weight != 0 for name in planned(block, plan)})
-        parameters |= {block.full_name(name): parameter for name, parameter in mine.items()}
-        keep |= {block.full_name(name): mask for name, mask in masks.items() if name in mine}
-    others = {block.full_name(name) for block in blocks for name in block.others()}
+        fixed = block.parameters_of(name for name in block.layers if block.full_name(name) not in plan)
+        local = {name: parameter for name, parameter in block.module.named_parameters() if name not in fixed}
+        masks = block.masks({name: block.layer(name).weight != 0 for name in planned_layers(block, plan)})
+        parameters |= {block.full_name(name): parameter for name, parameter in local.items()}
+        keep |= {block.full_name(name): mask for name, mask in masks.items() if name in local}
+    others = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
     small = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in others}
-    shares = collectives.told([sum(len(batch) for batch in group) for group in groups])
+    shares = collectives.all_gather_object([sum(len(batch) for batch in group) for group in groups])
     sizes = [sum(each) for each in zip(*shares, strict=True)]
     head = model.get_output_embeddings()
     with (
-        evaluating(model),
-        computed_in(model, torch.float32),
-        only_trained(model, parameters.values()),
-        checkpointed(block.module for block in blocks),
+        eval_mode(model),
+        compute_dtype_context(model, torch.float32),
+        require_grad_only(model, parameters.values()),
+        gradient_checkpointing(block.module for block in blocks),
     ):
 
         def loss(number: int) -> Iterator[Tensor]:
@@ -155,7 +157,7 @@ def distil(
 
         found = descent.run(parameters, keep, loss, len(groups), seed=0, back=back)
         for block in blocks:
-            block.settle()
+            block.round_to_storage_dtype()
     return found, _moved(small, parameters)
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from sparsellm.activations.streams import Activations
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import Refined
+from sparsellm.methods import TrainingResult
 from sparsellm.models.blocks import Block
-from sparsellm.models.contexts import computed_in, only_trained
+from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.runtime import collectives, devices
-from sparsellm.solvers.linalg import spectrum
+from sparsellm.solvers.linalg import eigh
 
-LOOKS = 10
+VALIDATIONS = 10
 """How often the held-back groups are looked at on the way."""
 
 TOKENS_A_STEP = 4096
@@ -33,7 +33,7 @@ def windows_a_step(samples: int, length: int) -> int:
     return max(1, min(TOKENS_A_STEP // length, samples // 8))
 
 
-def cut(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
+def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
     """Windows (samples, length) in batches of at most `batch`, none of which lies astride two steps' groups.
 
     So what a step reads does not depend on how many windows travel together, unless more do than a step reads.
@@ -43,7 +43,7 @@ def cut(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Descent:
+class MaskedAdam:
     """Adam with a rate that falls to 0, stopped where held-back groups of windows say so.
 
     steps: at most; 0 for none. rate: the first learning rate. held: the share of groups held back, at least one.
@@ -67,7 +67,7 @@ class Descent:
         groups: int,
         seed: int,
         back: int | None = None,
-    ) -> Refined:
+    ) -> TrainingResult:
         """Lower the loss of the groups over the parameters, in place; what is held back decides which state stays.
 
         keep: masks by parameter name; what is False stays zero. loss: of several processes each gives the pieces of its own
@@ -79,16 +79,18 @@ class Descent:
         back = min(back or max(1, round(self.held * groups)), groups - 1)
         if self.steps == 0 or groups < 2 or not parameters:
             few = self.steps > 0 and groups < 2
-            return Refined(0.0, 0.0, 0, "not refined: there is only one group of windows, and none to hold back" if few else "")
+            return TrainingResult(
+                0.0, 0.0, 0, "not refined: there is only one group of windows, and none to hold back" if few else ""
+            )
         generator = torch.Generator().manual_seed(seed)
         before = best = self._held(loss, groups - back, groups)
         state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         if not math.isfinite(before):
-            return Refined(before, before, 0, "not refined: the loss is not finite")
+            return TrainingResult(before, before, 0, "not refined: the loss is not finite")
         optimizer = torch.optim.Adam(parameters.values(), lr=self.rate, betas=(0.9, 0.95))
         taken, note = 0, ""
         order: list[int] = []
-        looks = {round(self.steps * (look + 1) / LOOKS) for look in range(LOOKS)}
+        looks = {round(self.steps * (look + 1) / VALIDATIONS) for look in range(VALIDATIONS)}
         for step in range(1, self.steps + 1):
             order = order or torch.randperm(groups - back, generator=generator).tolist()
             for group in optimizer.param_groups:
@@ -105,14 +107,14 @@ class Descent:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(state[name])
-        return Refined(before, best, taken, note)
+        return TrainingResult(before, best, taken, note)
 
     @staticmethod
     @torch.no_grad()
     def _held(loss: Pieces, start: int, end: int) -> float:
         """The mean loss over the held-back groups."""
         found = torch.tensor(sum(float(piece) for number in range(start, end) for piece in loss(number)), dtype=torch.float64)
-        collectives.sum_(found)
+        collectives.all_reduce_(found)
         return float(found) / (end - start)
 
 
@@ -131,15 +133,15 @@ def _slope(pieces: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> floa
             for number, found in enumerate(torch.autograd.grad(piece, parameters, allow_unused=True)):
                 total = sums[number]
                 if found is not None:
-                    sums[number] = found.to(devices.widest(found.device)) if total is None else total.add_(found)
+                    sums[number] = found.to(devices.widest_float(found.device)) if total is None else total.add_(found)
     if collectives.world() > 1:
-        told = torch.tensor([value, *(float(some is not None) for some in sums)], dtype=torch.float64)
+        message = torch.tensor([value, *(float(some is not None) for some in sums)], dtype=torch.float64)
         every = [
-            torch.zeros_like(x, dtype=devices.widest(x.device)) if some is None else some
+            torch.zeros_like(x, dtype=devices.widest_float(x.device)) if some is None else some
             for some, x in zip(sums, parameters, strict=True)
         ]
-        collectives.sum_(told, *every)
-        value, *known = told.tolist()
+        collectives.all_reduce_(message, *every)
+        value, *known = message.tolist()
         sums = [some if count else None for some, count in zip(every, known, strict=True)]
     for parameter, some in zip(parameters, sums, strict=True):
         parameter.grad = None if some is None else some.to(parameter.dtype)
@@ -154,8 +156,13 @@ def _mask(parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) ->
 
 
 def refine_block(
-    block: Block, inputs: Activations, keep: Mapping[str, Tensor], names: Sequence[str], metric: Tensor | None, descent: Descent
-) -> Refined:
+    block: Block,
+    inputs: Activations,
+    keep: Mapping[str, Tensor],
+    names: Sequence[str],
+    metric: Tensor | None,
+    descent: MaskedAdam,
+) -> TrainingResult:
     r"""Lower $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over the block's own parameters, h the dense stream behind it.
 
     keep: masks by layer. names: which parameters of the block to train. metric: F, (model, model), or None for the identity.
@@ -168,20 +175,20 @@ def refine_block(
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     root = None if metric is None else _root(metric)
     had = torch.tensor(sum(float(_weighed(target.float(), root).square().sum()) for target in targets), dtype=torch.float64)
-    collectives.sum_(had)
+    collectives.all_reduce_(had)
     sizes = [windows for windows, _ in inputs.shapes]
     power = float(had) / (sum(sizes) * targets[0][0].numel())
     groups = _groups(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
-    mine = {batch: place for place, batch in enumerate(collectives.dealt(range(len(sizes))))}
+    local = {batch: place for place, batch in enumerate(collectives.shard(range(len(sizes))))}
     with ExitStack() as context:
-        context.enter_context(computed_in(block.module, torch.float32))
+        context.enter_context(compute_dtype_context(block.module, torch.float32))
         parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
-        context.enter_context(only_trained(block.module, parameters.values()))
+        context.enter_context(require_grad_only(block.module, parameters.values()))
         calls = inputs.calls(block, torch.float32)
 
         def loss(number: int) -> Iterator[Tensor]:
             share = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
-            for place in (mine[batch] for batch in groups[number] if batch in mine):
+            for place in (local[batch] for batch in groups[number] if batch in local):
                 missed = block(inputs.pruned[place].float(), calls[place]) - targets[place].float()
                 yield _weighed(missed, root).square().sum() * share
 
@@ -202,7 +209,7 @@ def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
 
 def _root(metric: Tensor) -> Tensor:
     """L with F = L Lᵀ, for a positive semi-definite F."""
-    heights, vectors = spectrum(metric)
+    heights, vectors = eigh(metric)
     root: Tensor = vectors * heights.clamp(min=1e-3 * float(heights.mean())).sqrt()
     return root
 

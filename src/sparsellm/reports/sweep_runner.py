@@ -25,8 +25,8 @@ from sparsellm.runs.export import check_output
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.report import strict_json
 from sparsellm.runs.run import Result, run
-from sparsellm.runs.sharing import Shared
-from sparsellm.runs.workspace import working
+from sparsellm.runs.sharing import DenseCache
+from sparsellm.runs.workspace import work_directory
 
 SWEEP = "sweep.json"
 """The file that says that a folder is a sweep's, and how its cells are shown."""
@@ -56,8 +56,8 @@ class CellFolder:
 
     def __init__(self, folder: Path, cell: Cell) -> None:
         # Without defaults, so that a field that a later version adds does not make it another cell.
-        told = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
-        digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=4).hexdigest()
+        message = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
+        digest = hashlib.blake2b(json.dumps(message, sort_keys=True).encode(), digest_size=4).hexdigest()
         self.cell = cell
         self.name = f"{folder.name}, {cell.name}"
         self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
@@ -93,16 +93,16 @@ class CellFolder:
 
     def finish(self, result: Result) -> None:
         """Put down what came of the cell; it is finished when this returns."""
-        told = {"labels": dict(self.cell.labels), "report": result.report.to_dict()}
-        durable(self.result, (strict_json(told) + "\n").encode())
+        message = {"labels": dict(self.cell.labels), "report": result.report.to_dict()}
+        durable(self.result, (strict_json(message) + "\n").encode())
         self.failure.unlink(missing_ok=True)
 
     def fail(self, error: Exception) -> str:
         """Put down why the cell failed; in one line."""
         text = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
         trace = "".join(traceback.format_exception(error))
-        told = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
-        durable(self.failure, (strict_json(told) + "\n").encode())
+        message = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
+        durable(self.failure, (strict_json(message) + "\n").encode())
         return text
 
 
@@ -122,10 +122,10 @@ def run_sweep(
     device: in place of the recipes'. only: the cells to run, as for `Sweep.at`. after: told the outcomes after each cell.
     Raises OutputExists for a folder that is there and no sweep's, OSError for a full disk.
     """
-    home, mine = Path(folder), sweep.at(only)
-    _open(home, sweep)
-    shared = Shared(home / "dense", observe)
-    places = [CellFolder(home, cell) for cell in mine]
+    loaded, local = Path(folder), sweep.at(only)
+    _open(loaded, sweep)
+    shared = DenseCache(loaded / "dense", observe)
+    places = [CellFolder(loaded, cell) for cell in local]
     passes = itertools.product((False, True), enumerate(places, 1))
     for again, (number, place) in passes:  # twice: a cell that another process only looked at seemed taken
         if place.result.exists() or (place.failure.exists() and (again or not retry)):
@@ -141,8 +141,8 @@ def run_sweep(
                     raise
                 observe(Note(f"the cell {place.cell.name} failed and is passed over: {place.fail(error)}"))
         gc.collect()  # the cell's model
-        after(read_outcomes(sweep, home))
-    return read_outcomes(sweep, home)
+        after(read_outcomes(sweep, loaded))
+    return read_outcomes(sweep, loaded)
 
 
 def read_outcomes(sweep: Sweep, folder: str | Path) -> list[Outcome]:
@@ -160,14 +160,14 @@ def saved_sweep(folder: str | Path) -> Sweep:
     return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
 
 
-def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str | None, keep: bool) -> Result:
+def _run_cell(place: CellFolder, observe: Observer, shared: DenseCache, device: str | None, keep: bool) -> Result:
     """The cell's run, from where an earlier process left it."""
     recipe = place.cell.recipe.model_copy(update={"device": device} if device else {})
     if keep:
         check_output(place.model, dense=recipe.model, overwrite=True)
 
     def prune(restart: bool) -> Result:
-        with working(place.model, resume=not restart, restart=restart) as work:
+        with work_directory(place.model, resume=not restart, restart=restart) as work:
             result = run(recipe, observe, work=work, shared=shared, name=place.name)
             if keep:
                 result.save_pretrained(place.model, overwrite=True)
@@ -181,13 +181,13 @@ def _run_cell(place: CellFolder, observe: Observer, shared: Shared, device: str 
         return prune(restart=True)
 
 
-def _open(home: Path, sweep: Sweep) -> None:
+def _open(loaded: Path, sweep: Sweep) -> None:
     """Make the folder the sweep's, or find that it is a sweep's already."""
     # What a process that opens it at the same moment, or that was killed doing so, has half written of SWEEP is not foreign.
-    foreign = home.exists() and (not home.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in home.iterdir()))
-    if foreign and not is_sweep(home):
-        raise OutputExists(f"{home} exists and is not a sweep's folder. Choose another name.")
-    if sweep.smoke != (saved_sweep(home).smoke if is_sweep(home) else sweep.smoke):
-        raise InvalidSetting(f"{home} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
-    home.mkdir(parents=True, exist_ok=True)
-    durable(home / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())
+    foreign = loaded.exists() and (not loaded.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in loaded.iterdir()))
+    if foreign and not is_sweep(loaded):
+        raise OutputExists(f"{loaded} exists and is not a sweep's folder. Choose another name.")
+    if sweep.smoke != (saved_sweep(loaded).smoke if is_sweep(loaded) else sweep.smoke):
+        raise InvalidSetting(f"{loaded} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
+    loaded.mkdir(parents=True, exist_ok=True)
+    durable(loaded / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())

@@ -18,7 +18,7 @@ LOG = "sparsellm-log.jsonl"
 """The file with the lines, in the work folder and in the output."""
 
 
-class Log:
+class EventLog:
     """An observer that makes a line of every event: `time` (UTC), `seconds`, `event`, and the event's own `fields`.
 
     seconds: since this process began the run. An infinite or undefined number is a word, as in the report.
@@ -31,13 +31,13 @@ class Log:
 
     def __call__(self, event: Event) -> None:
         """Take in one event; it is in the file, where there is one, when this returns."""
-        told = {
+        message = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.perf_counter() - self._started, 3),
             "event": type(event).__name__,
             "fields": asdict(event),
         }
-        line = json.dumps(finite(told), allow_nan=False, default=_plain) + "\n"
+        line = json.dumps(finite(message), allow_nan=False, default=_plain) + "\n"
         self._lines.append(line)
         self._write(line)
 

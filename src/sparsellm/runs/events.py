@@ -76,7 +76,7 @@ Observer = Callable[[Event], None]
 """Told what happens while it happens; the library itself prints nothing."""
 
 
-def each(*observers: Observer | None) -> Observer:
+def combine_observers(*observers: Observer | None) -> Observer:
     """An observer that tells each of these, but for those that are None, one after the other."""
     present = [observer for observer in observers if observer is not None]
 
@@ -88,9 +88,9 @@ def each(*observers: Observer | None) -> Observer:
 
 
 @contextmanager
-def phase(name: str, report: Report, say: Observer, blocks: int = 0) -> Iterator[None]:
+def phase(name: str, report: Report, observer: Observer, blocks: int = 0) -> Iterator[None]:
     """Say that a phase begins, and add its seconds to the report."""
-    say(Stage(name, blocks))
+    observer(Stage(name, blocks))
     started = time.perf_counter()
     try:
         yield
@@ -98,7 +98,7 @@ def phase(name: str, report: Report, say: Observer, blocks: int = 0) -> Iterator
         report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def note(text: str, report: Report, say: Observer) -> None:
+def add_note(text: str, report: Report, observer: Observer) -> None:
     """Put a note into the report, and say it."""
     report.notes.append(text)
-    say(Note(text))
+    observer(Note(text))

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from sparsellm.checkpoints.block_loader import OnDisk
-from sparsellm.checkpoints.configuration import quiet_transformers
+from sparsellm.checkpoints.block_loader import DiskWeights
+from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.data.json_files import is_text
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.models.blocks import blocks_of
@@ -94,7 +94,7 @@ def save(
     output: str | Path,
     dense: Path | None = None,
     overwrite: bool = False,
-    weights: OnDisk | None = None,
+    weights: DiskWeights | None = None,
     along: Sequence[Path] = (),
     texts: Mapping[str, str] | None = None,
 ) -> Path:
@@ -108,7 +108,7 @@ def save(
     """
     path = check_output(output, overwrite, dense)
     with _errors_of_system(path), replacing(path) as work:
-        with quiet_transformers():
+        with silence_transformers():
             if weights is None:
                 model.save_pretrained(work, max_shard_size=SHARD_SIZE)
             else:
@@ -119,8 +119,8 @@ def save(
             shutil.copyfile(file, work / file.name)
         _document(work, report, texts or {})
         check_written(work, report, dense, model, in_memory=weights is None)
-        told = proven(work, Paths(report.recipe).without(report).to_dict())
-        (work / REPORT).write_text(strict_json(told) + "\n", encoding="utf-8")
+        message = proven(work, Paths(report.recipe).without(report).to_dict())
+        (work / REPORT).write_text(strict_json(message) + "\n", encoding="utf-8")
         _share(work)
     return path
 
@@ -143,7 +143,7 @@ def _errors_of_system(path: Path) -> Iterator[None]:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else error from error
 
 
-def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
+def _assemble(model: PreTrainedModel, weights: DiskWeights, work: Path) -> None:
     """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings.
 
     Names and forms are those of the dense model's files, as `save_pretrained` would have it: tensors that are stored as one are
@@ -152,7 +152,7 @@ def _assemble(model: PreTrainedModel, weights: OnDisk, work: Path) -> None:
     from transformers.core_model_loading import revert_weight_conversion
 
     blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
-    pieces = [*blocks, *weights.end_names()]
+    pieces = [*blocks, *weights.non_block_names()]
     placed: dict[str, str] = {}
     total = 0
     for number, names in enumerate(pieces, 1):

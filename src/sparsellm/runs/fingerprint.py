@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsellm._version import __version__
 from sparsellm.checkpoints.files import card_terms
-from sparsellm.checkpoints.loading import Checkpoint, Loaded
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runtime import devices
@@ -39,8 +39,8 @@ READERS = 8
 def environment(device: torch.device) -> dict[str, str]:
     """The versions and the machine that a result may depend on."""
     found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
-    if sparsegpt_triton.runs(device):
-        found["column loop"] = sparsegpt_triton.maker()
+    if sparsegpt_triton.is_available(device):
+        found["column loop"] = sparsegpt_triton.compiler_version()
     return found | {
         "python": platform.python_version(),
         "system": platform.system(),
@@ -50,7 +50,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def fingerprint(
-    recipe: RunRecipe, source: Checkpoint | Loaded, windows: Tensor, environment: Mapping[str, str]
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, windows: Tensor, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """What must be the same for a run to go on: recipe, model, calibration tokens, and the versions and machine.
 
@@ -74,10 +74,10 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     """
     folder = source.folder
     settings = [file for file in (*folder.iterdir(), *folder.glob("*/*.jinja")) if file.suffix in SETTINGS and file.is_file()]
-    files = sorted({*source.files(), *settings, *source.along()})
+    files = sorted({*source.files(), *settings, *source.extra_files()})
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         found: dict[str, Any] = {
-            f"file {file.relative_to(folder)}": told for file, told in zip(files, pool.map(contents, files), strict=True)
+            f"file {file.relative_to(folder)}": message for file, message in zip(files, pool.map(contents, files), strict=True)
         }
     found["terms in README.md"] = card_terms(folder)
     if source.architecture is not None:

@@ -89,4 +89,4 @@ def pruned_layers(report: Mapping[str, Any]) -> Layers:
 
 def moved_tensors(report: Mapping[str, Any]) -> set[str]:
     """The tensors that a report says were changed besides the pruned layers."""
-    return {name for block in report["blocks"] for name in block.get("moved", ())}
+    return {name for block in report["blocks"] for name in block.get("changed_parameters", ())}

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.walk import walk
-from sparsellm.checkpoints.loaded_model import Residence
+from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import computed_in, evaluating
-from sparsellm.models.partial_forward import home as home_of
-from sparsellm.models.partial_forward import predicting, refusing
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.partial_forward import input_device as home_of
+from sparsellm.models.partial_forward import model_errors, prediction_head
 from sparsellm.runtime import collectives
 
 TOKENS = 16
@@ -18,7 +18,7 @@ TOKENS = 16
 
 
 @torch.no_grad()
-def check_runs(home: Residence, by_block: bool) -> None:
+def check_runs(loaded: LoadedModel, by_block: bool) -> None:
     """Run a model on one short window.
 
     Args:
@@ -30,24 +30,24 @@ def check_runs(home: Residence, by_block: bool) -> None:
         UnsupportedModel: The model's own code fails.
         NonFinite: A block writes NaN or infinity.
     """
-    model = home.model
+    model = loaded.model
     tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
-    with refusing(model, "as its config.json says"):
+    with model_errors(model, "as its config.json says"):
         if by_block:
-            _by_block(home, tokens)
+            _by_block(loaded, tokens)
         else:
-            with evaluating(model), computed_in(model, home.compute):
+            with eval_mode(model), compute_dtype_context(model, loaded.compute):
                 logits = model(input_ids=tokens.to(home_of(model)), use_cache=False).logits
                 assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
 
 
-def _by_block(home: Residence, tokens: Tensor) -> None:
+def _by_block(loaded: LoadedModel, tokens: Tensor) -> None:
     """One window through the blocks, or through the first of them, and through what is behind them."""
-    blocks = blocks_of(home.model)
-    last = 0 if home.streamed else len(blocks) - 1
+    blocks = blocks_of(loaded.model)
+    last = 0 if loaded.offloaded else len(blocks) - 1
     batches = [tokens] * collectives.world()  # each process takes one
-    for block, inputs in walk(home.model, batches, last + 1, home.compute, weights=home.weights, storage=home.storage):
+    for block, inputs in walk(loaded.model, batches, last + 1, loaded.compute, weights=loaded.weights, storage=loaded.storage):
         if block.index == last:
             inputs.advance(block)
-            with home.weights.ends(), predicting(home.model, blocks, home.compute) as predict:
+            with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:
                 predict(tokens, inputs.pruned[0])

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
-from sparsellm.checkpoints.headers import entries_of, unpickled
+from sparsellm.checkpoints.headers import read_headers, read_pickle
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.tensor_index import NotStreamable, Place, Stored, by_rows, named, read_stored
+from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runs.records import read_saved_report
-from sparsellm.solvers.linalg import zeros_in
+from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 
 if TYPE_CHECKING:
@@ -115,21 +115,21 @@ def inspect(
             continue  # the same tensor under its other name
         counted.add(here.one_name(key))
         parameters += tensor.numel()
-        zeros += zeros_in(tensor)
+        zeros += count_zeros(tensor)
         for block, part in within.get(key, ()):
-            name, weight = block.full_name(part), block.part(part, tensor)
+            name, weight = block.full_name(part), block.linear_view(part, tensor)
             checked = pattern is not None and (planned is None or name in planned)
             own = parse_pattern(planned[name]) if shared and planned and name in planned else pattern
             asked = own if checked else None
             holds = None if asked is None else follows(weight, asked)
             shape = weight.shape[0], weight.shape[1]
-            layers.append(LayerZeros(name, shape, zeros_in(weight), None if asked is None else str(asked), holds))
+            layers.append(LayerZeros(name, shape, count_zeros(weight), None if asked is None else str(asked), holds))
     changes = compare(here, _other(against, trusted)) if against else {}
     checked_layers = [layer for layer in layers if layer.holds is not None]
     weights = sum(layer.shape[0] * layer.shape[1] for layer in checked_layers)
     removed = sum(layer.zeros for layer in checked_layers)
     # Layers round their shares one by one.
-    holds = pattern is None or not shared or removed >= pattern.removed(weights) - len(checked_layers)
+    holds = pattern is None or not shared or removed >= pattern.count_removed(weights) - len(checked_layers)
     expected = str(pattern) if pattern else None
     wanted = planned or [block.full_name(part) for parts in within.values() for block, part in parts]
     missing = tuple(sorted(set(wanted) - {layer.name for layer in layers}))
@@ -154,7 +154,7 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
         if weight.shape[1] % pattern.group:
             return False
         return bool((zero.unflatten(1, (-1, pattern.group)).sum(-1) >= pattern.zeros).all())
-    return int(zero.sum()) >= pattern.removed(weight.numel())
+    return int(zero.sum()) >= pattern.count_removed(weight.numel())
 
 
 def compare(here: Tensors, there: Tensors, as_stored: bool = True) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _alike(here: Tensors, key: str, there: Tensors, other: str, as_stored: bool)
     first, second = here.place(key), there.place(other)
     if first is None or second is None:
         return _identical(here[key], there[other], as_stored)
-    for one, two in zip_longest(by_rows(first), by_rows(second)):
+    for one, two in zip_longest(row_chunks(first), row_chunks(second)):
         if one is None or two is None or not _identical(one, two, as_stored):
             return False
     return True
@@ -211,14 +211,14 @@ class Tensors:
         self._whole: dict[str, Tensor] = {}
         self._tied = tied_names(model)
         try:
-            places, unknown, _ = named(files, model)
+            places, unknown, _ = index_tensors(files, model)
             self.files: dict[str, Stored] = dict(sorted({**unknown, **places}.items()))
         except NotStreamable:
             self.files = {}
             for file in files:
                 if file.suffix != ".safetensors":
-                    self._whole |= unpickled(file)
-                self.files |= {key: Place(file, key) for key in entries_of(file)}
+                    self._whole |= read_pickle(file)
+                self.files |= {key: TensorLocation(file, key) for key in read_headers(file)}
 
     def __getitem__(self, key: str) -> Tensor:
         return self._whole[key] if key in self._whole else read_stored(self.files[key])
@@ -227,10 +227,10 @@ class Tensors:
         """The first of a tensor's names, without the base model's prefix, with which only some checkpoints are written."""
         return self._tied.get(key, key).removeprefix("model.")
 
-    def place(self, key: str) -> Place | None:
+    def place(self, key: str) -> TensorLocation | None:
         """Where a tensor can be read by rows; None where it is read as a whole."""
         found = self.files[key]
-        return found if isinstance(found, Place) and found.file.suffix == ".safetensors" else None
+        return found if isinstance(found, TensorLocation) and found.file.suffix == ".safetensors" else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((key, self[key]) for key in self.files)

@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.loading import device_of, open_checkpoint
+from sparsellm.checkpoints.loading import open_checkpoint, resolve_device
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
-from sparsellm.evaluation.zeroshot import accuracies, prepared
+from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
 from sparsellm.runs.first_pass import check_runs
-from sparsellm.runs.placement import settle
+from sparsellm.runs.placement import load
 from sparsellm.runs.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.runs.recipe_file import read_recipe
 
@@ -30,17 +30,17 @@ def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[st
         The perplexity by text, and the accuracy by task.
     """
     recipe = read_recipe({"model": model, "method": "magnitude", **settings})
-    place = device_of(recipe.device)
+    place = resolve_device(recipe.device)
     source = open_checkpoint(model, recipe.revision, recipe.trust_remote_code)
     skeleton = source.skeleton()
     check_vocabulary(skeleton, source)
     window = window_length(recipe, source.length)
     tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
     check_tokens(skeleton, *tests.values())
-    prepared(recipe.task, recipe.task_data)
-    home = settle(recipe, source, place, Path(tempfile.gettempdir()))
-    check_runs(home, by_block=home.streamed)
-    perplexities = {text: measure_perplexity(home, test, text) for text, test in tests.items()}
+    prepare_tasks(recipe.task, recipe.task_data)
+    loaded = load(recipe, source, place, Path(tempfile.gettempdir()))
+    check_runs(loaded, by_block=loaded.offloaded)
+    perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:
         return perplexities, {}
-    return perplexities, accuracies(home, source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+    return perplexities, evaluate_tasks(loaded, source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)

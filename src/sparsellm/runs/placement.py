@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.checkpoints.block_loader import InMemory
-from sparsellm.checkpoints.loaded_model import Residence
-from sparsellm.checkpoints.loading import Checkpoint, Loaded, compute_dtype
+from sparsellm.checkpoints.block_loader import ResidentWeights
+from sparsellm.checkpoints.loaded_model import LoadedModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import TooLarge
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import available, human_bytes
-from sparsellm.runtime.offload import Storage
+from sparsellm.runtime.offload import OffloadManager
 
 SHARE = 0.8
 """Of the memory that is free, how much a run takes for its own where it is not told."""
@@ -29,7 +29,7 @@ STREAMS_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a run's model will be, before its weights are read.
 
     memory: bytes that the run may take for its data. model: bytes of the whole model. streamed: whether it is read block by
@@ -45,50 +45,56 @@ class Place:
     tight: bool = False
 
 
-def place_of(recipe: RunRecipe, source: Checkpoint | Loaded, device: torch.device, files: bool) -> Place:
+def choose_placement(recipe: RunRecipe, source: Checkpoint | InMemoryModel, device: torch.device, files: bool) -> Placement:
     """Where the recipe's model will be. Raises TooLarge, InvalidSetting or BadCheckpoint.
 
     files: whether the run may keep files; if not, the model must fit.
     """
     memory = recipe.memory_bytes or int(SHARE * available(device))
     size = resident_bytes(recipe, source)
-    told = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    message = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
     wanted = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
-    if isinstance(source, Loaded) or not wanted:
-        return Place(memory, size, False)
+    if isinstance(source, InMemoryModel) or not wanted:
+        return Placement(memory, size, False)
     if recipe.model_steps or recipe.calibration_written:
         what = "gradient steps over it" if recipe.model_steps else "`written`"
-        reason = told if recipe.offload is None else "--offload reads it block by block"
+        reason = message if recipe.offload is None else "--offload reads it block by block"
         raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
     if not files:
         reason = (
-            told if recipe.offload is None else "`offload` reads the model block by block and keeps what is pruned in files"
+            message if recipe.offload is None else "`offload` reads the model block by block and keeps what is pruned in files"
         )
         raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:
         source.stream(recipe.dtype)
     except NotStreamable as error:
-        return Place(memory, size, False, f"loaded as a whole: {error}")
+        return Placement(memory, size, False, f"loaded as a whole: {error}")
     ahead = 2 * block_bytes(recipe, source) <= RESIDENT_SHARE * memory
-    return Place(memory, size, True, "read block by block" + (f": {told}" if recipe.offload is None else ""), ahead)
+    return Placement(memory, size, True, "read block by block" + (f": {message}" if recipe.offload is None else ""), ahead)
 
 
-def settle(
-    recipe: RunRecipe, source: Checkpoint | Loaded, device: torch.device, folder: Path | None, place: Place | None = None
-) -> Residence:
+def load(
+    recipe: RunRecipe,
+    source: Checkpoint | InMemoryModel,
+    device: torch.device,
+    folder: Path | None,
+    place: Placement | None = None,
+) -> LoadedModel:
     """The recipe's model, where its size and the memory let it be. Raises TooLarge, InvalidSetting or BadCheckpoint.
 
     folder: where a run may keep files; without one the model must fit, and what travels too. place: from `place_of`.
     """
-    place = place or place_of(recipe, source, device, folder is not None)
+    place = place or choose_placement(recipe, source, device, folder is not None)
     host = available(torch.device("cpu")) if devices.has_own_memory(device) else None
-    storage = Storage(int(STREAMS_SHARE * place.memory) if folder else None, folder, int(STREAMS_SHARE * SHARE * (host or 0)))
-    if isinstance(source, Loaded) or not place.streamed:
+    storage = OffloadManager(
+        int(STREAMS_SHARE * place.memory) if folder else None, folder, int(STREAMS_SHARE * SHARE * (host or 0))
+    )
+    if isinstance(source, InMemoryModel) or not place.streamed:
         model = source.load(recipe.dtype, device)
-        return Residence(model, InMemory(), storage, compute_dtype(model), place.memory, place.note)
+        return LoadedModel(model, ResidentWeights(), storage, compute_dtype(model), place.memory, place.note)
     model, weights = source.stream(recipe.dtype, device, place.ahead)
     compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
-    return Residence(model, weights, storage, compute, place.memory, place.note)
+    return LoadedModel(model, weights, storage, compute, place.memory, place.note)
 
 
 def block_bytes(recipe: RunRecipe, source: Checkpoint) -> int:
@@ -97,9 +103,9 @@ def block_bytes(recipe: RunRecipe, source: Checkpoint) -> int:
     return source.dtype(recipe.dtype).itemsize * max(sizes)
 
 
-def resident_bytes(recipe: RunRecipe, source: Checkpoint | Loaded) -> int:
+def resident_bytes(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> int:
     """Bytes of the whole model in memory, in the dtype that it is loaded in."""
-    if isinstance(source, Loaded):
+    if isinstance(source, InMemoryModel):
         return sum(tensor.numel() * tensor.element_size() for tensor in source.model.parameters())
     count: int = sum(tensor.numel() for tensor in source.skeleton().parameters())
     return source.dtype(recipe.dtype).itemsize * count

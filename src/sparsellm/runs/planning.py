@@ -14,19 +14,19 @@ import torch
 from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
 from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import TOKENS
-from sparsellm.checkpoints.loading import Loaded
+from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
-from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned
+from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned_layers
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.events import MEASURING, PRUNING, SENSITIVITIES, SHARING, TRAINING, Note, Observer
-from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Place, place_of
+from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Placement, choose_placement
 from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.costs import BlockCost, BlockShapes, rates, work
-from sparsellm.runtime.memory import available, give_back, held_now, human_bytes
+from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 KEPT, MOST_KEPT = 0.4, 128 * 2**20
@@ -68,7 +68,7 @@ class RunPlan:
         self,
         recipe: Recipe,
         ready: Prepared,
-        place: Place,
+        place: Placement,
         batch: int,
         output: Path | None = None,
         timed: bool = False,
@@ -77,9 +77,9 @@ class RunPlan:
     ) -> None:
         self.recipe, self.ready, self.place, self.batch = recipe, ready, place, batch
         self.coverage, self.refusal = coverage, refusal
-        self.device, self.disk_free, self.libraries = ready.device.type, free_disk(output or Path()), held_now()
+        self.device, self.disk_free, self.libraries = ready.device.type, free_disk(output or Path()), current_memory()
         self._rates = rates(ready.device) if timed else work() + float("nan")
-        assert not isinstance(ready.source, Loaded)  # a model that is in memory is pruned whatever the memory
+        assert not isinstance(ready.source, InMemoryModel)  # a model that is in memory is pruned whatever the memory
         stored, config = ready.source.dtype(recipe.dtype).itemsize, ready.source.config.get_text_config()
         self._total, self._words = place.model // stored, int(config.vocab_size)
         self._shapes = shapes = block_shapes(recipe, ready, config, batch, max(4, stored) if self.device == "cpu" else stored)
@@ -147,7 +147,7 @@ class RunPlan:
             inputs = (depth + 1) * tokens * shapes.width * shapes.number
             return BlockCost(memory, [inputs], done + (3 * depth - 2 * stop) * shapes.forward(tokens))
 
-        if ready.method.sensitive:
+        if ready.method.needs_fisher:
             yield SENSITIVITIES, there_and_back(min(shapes.tokens, TOKENS), shapes.batch, 1)
         if recipe.sharing == "fisher":
             few = max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length)
@@ -156,7 +156,7 @@ class RunPlan:
             memory = self._model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
             yield f"{SHARING} {recipe.sharing}", BlockCost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
-        pruned = [block.index for block in ready.blocks if planned(block, ready.plan)]
+        pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
         cost = getattr(ready.method, "cost", LayerWise(SparseGPT()).cost)  # a method that tells nothing is taken to be like it
         memory, lists, done = cost(shapes)
         done = len(pruned) * done + max(pruned) * shapes.forward(shapes.tokens)
@@ -201,13 +201,13 @@ class RunPlan:
 def block_shapes(recipe: Recipe, ready: Prepared, config: Any, batch: int, number: float) -> BlockShapes:
     """The sizes of the largest block that is pruned. config: of the text model. number: bytes of one that is computed with."""
     block = max(
-        (block for block in ready.blocks if planned(block, ready.plan)),
+        (block for block in ready.blocks if planned_layers(block, ready.plan)),
         key=lambda block: sum(tensor.numel() for tensor in block.module.parameters()),
     )
     layers = {name: (layer.out_features, layer.in_features) for name, layer in block.layers.items()}
-    chosen, parts = planned(block, ready.plan), coupled_parts(block, ready.plan)
-    part = next(iter(block.architecture.parts), None)
-    coupled = {name for some in parts for name in (*some.readers, some.writer)}
+    chosen, parts = planned_layers(block, ready.plan), coupled_parts(block, ready.plan)
+    part = next(iter(block.architecture.feed_forward_parts), None)
+    coupled = {name for some in parts for name in (*some.in_proj, some.out_proj)}
     # An expert computes for its share of the tokens.
     routed = {name: view.expert for name, view in block.views.items() if view.expert is not None}
     experts = len(set(routed.values()))
@@ -219,9 +219,9 @@ def block_shapes(recipe: Recipe, ready: Prepared, config: Any, batch: int, numbe
         alone=[layers[name] for name in chosen if name not in coupled],
         grams=[layers[group[0]][1] for group in block.architecture.groups if any(name in chosen for name in group)],
         parts=len(parts),
-        readers=len(part.readers) if part else 2,
+        readers=len(part.in_proj) if part else 2,
         width=int(config.hidden_size),
-        hidden=layers[part.writer][1] if part else max(max(shape) for shape in layers.values()),
+        hidden=layers[part.out_proj][1] if part else max(max(shape) for shape in layers.values()),
         share=share,
         parameters=parameters,
         active=parameters - (1 - share) * sum(layers[name][0] * layers[name][1] for name in routed),
@@ -236,25 +236,25 @@ def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     """What `prune` would take with this recipe. output: the folder that it would write, for the disk's free bytes."""
     folder, report, refusal = Path(output or "."), Report(recipe, {}), ""
     ready = prepare(recipe, None, None, report, lambda _: None)
-    place, batch = place_of(recipe, ready.source, ready.device, files=True), ready.batch
+    place, batch = choose_placement(recipe, ready.source, ready.device, files=True), ready.batch
     try:
         place, batch = fitted(recipe, ready, place, lambda _: None, folder)
     except TooLarge as error:
         refusal = str(error)
-    give_back()  # what tokenising took
+    release_free_memory()  # what tokenising took
     return RunPlan(recipe, ready, place, batch, folder, True, report.coverage, refusal)
 
 
 def fitted(
-    recipe: RunRecipe, ready: Prepared, place: Place, observer: Observer, output: Path | None = None
-) -> tuple[Place, int]:
+    recipe: RunRecipe, ready: Prepared, place: Placement, observer: Observer, output: Path | None = None
+) -> tuple[Placement, int]:
     """Where the model will be and the windows at a time with which the run keeps within its memory.
 
     As they are, or else read block by block, or else with fewer windows, as far as the recipe leaves either open; the second is
     told here, the first by the place's note. output: the folder to write. Raises TooLarge, with what would do, where nothing
     fits.
     """
-    if not isinstance(recipe, Recipe) or isinstance(ready.source, Loaded):
+    if not isinstance(recipe, Recipe) or isinstance(ready.source, InMemoryModel):
         return place, ready.batch
     run = RunPlan(recipe, ready, place, ready.batch, output)
     if not run.fits and recipe.offload is None and not place.streamed:
@@ -280,10 +280,10 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
 
 
-def _streamed(run: RunPlan, files: bool) -> Place:
+def _streamed(run: RunPlan, files: bool) -> Placement:
     """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
     try:
-        place = place_of(run.recipe.model_copy(update={"offload": True}), run.ready.source, run.ready.device, files)
+        place = choose_placement(run.recipe.model_copy(update={"offload": True}), run.ready.source, run.ready.device, files)
     except TooLarge:
         return run.place
     needed = f"{run.peak.name} would need {human_bytes(run.data)}, and {human_bytes(place.memory)} may be taken"

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import all_entries
-from sparsellm.checkpoints.loading import Checkpoint, Loaded, device_of, open_checkpoint
-from sparsellm.checkpoints.tensor_index import NotStreamable, named
+from sparsellm.checkpoints.headers import read_all_headers
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint, resolve_device
+from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
 from sparsellm.data.samples import calibration_windows, test_windows
 from sparsellm.data.texts import Text, read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
-from sparsellm.evaluation.zeroshot import prepared
+from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of, describe
 from sparsellm.models.coverage import check_coverage, coverage_of
-from sparsellm.pruning.plan import from_file, select_blocks, uniform
+from sparsellm.pruning.plan import plan_from_file, select_blocks, uniform_plan
 from sparsellm.recovery.masked_training import windows_a_step
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
-from sparsellm.runs.events import OPENING, READING_TEXTS, Note, Observer, Stage, note, phase
+from sparsellm.runs.events import OPENING, READING_TEXTS, Note, Observer, Stage, add_note, phase
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery, recovery_plan
 from sparsellm.runs.registry import ALLOCATIONS
@@ -58,7 +58,7 @@ class Prepared:
     calibrate on, (samples, length). tests: by text, the windows to measure on. batch: windows at a time.
     """
 
-    source: Checkpoint | Loaded
+    source: Checkpoint | InMemoryModel
     device: torch.device
     blocks: Sequence[Block]
     method: BlockMethod
@@ -69,13 +69,15 @@ class Prepared:
     batch: int
 
 
-def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | None, report: Report, say: Observer) -> Prepared:
+def prepare(
+    recipe: RunRecipe, given: GivenText, source: Checkpoint | InMemoryModel | None, report: Report, observer: Observer
+) -> Prepared:
     """Open the model and read the texts, and refuse what can be refused so far. Arguments as for `sparsellm.runs.run.run`."""
-    device = device_of(recipe.device)
-    with phase(OPENING, report, say):
+    device = resolve_device(recipe.device)
+    with phase(OPENING, report, observer):
         described = None if recipe.architecture is None else read_architecture(recipe.architecture)
         source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, described)
-        if isinstance(source, Loaded):
+        if isinstance(source, InMemoryModel):
             describe(source.model, described)
         skeleton = source.skeleton()
         check_vocabulary(skeleton, source)
@@ -92,16 +94,18 @@ def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | N
         if isinstance(source, Checkpoint):
             check_names(source, skeleton, blocks, plan)
         length = window_length(recipe, source.length)
-    with phase(READING_TEXTS, report, say):
+    with phase(READING_TEXTS, report, observer):
         windows, report.calibration = draw_windows(recipe, given, source, length)
         tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
         check_tokens(skeleton, windows, *tests.values())
-        prepared(recipe.task, recipe.task_data)
+        prepare_tasks(recipe.task, recipe.task_data)
         if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
-            note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, say)
+            add_note(f"{recipe.calibration} is both calibrated and measured on: the perplexity is too good", report, observer)
         if (few := recipe.evaluate_limit) and tests:
-            note(f"the perplexity is of the first {few} windows of {length} tokens of each text, for a try", report, say)
-        _note_few_tokens(method, plan, blocks, windows, report, say)
+            add_note(
+                f"the perplexity is of the first {few} windows of {length} tokens of each text, for a try", report, observer
+            )
+        _note_few_tokens(method, plan, blocks, windows, report, observer)
         every = (
             windows.new_empty(len(windows) + recipe.calibration_written, windows.shape[-1], device="meta")
             if len(windows)
@@ -111,11 +115,11 @@ def prepare(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded | N
         if isinstance(method, BlockRecovery) and method.training.steps:
             most = windows_a_step(*every.shape)
             if batch > most:
-                say(Note(f"{most} windows at a time, not {batch}: as many as a gradient step reads"))
+                observer(Note(f"{most} windows at a time, not {batch}: as many as a gradient step reads"))
                 batch = most
         vocabulary = skeleton.get_input_embeddings().num_embeddings
-        if told := check_memory(recipe, method, blocks, every, vocabulary, device):
-            say(Stage(told))
+        if message := check_memory(recipe, method, blocks, every, vocabulary, device):
+            observer(Stage(message))
     return Prepared(source, device, blocks, method, plan, length, windows, tests, batch)
 
 
@@ -123,7 +127,7 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     """The recipe's method, and its plan checked against every layer's shape."""
     method = recipe.to_method(len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
-    if coupled and blocks[0].architecture.known and not any(block.architecture.parts for block in blocks):
+    if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
         raise UnsupportedModel(
             f"The feed-forward part of {recipe.model} has an activation that SparseLLM does not solve. "
             "Pass --scope none, or a layer-wise method such as --method alps."
@@ -131,11 +135,11 @@ def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
     chosen = select_blocks(recipe.blocks, len(blocks))
     # A file may give another pattern to a layer that could not have the recipe's: its own shapes are checked there.
     by_file = recipe.sharing not in ALLOCATIONS
-    plan = uniform(blocks, Unstructured(0) if by_file else recipe.pattern, chosen, recipe.include, recipe.exclude)
+    plan = uniform_plan(blocks, Unstructured(0) if by_file else recipe.pattern, chosen, recipe.include, recipe.exclude)
     if by_file:
         every = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
         shapes = {name: (every[name].out_features, every[name].in_features) for name in plan}
-        plan = from_file(recipe.sharing, plan, shapes, recipe.pattern)
+        plan = plan_from_file(recipe.sharing, plan, shapes, recipe.pattern)
     return method, plan
 
 
@@ -154,17 +158,17 @@ def check_memory(
     recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, vocabulary: int, device: torch.device
 ) -> str:
     """What the gradient stages will take, in words; raises TooLarge where it cannot be had. Empty without such stages."""
-    told = []
+    message = []
     if isinstance(method, BlockRecovery) and method.training.steps:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
-        told.append(f"training a block takes {human_bytes(needed)}")
+        message.append(f"training a block takes {human_bytes(needed)}")
         check_fits(needed, device, "Training a block", "Pass fewer --samples.")
     if recipe.model_steps:
         needed = model_bytes(recipe, blocks, windows, vocabulary)
-        told.append(f"training the whole model takes {human_bytes(needed)}")
+        message.append(f"training the whole model takes {human_bytes(needed)}")
         check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch-size.")
-    return ", ".join(told)
+    return ", ".join(message)
 
 
 def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
@@ -184,7 +188,7 @@ def window_length(recipe: RunRecipe, longest: int) -> int:
     return recipe.sequence_length or min(USUAL_LENGTH, longest)
 
 
-def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | Loaded, length: int) -> tuple[Tensor, str]:
+def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | InMemoryModel, length: int) -> tuple[Tensor, str]:
     """The calibration windows, (samples, length), and how they were drawn; none for a run that needs no inputs."""
     if not recipe.reads_text:
         return torch.empty(0, dtype=torch.long), ""
@@ -212,9 +216,9 @@ def check_names(source: Checkpoint, skeleton: PreTrainedModel, blocks: Sequence[
     """Raise BadCheckpoint unless the files hold every parameter to prune by the name by which the output is verified."""
     files, one = source.files(), tied_names(skeleton)
     try:
-        names = {one[name] for name in named(files, skeleton)[0]}
+        names = {one[name] for name in index_tensors(files, skeleton)[0]}
     except NotStreamable:
-        names = {one.get(name, name) for name in all_entries(files)}
+        names = {one.get(name, name) for name in read_all_headers(files)}
     planned = {
         block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
     }
@@ -226,13 +230,13 @@ def check_names(source: Checkpoint, skeleton: PreTrainedModel, blocks: Sequence[
         )
 
 
-def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | Loaded) -> None:
+def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel) -> None:
     """Raise BadCheckpoint for a tokenizer that does not load, or that has more tokens than the model has embeddings.
 
     Every output gets the tokenizer's files, so that it is loaded for methods without a text too. Tokens that were added to a
     vocabulary may lie beyond the embeddings, as in published models; a text that holds one is refused by `check_tokens`.
     """
-    if isinstance(source, Loaded) and source.given is None:
+    if isinstance(source, InMemoryModel) and source.given is None:
         return
     words, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
     if tokens > words:
@@ -253,7 +257,7 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
             )
 
 
-def read_test(recipe: RunRecipe, source: Checkpoint | Loaded, text: str, length: int) -> Tensor:
+def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, length: int) -> Tensor:
     """The windows to measure on, (windows, length)."""
     return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
 
@@ -265,14 +269,14 @@ def _usual_batch(windows: Tensor, length: int) -> int:
 
 
 def _note_few_tokens(
-    method: BlockMethod, plan: Plan, blocks: Sequence[Block], windows: Tensor, report: Report, say: Observer
+    method: BlockMethod, plan: Plan, blocks: Sequence[Block], windows: Tensor, report: Report, observer: Observer
 ) -> None:
     """Warn of Gram matrices that cannot have full rank: fewer tokens than a planned layer has inputs."""
     widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
     if issubclass(method.needs, Gram) and windows.numel() < widest:
-        note(
+        add_note(
             f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
             f"is singular but for the damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
             report,
-            say,
+            observer,
         )

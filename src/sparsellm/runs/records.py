@@ -78,7 +78,7 @@ class SavedBlock(Record):
     layers: list[SavedLayer]
     epochs: list[SavedStep]
     seconds: Finite
-    moved: list[str] = []
+    changed_parameters: list[str] = []
 
 
 class SavedDigests(Record):

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.streams import Activations
-from sparsellm.checkpoints.loading import Checkpoint, Loaded, open_checkpoint
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import EpochResult, LayerResult, Plan, Refined
-from sparsellm.methods.layerwise import planned
+from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult
+from sparsellm.methods.layerwise import planned_layers
 from sparsellm.models.blocks import Block
-from sparsellm.recovery.masked_training import Descent, refine_block
+from sparsellm.recovery.masked_training import MaskedAdam, refine_block
 from sparsellm.runs.finished import finished_report, pruned_layers
 from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.verification import verify
-from sparsellm.solvers.linalg import zeros_in
-from sparsellm.solvers.statistics import InputNorms, NoInputs
+from sparsellm.solvers.linalg import count_zeros
+from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 RATE = 3e-4
 """The first learning rate over one block: short steps, since what the pruning left is near the block's optimum."""
@@ -44,38 +44,38 @@ class BlockRecovery:
         layers: By block name, what pruning reported of its layers.
     """
 
-    training: Descent
+    training: MaskedAdam
     read: Callable[[str], Tensor] = field(repr=False)
     layers: Mapping[str, Sequence[LayerResult]] = field(repr=False)
 
     @property
-    def needs(self) -> type[NoInputs]:
-        return InputNorms if self.training.steps else NoInputs
+    def needs(self) -> type[TokenCount]:
+        return InputRMS if self.training.steps else TokenCount
 
     @property
-    def teacher(self) -> bool:
+    def needs_dense_stream(self) -> bool:
         return self.training.steps > 0
 
     @property
-    def sensitive(self) -> bool:
+    def needs_fisher(self) -> bool:
         return self.training.steps > 0
 
     def note(self, block: Block, plan: Plan) -> str:
         return ""
 
-    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | Refined]:
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
         with torch.no_grad():
             for name, parameter in block.module.named_parameters():
                 parameter.copy_(self.read(block.full_name(name)))
         if self.training.steps:
-            keep = {name: block.layer(name).weight != 0 for name in planned(block, plan)}
-            fixed = block.held(set(block.layers) - set(keep))
+            keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
+            fixed = block.parameters_of(set(block.layers) - set(keep))
             names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-            yield refine_block(block, inputs, keep, names, inputs.metric(block), self.training)
-            block.settle()
+            yield refine_block(block, inputs, keep, names, inputs.output_fisher(block), self.training)
+            block.round_to_storage_dtype()
         for layer in self.layers[block.name]:
             weight = block.layer(layer.name.removeprefix(f"{block.name}.")).weight
-            yield replace(layer, zeros=zeros_in(weight))
+            yield replace(layer, zeros=count_zeros(weight))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
@@ -91,7 +91,7 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
 
 
 def recovery_plan(
-    recipe: RecoveryRecipe, source: Checkpoint | Loaded, blocks: Sequence[Block]
+    recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel, blocks: Sequence[Block]
 ) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
     """What a recovery does to each block, the patterns of its layers, and what the pruned checkpoint's report says.
 
@@ -104,7 +104,7 @@ def recovery_plan(
         InvalidSetting: The pruned checkpoint has no zeros, or another form than the dense model.
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
-    if isinstance(source, Loaded):
+    if isinstance(source, InMemoryModel):
         raise InvalidSetting("Recovery needs the dense model as a checkpoint, got one in memory. Save it, and name its folder.")
     path, report = finished_report(recipe.pruned)
     if not any(zeros for zeros, _ in pruned_layers(report).values()):
@@ -121,7 +121,7 @@ def recovery_plan(
     verify(str(path), str(source.folder), recipe.trust_remote_code, recipe.architecture)
     layers = {block["name"]: [_layer_result(layer) for layer in block["layers"]] for block in report["blocks"]}
     plan = {name: pattern for name, (_, pattern) in pruned_layers(report).items()}
-    training = Descent(recipe.block_steps, RATE)
+    training = MaskedAdam(recipe.block_steps, RATE)
     kept = {name: report[name] for name in KEPT if name in report} | {"digest": report["digests"]["report"]}
     return BlockRecovery(training, _reader(pruned, source.dtype(recipe.dtype)), layers), plan, kept
 

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.solvers.fast_admm import Swift
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
     "magnitude": Magnitude,
     "wanda": Wanda,
     "sparsegpt": SparseGPT,
-    "fast-admm": Swift,
+    "fast-admm": FastADMM,
     "alps": ALPS,
-    "alps-accurate": ALPS.thorough,
+    "alps-accurate": ALPS.accurate,
 }
 """Every layer solver by its name on the command line; each is also a layer-wise method of that name."""
 

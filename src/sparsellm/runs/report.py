@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.methods import BlockResult, LayerResult, Refined
+from sparsellm.methods import BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.markdown import fenced, plain
 from sparsellm.runs.recipe import RunRecipe
@@ -51,7 +51,7 @@ class Report:
     samples: dict[str, dict[When, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
-    recovered: Refined | None = None
+    recovered: TrainingResult | None = None
     pruned: dict[str, Any] | None = None
     parameters: int = 0
     zeros: int = 0
@@ -72,7 +72,7 @@ class Report:
 
     def _rest(self) -> str:
         """What became of the tensors that were not pruned."""
-        moved = sum(len(block.moved) for block in self.blocks)
+        moved = sum(len(block.changed_parameters) for block in self.blocks)
         return (
             f"{moved} biases and norms moved; all else is as in the dense model."
             if moved
@@ -170,8 +170,8 @@ class Report:
             f"Calibration: {plain(self.calibration) or 'none'}.",
             "",
         ]
-        if self.coverage and (told := self.coverage.describe()):
-            lines += [told, ""]
+        if self.coverage and (message := self.coverage.describe()):
+            lines += [message, ""]
         if self.perplexity:
             lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
             for text, values in self.perplexity.items():

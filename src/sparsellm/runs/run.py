@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.block_loader import OnDisk
-from sparsellm.checkpoints.loaded_model import Residence
-from sparsellm.checkpoints.loading import Checkpoint, Loaded, device_of
+from sparsellm.checkpoints.block_loader import DiskWeights
+from sparsellm.checkpoints.loaded_model import LoadedModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, resolve_device
 from sparsellm.errors import NonFinite
-from sparsellm.evaluation.generation import continuation
+from sparsellm.evaluation.generation import generate_text
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
-from sparsellm.evaluation.zeroshot import accuracies
+from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.methods import BlockMethod
-from sparsellm.recovery.distillation import written
-from sparsellm.recovery.masked_training import cut
-from sparsellm.runs.event_log import LOG, Log
+from sparsellm.recovery.distillation import generate_samples
+from sparsellm.recovery.masked_training import split_batches
+from sparsellm.runs.event_log import LOG, EventLog
 from sparsellm.runs.events import (
     LOADING,
     MEASURING,
@@ -35,26 +35,26 @@ from sparsellm.runs.events import (
     Measured,
     Note,
     Observer,
-    each,
-    note,
+    add_note,
+    combine_observers,
     phase,
 )
 from sparsellm.runs.export import save
 from sparsellm.runs.fingerprint import environment
 from sparsellm.runs.first_pass import check_runs
-from sparsellm.runs.placement import Place, settle
+from sparsellm.runs.placement import Placement, load
 from sparsellm.runs.preparation import GivenText, Prepared, prepare
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recovery import read_recovery
-from sparsellm.runs.remarks import remark
+from sparsellm.runs.remarks import add_warnings
 from sparsellm.runs.report import Report, When
-from sparsellm.runs.sharing import Shared, dense_circumstances
+from sparsellm.runs.sharing import DenseCache, cache_key
 from sparsellm.runs.stages import prune_model
-from sparsellm.runs.startup import begin
-from sparsellm.runs.workspace import Work
+from sparsellm.runs.startup import start_run
+from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.memory import give_back, out_of_memory, peak_memory
+from sparsellm.runtime.memory import is_out_of_memory, peak_memory, release_free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -72,9 +72,9 @@ class Result:
     report: Report
     tokenizer: PreTrainedTokenizerBase | None = None
     dense: Path | None = None
-    weights: OnDisk | None = None
+    weights: DiskWeights | None = None
     along: tuple[Path, ...] = ()
-    log: Log | None = None
+    log: EventLog | None = None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write model, tokenizer, model card, report and log to a folder, and read them back to verify; the folder.
@@ -83,7 +83,7 @@ class Result:
         """
         texts = {LOG: self.log.text} if self.log else {}
         model = self.model, self.tokenizer, self.report
-        path = collectives.once(lambda: save(*model, folder, self.dense, overwrite, self.weights, self.along, texts))
+        path = collectives.on_main(lambda: save(*model, folder, self.dense, overwrite, self.weights, self.along, texts))
         return path or Path(folder)
 
 
@@ -118,7 +118,7 @@ def prune(
         return run(read_recipe({"model": str(model), **settings}), observe, given)
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     settings.setdefault("device", str(model.device))
-    return run(read_recipe({"model": name, **settings}), observe, given, Loaded(name, model, tokenizer))
+    return run(read_recipe({"model": name, **settings}), observe, given, InMemoryModel(name, model, tokenizer))
 
 
 def recover(
@@ -162,9 +162,9 @@ def run(
     recipe: RunRecipe,
     observe: Observer | None = None,
     given: GivenText = None,
-    source: Checkpoint | Loaded | None = None,
-    work: Work | None = None,
-    shared: Shared | None = None,
+    source: Checkpoint | InMemoryModel | None = None,
+    work: WorkDirectory | None = None,
+    shared: DenseCache | None = None,
     name: str | None = None,
 ) -> Result:
     """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
@@ -175,132 +175,138 @@ def run(
     run; by default the name of its output, or of its model.
     All that can be refused is refused before the weights are read.
     """
-    log = Log()
-    say = each(log, observe)
+    log = EventLog()
+    observer = combine_observers(log, observe)
     started = time.perf_counter()
-    report = Report(recipe, environment(device_of(recipe.device)))
-    ready = prepare(recipe, given, source, report, say)
+    report = Report(recipe, environment(resolve_device(recipe.device)))
+    ready = prepare(recipe, given, source, report, observer)
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
-    place, batch, journal = begin(recipe, ready, report, say, work)
-    give_back()  # what tokenising took
-    if work and collectives.leads():
+    place, batch, journal = start_run(recipe, ready, report, observer, work)
+    release_free_memory()  # what tokenising took
+    if work and collectives.is_main():
         log.keep(work.folder / LOG)
     called = name or (work.output.name if work else PurePath(recipe.model).name)
-    say(Begun(called, recipe, report.environment, place.tight))
-    home = _load(ready, work, place, report, say)
-    measure = partial(_measure, ready, report, say)
-    measure(home, "dense", shared)
+    observer(Begun(called, recipe, report.environment, place.tight))
+    loaded = _load(ready, work, place, report, observer)
+    measure = partial(_measure, ready, report, observer)
+    measure(loaded, "dense", shared)
     if recipe.calibration_written and len(windows):
-        with phase(WRITING_WINDOWS, report, say):
+        with phase(WRITING_WINDOWS, report, observer):
             # Before the given windows: the last of all are those that judge, and they should be real text.
-            windows = torch.cat([written(home.model, windows, recipe.calibration_written, recipe.seed, home.compute), windows])
+            windows = torch.cat(
+                [generate_samples(loaded.model, windows, recipe.calibration_written, recipe.seed, loaded.compute), windows]
+            )
             report.calibration += f", and {recipe.calibration_written} windows that the dense model wrote"
     while True:
         if journal:
             journal.note("batch", batch)
-        report.resolved = _resolved(ready.method, windows, batch, ready.device, home)
-        batches = cut(windows, batch) if windows.numel() else ()
+        report.resolved = _resolved(ready.method, windows, batch, ready.device, loaded)
+        batches = split_batches(windows, batch) if windows.numel() else ()
         try:
-            known = _circumstances(source, home, windows, batch, report)
-            facts = shared.facts(known) if shared and known and len(windows) else None
-            prune_model(recipe, home, ready.method, ready.plan, batches, report, say, journal, facts)
+            known = _cache_key(source, loaded, windows, batch, report)
+            facts = shared.open(known) if shared and known and len(windows) else None
+            prune_model(recipe, loaded, ready.method, ready.plan, batches, report, observer, journal, facts)
             break
         except RuntimeError as error:
-            if not out_of_memory(error) or batch == 1 or isinstance(source, Loaded) or collectives.world() > 1:
+            if not is_out_of_memory(error) or batch == 1 or isinstance(source, InMemoryModel) or collectives.world() > 1:
                 raise
         batch //= 2
-        say(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))
+        observer(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))
         report.blocks.clear()
-        home = _again(home, lambda: settle(recipe, source, ready.device, work.folder if work else None, place))
-    remark(ready.method, report, say)
+        loaded = _again(loaded, lambda: load(recipe, source, ready.device, work.folder if work else None, place))
+    add_warnings(ready.method, report, observer)
     try:
-        measure(home, "pruned")
+        measure(loaded, "pruned")
     except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
-        note(f"the pruned model was not measured: {error}", report, say)
+        add_note(f"the pruned model was not measured: {error}", report, observer)
     report.seconds["total"] = time.perf_counter() - started
-    return _result(home, source, report, log, say)
+    return _result(loaded, source, report, log, observer)
 
 
-def _load(ready: Prepared, work: Work | None, place: Place, report: Report, say: Observer) -> Residence:
+def _load(ready: Prepared, work: WorkDirectory | None, place: Placement, report: Report, observer: Observer) -> LoadedModel:
     """The model where it is pruned; it was run on a few tokens if anything is to be computed with it."""
     recipe = report.recipe
-    with phase(LOADING, report, say):
-        home = settle(recipe, ready.source, ready.device, work.folder if work else None, place)
+    with phase(LOADING, report, observer):
+        loaded = load(recipe, ready.source, ready.device, work.folder if work else None, place)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
-            check_runs(home, by_block=home.streamed or len(ready.windows) > 0)
-    if home.note:
-        say(Note(home.note))  # what follows is about this machine and not about the result: none of it goes to the model card
-    return home
+            check_runs(loaded, by_block=loaded.offloaded or len(ready.windows) > 0)
+    if loaded.note:
+        observer(
+            Note(loaded.note)
+        )  # what follows is about this machine and not about the result: none of it goes to the model card
+    return loaded
 
 
-def _result(home: Residence, source: Checkpoint | Loaded, report: Report, log: Log, say: Observer) -> Result:
+def _result(
+    loaded: LoadedModel, source: Checkpoint | InMemoryModel, report: Report, log: EventLog, observer: Observer
+) -> Result:
     """The pruned model with all that is to be written with it; the report is complete."""
-    report.parameters, report.zeros = home.size()
+    report.parameters, report.zeros = loaded.size()
     report.peak_memory = peak_memory()
-    say(Ended(report.totals(), report.seconds["total"]))
-    tokenizer = source.tokenizer() if not isinstance(source, Loaded) else source.given
-    read = home.weights if isinstance(home.weights, OnDisk) else None
+    observer(Ended(report.totals(), report.seconds["total"]))
+    tokenizer = source.tokenizer() if not isinstance(source, InMemoryModel) else source.given
+    read = loaded.weights if isinstance(loaded.weights, DiskWeights) else None
     dense = source.folder if report.recipe.dtype == "auto" else None
-    return Result(home.model, report, tokenizer, dense, read, source.along(), log)
+    return Result(loaded.model, report, tokenizer, dense, read, source.extra_files(), log)
 
 
 def _measure(
     ready: Prepared,
     report: Report,
-    say: Observer,
-    home: Residence,
+    observer: Observer,
+    loaded: LoadedModel,
     when: When,
-    shared: Shared | None = None,
+    shared: DenseCache | None = None,
 ) -> None:
     """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
     for text, test in ready.tests.items():
-        with phase(f"{MEASURING} {when}", report, say):
+        with phase(f"{MEASURING} {when}", report, observer):
 
             def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
-                return asdict(measure_perplexity(home, test, text))
+                return asdict(measure_perplexity(loaded, test, text))
 
-            known = _circumstances(ready.source, home, test, None, report)
+            known = _cache_key(ready.source, loaded, test, None, report)
             values = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
             perplexity = report.perplexity.setdefault(text, {})[when] = Perplexity(**values)
-            say(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
+            observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
-        with phase(f"{MEASURING} {when}", report, say):
+        with phase(f"{MEASURING} {when}", report, observer):
 
             def ask() -> dict[str, Any]:
-                found = accuracies(home, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+                found = evaluate_tasks(loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
                 return {task: asdict(accuracy) for task, accuracy in found.items()}
 
-            known = _circumstances(ready.source, home, torch.empty(0, dtype=torch.long), None, report)
+            known = _cache_key(ready.source, loaded, torch.empty(0, dtype=torch.long), None, report)
             named = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
             for task, values in (shared.value(known, named, ask) if shared and known else ask()).items():
                 accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
-                say(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
+                observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
-        with phase(WRITING_SAMPLES, report, say):
-            report.samples.setdefault(prompt, {})[when] = continuation(home, ready.source.tokenizer(), prompt)
+        with phase(WRITING_SAMPLES, report, observer):
+            report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)
 
 
-def _circumstances(
-    source: Checkpoint | Loaded, home: Residence, windows: Tensor, batch: int | None, report: Report
+def _cache_key(
+    source: Checkpoint | InMemoryModel, loaded: LoadedModel, windows: Tensor, batch: int | None, report: Report
 ) -> dict[str, Any] | None:
     """What a figure of the dense model on these windows depends on; None for a model in memory, which no one else has."""
-    if isinstance(source, Loaded):
+    if isinstance(source, InMemoryModel):
         return None
-    return dense_circumstances(source, windows, home.compute or home.model.dtype, batch, report.environment)
+    return cache_key(source, windows, loaded.compute or loaded.model.dtype, batch, report.environment)
 
 
-def _again(home: Residence, settled: Callable[[], Residence]) -> Residence:
+def _again(loaded: LoadedModel, settled: Callable[[], LoadedModel]) -> LoadedModel:
     """The model anew, once the memory of the first is given back: what was pruned of it in part is of no use."""
-    device = home.model.device
-    home.model.to("meta")
+    device = loaded.model.device
+    loaded.model.to("meta")
     gc.collect()
     devices.empty_cache(device)
     return settled()
 
 
-def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.device, home: Residence) -> dict[str, Any]:
+def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.device, loaded: LoadedModel) -> dict[str, Any]:
     """What is really run, where the recipe leaves it open: every constant of the method, windows, device, dtypes."""
     return {
         "method": repr(method),
@@ -308,6 +314,6 @@ def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.de
         "sequence_length": windows.shape[1] if windows.numel() else None,
         "batch_size": batch,
         "device": str(device),
-        "dtype": str(home.model.dtype),
-        "computed_in": str(home.compute or home.model.dtype),
+        "dtype": str(loaded.model.dtype),
+        "computed_in": str(loaded.compute or loaded.model.dtype),
     }

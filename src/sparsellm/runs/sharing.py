@@ -19,18 +19,18 @@ from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.fingerprint import model_fingerprint, token_digest
 
 
-class Shared:
+class DenseCache:
     """A folder of journals, one for each dense model and each set of windows that it was run on.
 
     A process that needs what another is just finding waits for it; the lock goes with the process, however that ends.
     say: what takes a note where a journal is damaged and its figures are found again.
     """
 
-    def __init__(self, folder: Path, say: Observer = lambda _: None) -> None:
-        self.folder, self._say = folder, say
+    def __init__(self, folder: Path, observer: Observer = lambda _: None) -> None:
+        self.folder, self._say = folder, observer
 
     @contextmanager
-    def facts(self, known: Mapping[str, Any]) -> Iterator[Journal]:
+    def open(self, known: Mapping[str, Any]) -> Iterator[Journal]:
         """The journal of what was found under the circumstances `known`, which no other process may add to meanwhile."""
         digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
         place = self.folder / digest
@@ -43,15 +43,15 @@ class Shared:
 
     def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
         """Plain data of that name, found if it is not known yet."""
-        with self.facts(known) as journal:
+        with self.open(known) as journal:
             if journal.fact(name) is None:
                 journal.note(name, find())
             return journal.fact(name)
 
 
-def dense_circumstances(
+def cache_key(
     source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """All that a figure of a dense model depends on, to the last bit: model files, windows, dtype, batch, machine."""
-    told = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
-    return told | {f"environment.{name}": value for name, value in environment.items()}
+    message = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
+    return message | {f"environment.{name}": value for name, value in environment.items()}

@@ -13,47 +13,47 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
-from sparsellm.runs.placement import Place, place_of
+from sparsellm.runs.placement import Placement, choose_placement
 from sparsellm.runs.planning import fitted
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.workspace import Work
+from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives
 
 OF_ONE = ("environment.device", "recipe.device")
 """What may differ between processes that work together."""
 
 
-def begin(
-    recipe: RunRecipe, ready: Prepared, report: Report, say: Observer, work: Work | None
-) -> tuple[Place, int, Journal | None]:
+def start_run(
+    recipe: RunRecipe, ready: Prepared, report: Report, observer: Observer, work: WorkDirectory | None
+) -> tuple[Placement, int, Journal | None]:
     """The model's place, the windows at a time, and the journal, if there is a folder to work in.
 
     Raises what `place_of`, `fitted`, `Work.begin` and `check_alike` raise.
     """
-    place = place_of(recipe, ready.source, ready.device, files=work is not None)
+    place = choose_placement(recipe, ready.source, ready.device, files=work is not None)
     journal = None
     if work or collectives.world() > 1:
-        say(Stage(DIGESTING))
-        told = fingerprint(recipe, ready.source, ready.windows, report.environment)
+        observer(Stage(DIGESTING))
+        message = fingerprint(recipe, ready.source, ready.windows, report.environment)
         if report.pruned:
-            told["pruned checkpoint"] = report.pruned["digest"]
-        check_alike(told)
-        journal = work.begin(told) if work else None
+            message["pruned checkpoint"] = report.pruned["digest"]
+        check_alike(message)
+        journal = work.begin(message) if work else None
     if journal and journal.lost:
-        say(Note(journal.lost))
-    place, batch = fitted(recipe, ready, place, say, work.output if work else None)
+        observer(Note(journal.lost))
+    place, batch = fitted(recipe, ready, place, observer, work.output if work else None)
     batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
     if journal:
-        _note_machine(journal, say)
+        _note_machine(journal, observer)
     return *_suiting(recipe, ready, place, batch, journal), journal
 
 
-def check_alike(told: Mapping[str, Any]) -> None:
+def check_alike(message: Mapping[str, Any]) -> None:
     """Raise InvalidSetting unless all processes that work together are about to do the same. told: this one's fingerprint."""
-    mine = json.loads(json.dumps({name: value for name, value in told.items() if name not in OF_ONE}))
-    first, *others = collectives.told(mine)
+    local = json.loads(json.dumps({name: value for name, value in message.items() if name not in OF_ONE}))
+    first, *others = collectives.all_gather_object(local)
     for number, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
@@ -63,7 +63,7 @@ def check_alike(told: Mapping[str, Any]) -> None:
                 )
 
 
-def _note_machine(journal: Journal, say: Observer) -> None:
+def _note_machine(journal: Journal, observer: Observer) -> None:
     """Tell where a run goes on with other processes or threads than it was begun with."""
     now = {"processes": collectives.world(), "threads": torch.get_num_threads()}
     begun = journal.fact("machine")
@@ -71,10 +71,12 @@ def _note_machine(journal: Journal, say: Observer) -> None:
         journal.note("machine", now)
     elif begun != now:
         was, here = (f"{x['processes']} processes of {x['threads']} threads" for x in (begun, now))
-        say(Note(f"begun by {was}, goes on with {here}: rounding differs, and masks may with it"))
+        observer(Note(f"begun by {was}, goes on with {here}: rounding differs, and masks may with it"))
 
 
-def _suiting(recipe: RunRecipe, ready: Prepared, place: Place, batch: int, journal: Journal | None) -> tuple[Place, int]:
+def _suiting(
+    recipe: RunRecipe, ready: Prepared, place: Placement, batch: int, journal: Journal | None
+) -> tuple[Placement, int]:
     """The place and the windows at a time that suit every process; with one, as they are.
 
     Raises InvalidSetting where there are fewer windows than processes, and for a model that is read block by block into a
@@ -85,7 +87,7 @@ def _suiting(recipe: RunRecipe, ready: Prepared, place: Place, batch: int, journ
         return place, batch
     if 0 < windows < count:
         raise InvalidSetting(f"There are {windows} calibration windows for {count} processes. Pass more --samples.")
-    every = collectives.told([place.streamed, batch, journal is None or journal.file.exists()])
+    every = collectives.all_gather_object([place.streamed, batch, journal is None or journal.file.exists()])
     batch = max(1, min([some for _, some, _ in every] + ([windows // count] if windows else [])))
     if any(streamed for streamed, _, _ in every):
         if not all(seen for _, _, seen in every):
@@ -94,5 +96,5 @@ def _suiting(recipe: RunRecipe, ready: Prepared, place: Place, batch: int, journ
                 "share, or pass --no-offload."
             )
         if not place.streamed:
-            place = place_of(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
+            place = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
     return place, batch

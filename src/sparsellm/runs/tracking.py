@@ -18,7 +18,7 @@ from accelerate.utils import clear_environment
 
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import InvalidSetting, MissingPackage, nearest
-from sparsellm.methods import BlockResult, Refined
+from sparsellm.methods import BlockResult, TrainingResult
 from sparsellm.runs.events import OPENING, TRAINING, Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import peak_memory
@@ -53,12 +53,12 @@ class Tracked:
         MissingPackage: For a tracker that is not installed.
     """
 
-    def __init__(self, *trackers: GeneralTracker | str, say: Observer | None = None) -> None:
+    def __init__(self, *trackers: GeneralTracker | str, observer: Observer | None = None) -> None:
         self._trackers = list(dict.fromkeys(trackers))
         for tracker in self._trackers:
             if isinstance(tracker, str):
                 check_tracker(tracker)
-        self._say = say
+        self._say = observer
         self._open: dict[GeneralTracker | str, GeneralTracker] = {}
         self._notes: list[str] = []
         self._stage, self._step = "", 0
@@ -84,7 +84,7 @@ class Tracked:
         elif isinstance(event, BlockResult):
             self._step = event.index
             self._log(figures(event))
-        elif isinstance(event, Refined) and self._stage == TRAINING:
+        elif isinstance(event, TrainingResult) and self._stage == TRAINING:
             self._log({"recovered/before": event.before, "recovered/after": event.after})
         elif isinstance(event, Measured):
             name = f"{event.kind}/{PurePath(event.on).name}-{event.when}"

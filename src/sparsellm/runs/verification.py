@@ -20,7 +20,7 @@ from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runs.finished import CARD, Layers, changed_files, finished_report, moved_tensors, pruned_layers
 from sparsellm.runs.inspection import REPORT, Tensors, compare, follows
 from sparsellm.runs.report import Report, finite
-from sparsellm.solvers.linalg import zeros_in
+from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 
 if TYPE_CHECKING:
@@ -104,9 +104,9 @@ def check_written(folder: Path, report: Report, dense: Path | None, model: PreTr
     held = model.state_dict() if in_memory else {}
     _hold("What was written", [f"{key} has other numbers than in memory" for key, x in here if not _same(x, held.get(key, x))])
     layers = {layer.name: (layer.zeros, parse_pattern(layer.pattern)) for layer in report.layers}
-    moved = {name for block in report.blocks for name in block.moved}
+    changed_parameters = {name for block in report.blocks for name in block.changed_parameters}
     there = None if dense is None else Tensors(dense, model)
-    _hold("What was written", _layer_differences(model, here, there, layers, moved))
+    _hold("What was written", _layer_differences(model, here, there, layers, changed_parameters))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
         "files": {name: file_digest(folder / name) for name in names},
         "tensors": {key: one.to_dict() for key, one in tensors.items()},
     }
-    told: dict[str, Any] = json.loads(json.dumps(finite({**report, "files": sorted({*names, REPORT}), "digests": digests})))
-    digests["report"] = report_digest(told)
-    return told | {"digests": digests}
+    message: dict[str, Any] = json.loads(json.dumps(finite({**report, "files": sorted({*names, REPORT}), "digests": digests})))
+    digests["report"] = report_digest(message)
+    return message | {"digests": digests}
 
 
 def _hold(output: str | Path, differences: Sequence[str]) -> None:
@@ -163,14 +163,14 @@ def _tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, Tenso
     found = [f"the tensor {key} is not there" for key in recorded if key not in tensors]
     found += [f"the tensor {key} was not written by the run" for key in tensors if key not in recorded]
     for key in (key for key in tensors if key in recorded):
-        tensor, told = tensors[key], recorded[key]
+        tensor, message = tensors[key], recorded[key]
         if not tensor.finite:
             found.append(f"{key} holds NaN or infinity")
-        elif tensor.dtype != told.get("dtype"):
-            found.append(f"{key} is {tensor.dtype} where the report says {told.get('dtype')}")
-        elif list(tensor.shape) != told.get("shape"):
-            found.append(f"{key} has the shape {list(tensor.shape)} where the report says {told.get('shape')}")
-        elif tensor.digest != told.get("digest"):
+        elif tensor.dtype != message.get("dtype"):
+            found.append(f"{key} is {tensor.dtype} where the report says {message.get('dtype')}")
+        elif list(tensor.shape) != message.get("shape"):
+            found.append(f"{key} has the shape {list(tensor.shape)} where the report says {message.get('shape')}")
+        elif tensor.digest != message.get("digest"):
             found.append(f"the numbers of {key} were changed since")
     return found
 
@@ -192,20 +192,21 @@ def _layer_differences(
     pruned, left = set(moved), dict(layers)
     for block in blocks_of(model):
         for parameter, names in _by_parameter(block).items():
-            told = {name: left.pop(full) for name in names if (full := block.full_name(name)) in layers}
-            if not told or parameter not in here.files:
-                found += [f"{block.full_name(name)} is not there" for name in told]
+            message = {name: left.pop(full) for name in names if (full := block.full_name(name)) in layers}
+            if not message or parameter not in here.files:
+                found += [f"{block.full_name(name)} is not there" for name in message]
                 continue
             pruned.add(parameter)
             whole = here[parameter]
-            found += [fault for name, meant in told.items() if (fault := _fault(block, name, whole, *meant))]
-            if there is not None and len(told) < len(names):
+            found += [fault for name, meant in message.items() if (fault := _fault(block, name, whole, *meant))]
+            if there is not None and len(message) < len(names):
                 other = there[parameter].to(whole.dtype)
-                open_ = [name for name in names if name not in told]
+                open_ = [name for name in names if name not in message]
                 found += [
                     f"{block.full_name(name)} was not pruned and differs from the dense model's"
                     for name in open_
-                    if other.shape != whole.shape or not torch.equal(block.part(name, whole), block.part(name, other))
+                    if other.shape != whole.shape
+                    or not torch.equal(block.linear_view(name, whole), block.linear_view(name, other))
                 ]
     found += [f"{name}, which its report says was pruned, is not there" for name in left]
     if there is not None:
@@ -217,10 +218,10 @@ def _layer_differences(
 
 def _fault(block: Block, name: str, whole: Tensor, zeros: int, pattern: Pattern) -> str:
     """What is wrong with a pruned layer; nothing where all is well."""
-    weight = block.part(name, whole)
-    if zeros_in(weight) == zeros and follows(weight, pattern):
+    weight = block.linear_view(name, whole)
+    if count_zeros(weight) == zeros and follows(weight, pattern):
         return ""
-    return f"{block.full_name(name)} has {zeros_in(weight)} zeros where the report says {zeros} ({pattern})"
+    return f"{block.full_name(name)} has {count_zeros(weight)} zeros where the report says {zeros} ({pattern})"
 
 
 def _by_parameter(block: Block) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from sparsellm.runs.output_lock import LOCK, locked
 from sparsellm.runtime import collectives
 
 
-class Work:
+class WorkDirectory:
     """An output in the making. journal: what is finished of it, once the run is known well enough to say."""
 
     def __init__(self, output: Path, resume: bool) -> None:
@@ -33,7 +33,7 @@ class Work:
         Of several processes that work together, which all call this, one keeps it for all.
         """
         journal = Journal(self.folder)
-        if collectives.leads():
+        if collectives.is_main():
             resumes = self._resume and journal.file.exists()
             journal = (Journal.resume if resumes else Journal.begin)(self.folder, fingerprint)
         self.journal = journal.share()
@@ -41,7 +41,7 @@ class Work:
 
 
 @contextmanager
-def working(output: str | Path, resume: bool = False, restart: bool = False) -> Iterator[Work]:
+def work_directory(output: str | Path, resume: bool = False, restart: bool = False) -> Iterator[WorkDirectory]:
     """The work on an output, which no other process may do at the same time.
 
     resume: go on with an unfinished run, or start where there is none. restart: throw an unfinished run away first.
@@ -52,11 +52,11 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
     Of several processes that work together, which all enter, one does this for all.
     """
     path = Path(output).expanduser().absolute()
-    if not collectives.leads():
+    if not collectives.is_main():
         with _following(path) as work:
             yield work
         return
-    work = Work(path, resume)
+    work = WorkDirectory(path, resume)
     with locked(path):
         begun = (work.folder / JOURNAL).exists()
         if begun and not resume and not restart:
@@ -64,7 +64,7 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
         try:
             if restart:
                 _emptied(work.folder)
-            collectives.agreed(None)
+            collectives.broadcast_object(None)
             yield work
         except BaseException as error:
             _end(work, error, kept=begun and not restart)
@@ -72,7 +72,7 @@ def working(output: str | Path, resume: bool = False, restart: bool = False) -> 
         shutil.rmtree(work.folder, ignore_errors=True)
 
 
-def _end(work: Work, error: BaseException, kept: bool) -> None:
+def _end(work: WorkDirectory, error: BaseException, kept: bool) -> None:
     """Keep the work that an error ends where something is finished of it, and say in a note to the error what becomes of it.
 
     kept: whether there was work before, which counts until the journal says what is finished of it.
@@ -98,10 +98,10 @@ def _emptied(folder: Path) -> None:
 
 
 @contextmanager
-def _following(path: Path) -> Iterator[Work]:
+def _following(path: Path) -> Iterator[WorkDirectory]:
     """The work of a process that does not lead: a place for its files, which may be on a machine of its own."""
-    collectives.agreed(None)  # the leader has the folder
-    work = Work(path, resume=False)
+    collectives.broadcast_object(None)  # the leader has the folder
+    work = WorkDirectory(path, resume=False)
     work.folder.mkdir(parents=True, exist_ok=True)
     try:
         yield work

@@ -33,23 +33,23 @@ def rank() -> int:
     return dist.get_rank() if world() > 1 else 0
 
 
-def leads() -> bool:
+def is_main() -> bool:
     """Whether this process is the one that writes and speaks for all."""
     return rank() == 0
 
 
-def dealt(things: Sequence[Thing]) -> list[Thing]:
+def shard(things: Sequence[Thing]) -> list[Thing]:
     """This process's share of things that all of them have: every so-manieth, so that any first few are shared out too."""
     return list(things[rank() :: world()])
 
 
-def collected(mine: Sequence[Any]) -> list[Any]:
+def all_gather(local: Sequence[Any]) -> list[Any]:
     """Plain data that each process has for the things dealt to it, for all things in their order."""
-    lists = told(list(mine))
+    lists = all_gather_object(list(local))
     return [lists[number % len(lists)][number // len(lists)] for number in range(sum(map(len, lists)))]
 
 
-def owners(costs: Sequence[float]) -> list[int]:
+def balance_costs(costs: Sequence[float]) -> list[int]:
     """Which process does which of several tasks: the dearest first, each to whoever has the least to do."""
     loads, found = [0.0] * world(), [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda task: -costs[task]):
@@ -58,7 +58,7 @@ def owners(costs: Sequence[float]) -> list[int]:
     return found
 
 
-class Sum:
+class AllReduce:
     """A sum of tensors over all processes on its way, in place."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -93,21 +93,21 @@ class Sum:
         self._sent = []
 
 
-def sum_(*tensors: Tensor) -> None:
+def all_reduce_(*tensors: Tensor) -> None:
     """Sum each tensor over all processes, in place."""
-    Sum(*tensors).wait()
+    AllReduce(*tensors).wait()
 
 
-def total(count: int, device: torch.device) -> int:
+def all_reduce_count(count: int, device: torch.device) -> int:
     """The sum of a number over all processes; device: where they exchange tensors."""
     if world() == 1:
         return count
     tensor = torch.tensor(count, device=device)
-    sum_(tensor)
+    all_reduce_(tensor)
     return int(tensor)
 
 
-def handed(owner: int, *tensors: Tensor) -> None:
+def broadcast_from(owner: int, *tensors: Tensor) -> None:
     """Fill tensors, which all processes have in the same form, with those of one of them."""
     if world() == 1:
         return
@@ -119,16 +119,16 @@ def handed(owner: int, *tensors: Tensor) -> None:
             tensor.copy_(flat)
 
 
-def given(owner: int, tensor: Tensor) -> Tensor:
+def broadcast(owner: int, tensor: Tensor) -> Tensor:
     """One process's tensor, for all, who have one of the same form; theirs stay as they are."""
     if world() == 1:
         return tensor
     found = tensor if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    handed(owner, found)
+    broadcast_from(owner, found)
     return found
 
 
-def agreed(value: Any, owner: int = 0) -> Any:
+def broadcast_object(value: Any, owner: int = 0) -> Any:
     """One process's plain data, for all: what JSON can say, with tuples as lists. Also a place to wait for each other."""
     if world() == 1:
         return value
@@ -140,27 +140,27 @@ def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
     if world() == 1:
         return data
     size = torch.tensor(len(data), device=_device())
-    handed(owner, size)
+    broadcast_from(owner, size)
     flat = torch.zeros(int(size), dtype=torch.uint8, device=_device())
     if rank() == owner and data:
         flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    handed(owner, flat)
+    broadcast_from(owner, flat)
     return flat.cpu().numpy().tobytes()
 
 
-def told(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Everybody's plain data, by rank."""
-    return [agreed(value, owner) for owner in range(world())]
+    return [broadcast_object(value, owner) for owner in range(world())]
 
 
-def once(do: Callable[[], Thing]) -> Thing | None:
+def on_main(do: Callable[[], Thing]) -> Thing | None:
     """What the leader alone does, while the others wait; for the others None."""
-    found = do() if leads() else None
-    agreed(None)
+    found = do() if is_main() else None
+    broadcast_object(None)
     return found
 
 
-def sent() -> int:
+def bytes_sent() -> int:
     """Bytes of tensors that this process has put into exchanges so far; a ring moves each about twice."""
     return _sent
 

@@ -26,7 +26,7 @@ def accelerator() -> torch.device | None:
     return device if device is not None and has_own_memory(device) else None
 
 
-def take(number: int) -> None:
+def set_device(number: int) -> None:
     """Have this process use one of the machine's accelerators, where there are any. number: counted around them."""
     device = accelerator()
     if device is not None:
@@ -110,14 +110,14 @@ def queued(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def widest(device: torch.device) -> torch.dtype:
+def widest_float(device: torch.device) -> torch.dtype:
     """The most precise floating dtype of a device: float64, but for Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def precise(numbers: Tensor) -> Tensor:
+def full_precision(numbers: Tensor) -> Tensor:
     """The numbers in float64: where they are, or on the processor where their device has no float64."""
-    return numbers.to("cpu" if widest(numbers.device) is torch.float32 else numbers.device, torch.float64)
+    return numbers.to("cpu" if widest_float(numbers.device) is torch.float32 else numbers.device, torch.float64)
 
 
 def mixed_products(device: torch.device) -> bool:
@@ -125,11 +125,11 @@ def mixed_products(device: torch.device) -> bool:
     return is_nvidia(device)
 
 
-def read(numbers: Sequence[Tensor]) -> list[float]:
+def to_python(numbers: Sequence[Tensor]) -> list[float]:
     """The values of tensors of one number each, on one device, with one wait for it."""
     if not numbers:
         return []
-    wide = widest(numbers[0].device)
+    wide = widest_float(numbers[0].device)
     if wide is torch.float32:  # in which large counts are not exact
         return [float(number) for number in numbers]
     values: list[float] = torch.stack([number.to(wide) for number in numbers]).cpu().tolist()

@@ -26,7 +26,7 @@ def check_fits(needed: int, device: torch.device, what: str, instead: str) -> No
         raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {instead}")
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device has no memory left; a processor's says so only in words."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
@@ -38,12 +38,12 @@ def human_bytes(count: float) -> str:
     return ByteSize(count).human_readable(separator=" ")
 
 
-def held_now() -> int:
+def current_memory() -> int:
     """The resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return memory that was freed to the system, where the C library (glibc) would keep it in pieces; nothing elsewhere.
 
     Tensors up to 32 MiB come from its heap, which holes make larger with every block.

@@ -31,14 +31,14 @@ class Tensors(Protocol):
     def __iter__(self) -> Iterator[Tensor]: ...
 
 
-class Kept(Tensors, Protocol):
+class TensorList(Tensors, Protocol):
     """A list of tensors that grows at its end and is read and written one at a time, wherever they are."""
 
     def __setitem__(self, index: int, value: Tensor, /) -> None: ...
     def append(self, value: Tensor, /) -> None: ...
 
 
-class Storage:
+class OffloadManager:
     """Where lists of tensors are kept.
 
     budget: bytes of memory for all lists together, where their tensors are; None for any number. host: bytes of the processor's
@@ -53,13 +53,13 @@ class Storage:
         self.most_written = self.most_kept = 0
 
     @contextmanager
-    def lists(self, count: int, size: int) -> Iterator[list[Kept]]:
+    def new_lists(self, count: int, size: int) -> Iterator[list[TensorList]]:
         """Empty lists, within the context. size: bytes that each will hold; those that do not fit elsewhere are files."""
         with self._room(count * size) as (place, folder):
-            files = (OnFile(folder / str(number)) for number in range(count))
-            yield list(files) if place == WRITTEN else [[] if place == HELD else OnHost() for _ in range(count)]
+            files = (DiskList(folder / str(number)) for number in range(count))
+            yield list(files) if place == WRITTEN else [[] if place == HELD else HostList() for _ in range(count)]
 
-    def holds(self, size: int) -> bool:
+    def fits_on_device(self, size: int) -> bool:
         """Whether there is room for so many bytes more where tensors are made."""
         return self.budget is None or self._taken[HELD] + size <= self.budget
 
@@ -88,7 +88,7 @@ class Storage:
         self.most_kept = max(self.most_kept, sum(self._taken.values()))
 
 
-class Rows:
+class RowSubset:
     """Some rows of the tensors of a list, cut out when they are asked for; tensors of which no row is wanted are left out.
 
     wanted: rows by number, with a start, a stop and maybe a step. starts: the number of each tensor's first row, if they are
@@ -121,12 +121,12 @@ class Rows:
 
 def lengths(source: Tensors) -> list[int]:
     """How many rows each tensor of a list has; nothing is read for it."""
-    if isinstance(source, (OnFile, OnHost, Rows)):
+    if isinstance(source, (DiskList, HostList, RowSubset)):
         return source.lengths
     return [len(some) for some in source]
 
 
-class OnHost:
+class HostList:
     """A list of tensors in the processor's memory; a read gives a tensor of its own, on the device it came from.
 
     A GPU's are in pinned memory, and have a stream of their own for copies: while one is worked on, the next is on its way and
@@ -208,7 +208,7 @@ class OnHost:
         return self._streams[device]
 
 
-class OnFile:
+class DiskList:
     """A list of tensors with a safetensors file for each; a read gives a tensor of its own, on the device it came from.
 
     Files are read and written as a whole, not mapped: what a mapping touches counts as the process's memory.

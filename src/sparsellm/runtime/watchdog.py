@@ -58,7 +58,9 @@ class Watch:
         self._parent = os.getppid()
         self._over = threading.Event()
         store.set(self._key, "0")
-        self._places = collectives.told(f"(pid {os.getpid()} on {socket.gethostname()})")  # and every key is in the store
+        self._places = collectives.all_gather_object(
+            f"(pid {os.getpid()} on {socket.gethostname()})"
+        )  # and every key is in the store
         self._thread = threading.Thread(target=self._run, daemon=True, name="sparsellm watch")
         self._thread.start()
 
@@ -132,12 +134,12 @@ def apart(environment: Mapping[str, str]) -> tuple[int, int]:
     its own GPU, if there are any. environment: as for `joined`."""
     count = int(environment.get("WORLD_SIZE", "1"))
     if count > 1:
-        devices.take(int(environment.get("LOCAL_RANK", "0")))
+        devices.set_device(int(environment.get("LOCAL_RANK", "0")))
     return int(environment.get("RANK", "0")) if count > 1 else 0, count
 
 
 @contextmanager
-def joined(environment: Mapping[str, str], end: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
+def init_process_group(environment: Mapping[str, str], end: Callable[[str], None] = lambda _: None) -> Iterator[bool]:
     """Work together with the other processes of a launcher (torchrun, accelerate launch, srun).
 
     An error in one process ends the others, whose LostProcess says which one it was.
@@ -151,27 +153,27 @@ def joined(environment: Mapping[str, str], end: Callable[[str], None] = lambda _
         Whether this process is the first one, which writes and speaks for all.
     """
     if int(environment.get("WORLD_SIZE", "1")) == 1 or collectives.world() > 1:
-        yield collectives.leads()
+        yield collectives.is_main()
         return
     backend = "gloo"
     if (device := devices.accelerator()) is not None:
-        devices.take(int(environment.get("LOCAL_RANK", "0")))
+        devices.set_device(int(environment.get("LOCAL_RANK", "0")))
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     store, number, count = next(rendezvous("env://", timeout=MEETING))
     # How long an exchange may take is not known: another process may solve for hours. Lost ones are found by the watch.
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))
     watch = Watch(store.clone(), end)
-    told = "The launcher ended this process, as it does when another one failed"
-    before = signal.signal(signal.SIGTERM, lambda *_: watch.check(told))
+    message = "The launcher ended this process, as it does when another one failed"
+    before = signal.signal(signal.SIGTERM, lambda *_: watch.check(message))
     collectives.check = watch.check
     try:
-        yield collectives.leads()
-        collectives.agreed(None)  # nobody leaves before the first has written
+        yield collectives.is_main()
+        collectives.broadcast_object(None)  # nobody leaves before the first has written
         watch.close()
         dist.destroy_process_group()
     except BaseException as error:
         watch.close(error)
-        if not collectives.leads() and not (isinstance(error, LostProcess) and watch.speaks()):
+        if not collectives.is_main() and not (isinstance(error, LostProcess) and watch.speaks()):
             raise SystemExit(1) from error  # the first one tells it
         raise
     finally:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import NoInputs
+from sparsellm.solvers.statistics import TokenCount
 
 
 @runtime_checkable
@@ -19,7 +19,7 @@ class LayerSolver(Protocol):
     A field named `damping` is raised, and the value used recorded, where a factorisation fails at the value given.
     """
 
-    needs: ClassVar[type[NoInputs]]
+    needs: ClassVar[type[TokenCount]]
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         """The pruned weight, (out, in), zero wherever `pattern` removes; the problem is not written to."""
@@ -27,9 +27,9 @@ class LayerSolver(Protocol):
 
 
 @runtime_checkable
-class Unwaiting(LayerSolver, Protocol):
+class NonBlockingSolver(LayerSolver, Protocol):
     """A solver that can also answer without a word from the device on how it went."""
 
-    def attempt(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
         """As `solve`, with whether it succeeded, (), in place of SingularGram; nothing is waited for."""
         ...

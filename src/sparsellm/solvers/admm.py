@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime.costs import SolverCost
-from sparsellm.solvers.linalg import cholesky, damped_, dead_inputs, lifted, refit, spectrum
-from sparsellm.solvers.problem import LEAST_CURVATURE, LayerProblem
+from sparsellm.solvers.linalg import (
+    add_curvature_diagonal,
+    add_diagonal_,
+    cholesky,
+    conjugate_gradient_refit,
+    dead_inputs,
+    eigh,
+)
+from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 
 Keep = Callable[[Tensor], Tensor]
 """The mask that scores of (out, in) decide."""
@@ -20,7 +27,7 @@ Shifted = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Scaled:
+class NormalizedProblem:
     """A layer problem in the units in which its damped Gram, and its curvature if there is one, have a unit diagonal.
 
     target: W⋆, (out, in); dead inputs have no weights. gram: (in, in). curvature: (out, out), or None where outputs count
@@ -34,25 +41,25 @@ class Scaled:
     damping: float
 
     @classmethod
-    def of(cls, problem: LayerProblem, damping: float) -> Scaled:
+    def of(cls, problem: LayerProblem, damping: float) -> NormalizedProblem:
         gram = problem.gram
         dead = dead_inputs(gram)
-        gram, scale = _unit(damped_(gram, damping))
+        gram, scale = _unit_diagonal(add_diagonal_(gram, damping))
         curvature = problem.curvature
         if curvature is not None:
-            curvature, height = _unit(lifted(curvature, max(damping, LEAST_CURVATURE)))
+            curvature, height = _unit_diagonal(add_curvature_diagonal(curvature, max(damping, MIN_CURVATURE)))
             scale = height.unsqueeze(1) * scale
         return cls(problem.weight.masked_fill(dead, 0) * scale, gram, curvature, scale, damping)
 
-    def shifted(self) -> Callable[[float], Shifted]:
+    def shifted_solver(self) -> Callable[[float], Shifted]:
         """For a rho, how S W G + rho W = side is solved."""
         if self.curvature is None:
             return _shifted_by_cholesky(self.gram, self.damping)
         return _shifted_by_eigenvectors(self.curvature, self.gram)
 
-    def fitted(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
+    def refit(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
         """The weight, zero outside `keep`, after some steps of conjugate gradients on it, in the units of the layer."""
-        return refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
+        return conjugate_gradient_refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
 
 
 def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) -> SolverCost:
@@ -68,7 +75,7 @@ def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) ->
     return SolverCost(9.2, square, steps + refit_steps + 2, 3 * penalties, 0, passes)
 
 
-def _unit(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """A positive definite matrix scaled to a unit diagonal, and the square roots of the diagonal that it had."""
     scale = matrix.diagonal().sqrt()
     return matrix / scale.outer(scale), scale
@@ -88,8 +95,8 @@ def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shif
 
 def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
     """S W G + rho W = rhs, where both matrices are diagonal; one decomposition of each serves every penalty."""
-    heights, left = spectrum(curvature)
-    widths, right = spectrum(gram)
+    heights, left = eigh(curvature)
+    widths, right = eigh(gram)
     products = heights.clamp(min=0).outer(widths.clamp(min=0))
 
     def at(penalty: float) -> Shifted:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.runtime.costs import SolverCost
-from sparsellm.solvers.admm import Keep, Scaled, admm_cost
+from sparsellm.solvers.admm import Keep, NormalizedProblem, admm_cost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 PENALTY_START = 0.1
 """The first rho, for a Gram scaled to a unit diagonal; the paper's value."""
@@ -22,10 +22,10 @@ PENALTY_START = 0.1
 CHECK_EVERY = 3
 """Iterations between two looks at how much the kept set moves; the paper's value."""
 
-FEWEST_ITERATIONS = 30
+MIN_ITERATIONS = 30
 """No stop for a small change before this many; the paper's value."""
 
-LEAST_PENALTY = 1e-4
+MIN_PENALTY = 1e-4
 """Below this rho the search no longer starts over: a mask that did not move by then will not."""
 
 SETTLED = 3e-4
@@ -58,10 +58,10 @@ class ALPS:
     damping: float = 0.01
     iterations: int = 300
     refit_steps: int = 10
-    pace: float = 1.0
+    penalty_growth: float = 1.0
     relaxation: float = 1.0
 
-    needs: ClassVar[type[NoInputs]] = Gram
+    needs: ClassVar[type[TokenCount]] = Gram
 
     def __post_init__(self) -> None:
         if not self.damping >= 0 or self.iterations < 1 or self.refit_steps < 0:
@@ -69,30 +69,32 @@ class ALPS:
                 f"ALPS needs damping >= 0, iterations >= 1 and refit_steps >= 0, "
                 f"got {self.damping}, {self.iterations} and {self.refit_steps}."
             )
-        if not 0 < self.pace <= 1 or not 0 < self.relaxation < 2:
-            raise InvalidSetting(f"ALPS needs pace in (0, 1] and relaxation in (0, 2), got {self.pace} and {self.relaxation}.")
+        if not 0 < self.penalty_growth <= 1 or not 0 < self.relaxation < 2:
+            raise InvalidSetting(
+                f"ALPS needs pace in (0, 1] and relaxation in (0, 2), got {self.penalty_growth} and {self.relaxation}."
+            )
 
     @classmethod
-    def thorough(cls) -> ALPS:
+    def accurate(cls) -> ALPS:
         """Half the pace, over-relaxed, and twice the refit: 3-4 % less error for 1.6 times the time (docs/methods/alps.md)."""
-        return cls(refit_steps=20, pace=0.5, relaxation=1.6)
+        return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6)
 
     def cost(self, curved: bool) -> SolverCost:
-        """What a solve takes: the search mostly ends after `FEWEST_ITERATIONS`, and later where the penalty rises slower."""
-        steps = min(self.iterations, FEWEST_ITERATIONS / self.pace**0.85)
+        """What a solve takes: the search mostly ends after `MIN_ITERATIONS`, and later where the penalty rises slower."""
+        steps = min(self.iterations, MIN_ITERATIONS / self.penalty_growth**0.85)
         return admm_cost(steps, self.refit_steps, steps / CHECK_EVERY, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        scaled, kept = Scaled.of(problem, self.damping), partial(problem.keep, pattern)
+        scaled, kept = NormalizedProblem.of(problem, self.damping), partial(problem.keep, pattern)
         chosen = self._search(scaled, kept)
         keep = kept(chosen.abs())
-        return scaled.fitted(chosen * keep, keep, self.refit_steps)
+        return scaled.refit(chosen * keep, keep, self.refit_steps)
 
-    def _search(self, scaled: Scaled, kept: Keep) -> Tensor:
+    def _search(self, scaled: NormalizedProblem, kept: Keep) -> Tensor:
         """The final ADMM iterate, (out, in): its largest entries are the mask, and the start of the refit."""
         target, gram, curvature = scaled.target, scaled.gram, scaled.curvature
         aim = target @ gram if curvature is None else curvature @ target @ gram
-        shifted = scaled.shifted()
+        shifted = scaled.shifted_solver()
         penalty = PENALTY_START
         solve = shifted(penalty)
         dual = torch.zeros_like(target)
@@ -112,20 +114,20 @@ class ALPS:
                 continue
             change = float((keep ^ seen).sum()) / max(float(keep.sum()), 1.0)
             seen = keep
-            if (iteration >= FEWEST_ITERATIONS and change < SETTLED) or (change == 0 and moved_before):
+            if (iteration >= MIN_ITERATIONS and change < SETTLED) or (change == 0 and moved_before):
                 break
-            moved_before = moved_before or change > 0.005 or penalty < LEAST_PENALTY
-            growth = _growth(change, moved_before)
+            moved_before = moved_before or change > 0.005 or penalty < MIN_PENALTY
+            growth = _penalty_factor(change, moved_before)
             if growth < 1:  # the penalty froze the mask before it could move: start over, gentler
                 dual, sparse = torch.zeros_like(target), target
             else:
-                growth **= self.pace
+                growth **= self.penalty_growth
             penalty = min(penalty * growth, 1e6)
             solve = shifted(penalty)
         return weight
 
 
-def _growth(change: float, moved_before: bool) -> float:
+def _penalty_factor(change: float, moved_before: bool) -> float:
     """The factor on the penalty after a look at which `change` of the kept set was new; the paper's values."""
     if change > 0.1:
         return 1.3

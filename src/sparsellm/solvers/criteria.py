@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsellm.runtime.costs import SolverCost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import InputNorms, NoInputs
+from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Magnitude:
     With a curvature, the largest $\sqrt{S_{ii}} |W_{ij}|$.
     """
 
-    needs: ClassVar[type[NoInputs]] = NoInputs
+    needs: ClassVar[type[TokenCount]] = TokenCount
 
     def cost(self, curved: bool) -> SolverCost:
         """What a solve takes: a selection."""
@@ -28,7 +28,7 @@ class Magnitude:
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs()
-        return problem.weight * problem.keep(pattern, score if problem.rows is None else score * problem.rows)
+        return problem.weight * problem.keep(pattern, score if problem.row_scale is None else score * problem.row_scale)
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Wanda:
     A curvature changes nothing: rows are not compared with one another.
     """
 
-    needs: ClassVar[type[NoInputs]] = InputNorms
+    needs: ClassVar[type[TokenCount]] = InputRMS
 
     def cost(self, curved: bool) -> SolverCost:
         """What a solve takes: a selection in each row."""
         return SolverCost(4, 0, 0, 0, 0, 30)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        score = problem.weight.abs() * problem.norms
+        score = problem.weight.abs() * problem.rms
         return problem.weight * problem.keep(pattern, score, per_row=True)

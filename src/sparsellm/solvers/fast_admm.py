@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.runtime.costs import SolverCost
-from sparsellm.solvers.admm import Keep, Scaled, admm_cost
+from sparsellm.solvers.admm import Keep, NormalizedProblem, admm_cost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 
 @dataclass(frozen=True)
-class Swift:
+class FastADMM:
     r"""The first steps of ADMM, which find most of what all of them find, at a penalty that stays.
 
     On the problem scaled to a unit diagonal, as `sparsellm.ALPS` has it, with $U = V/\rho$ and a $\rho$ that neither rises nor
@@ -43,7 +43,7 @@ class Swift:
     penalty: float = 0.6
     relaxation: float = 1.6
 
-    needs: ClassVar[type[NoInputs]] = Gram
+    needs: ClassVar[type[TokenCount]] = Gram
 
     def __post_init__(self) -> None:
         if not self.damping >= 0 or self.steps < 1 or self.refit_steps < 0:
@@ -61,13 +61,13 @@ class Swift:
         return admm_cost(self.steps, self.refit_steps, 1, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        scaled = Scaled.of(problem, self.damping)
+        scaled = NormalizedProblem.of(problem, self.damping)
         sparse, keep = self._search(scaled, partial(problem.keep, pattern))
-        return scaled.fitted(sparse, keep, self.refit_steps)
+        return scaled.refit(sparse, keep, self.refit_steps)
 
-    def _search(self, scaled: Scaled, kept: Keep) -> tuple[Tensor, Tensor]:
+    def _search(self, scaled: NormalizedProblem, kept: Keep) -> tuple[Tensor, Tensor]:
         """The last D and its mask, both (out, in)."""
-        solve, target = scaled.shifted()(self.penalty), scaled.target
+        solve, target = scaled.shifted_solver()(self.penalty), scaled.target
         moved = target
         for _ in range(self.steps):
             keep = kept(moved.abs())

@@ -28,7 +28,7 @@ def squares_finite(hidden: Tensor) -> Tensor:
     return hidden.float().square().sum(-1).isfinite().all()
 
 
-def zeros_in(weight: Tensor) -> int:
+def count_zeros(weight: Tensor) -> int:
     """How many entries are exactly zero. Without a copy: the sum of a comparison would take eight bytes for each entry."""
     return weight.numel() - int(weight.count_nonzero())
 
@@ -38,15 +38,15 @@ def dead_inputs(gram: Tensor) -> Tensor:
     return gram.diagonal() == 0
 
 
-def damped(gram: Tensor, damping: float) -> Tensor:
+def add_diagonal(gram: Tensor, damping: float) -> Tensor:
     """The Gram matrix with `damping` times the mean of its diagonal added to the diagonal.
 
     Dead inputs get that mean as their diagonal (1 where all are dead): they couple to nothing, and nothing is divided by zero.
     """
-    return damped_(gram.clone(), damping)
+    return add_diagonal_(gram.clone(), damping)
 
 
-def damped_(gram: Tensor, damping: float) -> Tensor:
+def add_diagonal_(gram: Tensor, damping: float) -> Tensor:
     """As `damped`, in place: of a Gram matrix that nobody else reads."""
     diagonal = gram.diagonal()
     dead = dead_inputs(gram)
@@ -56,7 +56,7 @@ def damped_(gram: Tensor, damping: float) -> Tensor:
     return gram
 
 
-def lifted(curvature: Tensor, share: float) -> Tensor:
+def add_curvature_diagonal(curvature: Tensor, share: float) -> Tensor:
     """A curvature with `share` times its diagonal's mean added to the diagonal: positive definite, dead rows nearly free."""
     result = curvature.clone()
     mean = result.diagonal().mean()
@@ -82,7 +82,7 @@ def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures:
     return lower  # type: ignore[no-any-return]
 
 
-def reversed_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
+def upper_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
     r"""The upper triangular $R$ with $M = R R^\top$: with $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$.
 
     failures: as for `cholesky`.
@@ -100,17 +100,17 @@ def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None
     A third of the operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never
     formed. failures: as for `cholesky`.
     """
-    return inverse_upper(reversed_factor(matrix, damping, failures))
+    return invert_triangular(upper_factor(matrix, damping, failures))
 
 
-def inverse_upper(upper: Tensor) -> Tensor:
+def invert_triangular(upper: Tensor) -> Tensor:
     """The inverse of an upper triangular matrix."""
     inverse = torch.zeros(upper.shape, dtype=upper.dtype, device=upper.device)
-    _invert_upper(upper, inverse)
+    _invert_triangular_into(upper, inverse)
     return inverse
 
 
-def _invert_upper(upper: Tensor, inverse: Tensor) -> None:
+def _invert_triangular_into(upper: Tensor, inverse: Tensor) -> None:
     """Write the inverse of an upper triangular matrix; halves of halves, so that products do most of its n³/3 operations."""
     size = len(upper)
     if size <= LEAF:
@@ -118,17 +118,17 @@ def _invert_upper(upper: Tensor, inverse: Tensor) -> None:
         inverse.copy_(torch.linalg.solve_triangular(upper, eye, upper=True))
         return
     half = size // 2
-    _invert_upper(upper[:half, :half], inverse[:half, :half])
-    _invert_upper(upper[half:, half:], inverse[half:, half:])
+    _invert_triangular_into(upper[:half, :half], inverse[:half, :half])
+    _invert_triangular_into(upper[half:, half:], inverse[half:, half:])
     inverse[:half, half:] = (inverse[:half, :half] @ upper[:half, half:]).neg_() @ inverse[half:, half:]
 
 
-def dot(one: Tensor, other: Tensor) -> float:
+def dot_float64(one: Tensor, other: Tensor) -> float:
     """The sum of products of two matrices, added up in float64: errors are differences of large sums."""
-    return float((devices.precise(one) * devices.precise(other)).sum())
+    return float((devices.full_precision(one) * devices.full_precision(other)).sum())
 
 
-def spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; on the processor for Apple's GPUs, which
     have no such routine."""
     there = matrix.device
@@ -136,13 +136,13 @@ def spectrum(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(there), vectors.to(there)
 
 
-def quadratic(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
+def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     """tr L G Rᵀ for a symmetric G, and L = S R with a symmetric S: half of G is enough.
 
     left, right: (out, in). gram: (in, in). Added up as precisely as the device can: in float64, but on Apple's GPUs.
     Cost: one product of (out, in) by (in, in) over two.
     """
-    wide = devices.widest(gram.device)
+    wide = devices.widest_float(gram.device)
     total = torch.zeros((), dtype=wide, device=gram.device)
     for start in range(0, len(gram), QUADRATIC_PANEL):
         end = start + QUADRATIC_PANEL
@@ -153,7 +153,7 @@ def quadratic(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     return total
 
 
-def refit(
+def conjugate_gradient_refit(
     weight: Tensor,
     target: Tensor,
     gram: Tensor,

@@ -38,7 +38,7 @@ class Unstructured:
         return f"{100 * self.sparsity:.10g}%"
 
     @property
-    def span(self) -> int | None:
+    def column_span(self) -> int | None:
         """How many columns are decided together: None, for all of them."""
         return None
 
@@ -49,7 +49,7 @@ class Unstructured:
     def check(self, shape: tuple[int, int]) -> None:
         """Raise InvalidSetting when a layer of this (out, in) shape cannot have the pattern; any can."""
 
-    def removed(self, count: int) -> int:
+    def count_removed(self, count: int) -> int:
         """How many of `count` weights go."""
         return round(self.sparsity * count)
 
@@ -59,7 +59,7 @@ class Unstructured:
         score: (out, in), finite. Of equal scores the later position stays.
         per_row: every row loses the same number, give or take one so that the layer's total is exact.
         """
-        total = self.removed(score.numel())
+        total = self.count_removed(score.numel())
         if not per_row:
             return keep_largest(score, total)
         rows = score.shape[0]
@@ -91,7 +91,7 @@ class NM:
         return self.zeros / self.group
 
     @property
-    def span(self) -> int | None:
+    def column_span(self) -> int | None:
         """How many columns are decided together: one group."""
         return self.group
 
@@ -107,7 +107,7 @@ class NM:
                 "Leave the layer out with --exclude, or use an unstructured sparsity."
             )
 
-    def removed(self, count: int) -> int:
+    def count_removed(self, count: int) -> int:
         """How many of `count` weights go."""
         return count * self.zeros // self.group
 

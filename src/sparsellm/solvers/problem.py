@@ -10,17 +10,17 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.runtime import devices
-from sparsellm.solvers.linalg import cholesky, damped, quadratic
+from sparsellm.solvers.linalg import add_diagonal, cholesky, quadratic_form
 from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.statistics import Gram, InputNorms, NoInputs
+from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
-LEAST_CURVATURE = 1e-6
+MIN_CURVATURE = 1e-6
 """The least curvature of a row, as a share of the mean."""
 
-LEAST_ENERGY = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+MIN_ENERGY = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 """Below it the products that an energy is summed from lose digits, and then all of them."""
 
-LARGEST_EXPONENT = 126
+MAX_EXPONENT = 126
 """Of a power of two that float32 holds, with its reciprocal."""
 
 
@@ -37,12 +37,14 @@ class LayerProblem:
     """
 
     weight: Tensor
-    inputs: NoInputs
+    inputs: TokenCount
     curvature: Tensor | None = None
-    gone: Tensor | None = None
+    pruned_mask: Tensor | None = None
 
     @classmethod
-    def toward(cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
+    def from_targets(
+        cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float, curvature: Tensor | None = None
+    ) -> LayerProblem:
         r"""The problem whose outputs should match another signal y, pulled toward a prior weight.
 
         $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
@@ -55,14 +57,14 @@ class LayerProblem:
         gram = inputs.matrix.to(prior.dtype)
         # The prior enters through the defect C - W0 G: where y is W0 x the answer is W0, whatever the rounding of the solve.
         defect = cross.to(prior.dtype) - prior @ gram
-        lower = cholesky(damped(gram, ridge), ridge, "ridge")
+        lower = cholesky(add_diagonal(gram, ridge), ridge, "ridge")
         return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature)
 
     def keep(self, pattern: Pattern, score: Tensor, *, per_row: bool = False) -> Tensor:
         """`pattern.keep` of a score, (out, in), at least 0, but what is gone is the first to be removed and never stays."""
-        if self.gone is None:
+        if self.pruned_mask is None:
             return pattern.keep(score, per_row=per_row)
-        return pattern.keep(score.masked_fill(self.gone, -1), per_row=per_row) & ~self.gone
+        return pattern.keep(score.masked_fill(self.pruned_mask, -1), per_row=per_row) & ~self.pruned_mask
 
     @property
     def gram(self) -> Tensor:
@@ -72,19 +74,19 @@ class LayerProblem:
         return self.inputs.matrix.to(self.weight.dtype)
 
     @property
-    def shown(self) -> Tensor:
+    def gram_view(self) -> Tensor:
         """As `gram`, for reading only."""
-        return self.inputs.shown.to(self.weight.dtype) if isinstance(self.inputs, Gram) else self.gram
+        return self.inputs.view.to(self.weight.dtype) if isinstance(self.inputs, Gram) else self.gram
 
     @property
-    def norms(self) -> Tensor:
+    def rms(self) -> Tensor:
         """(in,), in the weight's dtype: raises InvalidSetting where the inputs are unknown."""
-        if not isinstance(self.inputs, InputNorms):
+        if not isinstance(self.inputs, InputRMS):
             raise InvalidSetting(f"This solver needs input norms, got {type(self.inputs).__name__}.")
-        return self.inputs.norms.to(self.weight.dtype)
+        return self.inputs.rms.to(self.weight.dtype)
 
     @property
-    def rows(self) -> Tensor | None:
+    def row_scale(self) -> Tensor | None:
         r"""(out, 1): $\sqrt{S_{ii}}$, by which a row's errors count, where the mean of $S_{ii}$ is 1; None for all alike.
 
         At least a thousandth: a row that nothing reads still has a best weight.
@@ -94,7 +96,7 @@ class LayerProblem:
         diagonal = self.curvature.diagonal()
         mean = diagonal.mean()
         relative = torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal))
-        return relative.clamp(min=LEAST_CURVATURE).sqrt().unsqueeze(1)
+        return relative.clamp(min=MIN_CURVATURE).sqrt().unsqueeze(1)
 
     def error(self, weight: Tensor) -> float:
         """The output error of `weight` (out, in) relative to the target's output, by all that is known of the inputs.
@@ -103,34 +105,34 @@ class LayerProblem:
         Raises NonFinite where an energy overflows float32. Weights so small that their squares vanish are scaled first, by a
         power of two, which changes no digit.
         """
-        lost, had = devices.read(self.energies(weight))
-        largest = float(self.weight.abs().max()) if 0 <= had < LEAST_ENERGY else 0.0
+        lost, had = devices.to_python(self.energies(weight))
+        largest = float(self.weight.abs().max()) if 0 <= had < MIN_ENERGY else 0.0
         if largest > 0:
-            factor = 2.0 ** min(-math.floor(math.log2(largest)), LARGEST_EXPONENT)
-            lost, had = devices.read(replace(self, weight=self.weight * factor).energies(weight * factor))
-        return share_lost(lost, had)
+            factor = 2.0 ** min(-math.floor(math.log2(largest)), MAX_EXPONENT)
+            lost, had = devices.to_python(replace(self, weight=self.weight * factor).energies(weight * factor))
+        return relative_error(lost, had)
 
     def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """What the output of `weight` (out, in) lacks of the target's, and what the target's has; not waited for."""
-        gram = self.shown if isinstance(self.inputs, Gram) else None
+        gram = self.gram_view if isinstance(self.inputs, Gram) else None
         return self.energy(weight - self.weight, gram), self.energy(self.weight, gram)
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
         """tr S W G Wᵀ. gram: G, where the caller has it at hand."""
         counted = weight if self.curvature is None else self.curvature @ weight
         if isinstance(self.inputs, Gram):
-            return quadratic(counted, self.gram if gram is None else gram, weight)
-        reached = weight * self.norms.square() if isinstance(self.inputs, InputNorms) else weight
+            return quadratic_form(counted, self.gram if gram is None else gram, weight)
+        reached = weight * self.rms.square() if isinstance(self.inputs, InputRMS) else weight
         return (reached * counted).sum()
 
 
-def share_lost(lost: float, had: float) -> float:
+def relative_error(lost: float, had: float) -> float:
     """A relative error from two energies; nothing is lost of nothing. Raises NonFinite where one of them overflowed."""
-    if not is_measured(lost, had):
+    if not is_finite_pair(lost, had):
         raise NonFinite("The energy of the layer's output overflows float32. Look for weights that are far too large.")
     return max(lost, 0.0) / had if had > 0 else 0.0
 
 
-def is_measured(lost: float, had: float) -> bool:
+def is_finite_pair(lost: float, had: float) -> bool:
     """Whether two energies are finite numbers."""
     return math.isfinite(lost) and math.isfinite(had)

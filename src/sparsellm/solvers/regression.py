@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import collectives, devices
-from sparsellm.solvers.linalg import dot, quadratic
+from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.statistics import Cross, Gram
+from sparsellm.solvers.statistics import CrossMoment, Gram
 
 
 class Regression(ABC):
@@ -28,7 +28,7 @@ class Regression(ABC):
 
     def problem(self, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
         """The layer problem toward the targets, pulled toward a prior weight (out, in): see `LayerProblem.toward`."""
-        return LayerProblem.toward(self._cross(), self._gram, prior, ridge, curvature)
+        return LayerProblem.from_targets(self._cross(), self._gram, prior, ridge, curvature)
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight; None where there is none to move."""
@@ -36,7 +36,7 @@ class Regression(ABC):
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x - b‖² with the best bias."""
-        return self.power - 2 * dot(self._cross(), weight) + float(quadratic(weight, self._gram.matrix, weight))
+        return self.power - 2 * dot_float64(self._cross(), weight) + float(quadratic_form(weight, self._gram.matrix, weight))
 
     @property
     @abstractmethod
@@ -54,24 +54,24 @@ class Regression(ABC):
 
     @property
     def _gram(self) -> Gram:
-        return self.inputs.centred() if self.affine else self.inputs
+        return self.inputs.centered() if self.affine else self.inputs
 
     def _cross(self) -> Tensor:
         """The products, but for inputs that are constant, of which nothing but rounding is left."""
         products = self._products()
-        return products.masked_fill_(self._gram.norms == 0, 0) if self.affine else products
+        return products.masked_fill_(self._gram.rms == 0, 0) if self.affine else products
 
 
-class Summed(Regression):
+class TargetRegression(Regression):
     """A regression whose targets are taken in batch by batch."""
 
     def __init__(self, inputs: Gram, outputs: int, affine: bool) -> None:
         """outputs: how many the layer has."""
         super().__init__(inputs, affine)
         device = inputs.mean.device
-        self._sums = Cross(outputs, inputs.features, device, inputs.unit)
-        self._targets = torch.zeros(outputs, dtype=devices.widest(device), device=device)
-        self._squares = torch.zeros((), dtype=devices.widest(device), device=device)
+        self._sums = CrossMoment(outputs, inputs.features, device, inputs.unit)
+        self._targets = torch.zeros(outputs, dtype=devices.widest_float(device), device=device)
+        self._squares = torch.zeros((), dtype=devices.widest_float(device), device=device)
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Take in a batch: targets (tokens, out) and inputs (tokens, in). The shared Gram is not updated here."""
@@ -83,22 +83,22 @@ class Summed(Regression):
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone. The shared Gram is not reduced here."""
         self._sums.reduce()
-        collectives.sum_(self._targets, self._squares)
+        collectives.all_reduce_(self._targets, self._squares)
 
     @property
     def power(self) -> float:
         power = float(self._squares) / max(self.inputs.tokens, 1)
-        return power - float(devices.precise(self._mean).square().sum()) if self.affine else power
+        return power - float(devices.full_precision(self._mean).square().sum()) if self.affine else power
 
     @property
     def _mean(self) -> Tensor:
         return self._targets / max(self.inputs.tokens, 1)
 
     def _products(self) -> Tensor:
-        return self._sums.less(self._mean, self.inputs.centre) if self.affine else self._sums.matrix
+        return self._sums.centered_matrix(self._mean, self.inputs.centre) if self.affine else self._sums.matrix
 
 
-class Twins:
+class PairedStatistics:
     """Sums over tokens of what a layer reads, x, and of what it would have read, z: (tokens, in) each.
 
     Enough for targets that layers themselves make of z, which then never need be made. inputs: the Gram of x.
@@ -108,7 +108,7 @@ class Twins:
     def __init__(self, inputs: Gram) -> None:
         device = inputs.mean.device
         self.inputs, self.others = inputs, Gram(inputs.features, device, inputs.unit)
-        self.cross = Cross(inputs.features, inputs.features, device, inputs.unit)
+        self.cross = CrossMoment(inputs.features, inputs.features, device, inputs.unit)
 
     def update(self, inputs: Tensor, others: Tensor) -> None:
         """Take in a batch. The Gram of the inputs is not updated here."""
@@ -121,18 +121,18 @@ class Twins:
         self.cross.reduce()
 
 
-class Carried(Regression):
+class LinearTargetRegression(Regression):
     r"""A regression whose targets are $t = A z + a$ of other inputs z: $E[t x^\top] = A\,E[z x^\top] + a\,E[x]^\top$."""
 
-    def __init__(self, twins: Twins, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, twins: PairedStatistics, weight: Tensor, bias: Tensor | None) -> None:
         """weight, bias: A, (out, in), and a, (out,), if there is one: it may then move."""
         super().__init__(twins.inputs, bias is not None)
         self._twins, self._weight, self._offset = twins, weight, bias
 
     @property
     def power(self) -> float:
-        others = self._twins.others.centred() if self.affine else self._twins.others
-        return float(quadratic(self._weight, others.matrix, self._weight))
+        others = self._twins.others.centered() if self.affine else self._twins.others
+        return float(quadratic_form(self._weight, others.matrix, self._weight))
 
     @property
     def _mean(self) -> Tensor:
@@ -142,4 +142,4 @@ class Carried(Regression):
 
     def _products(self) -> Tensor:
         means = (self._twins.others.centre, self.inputs.centre) if self.affine else (None, None)
-        return self._weight @ self._twins.cross.less(*means)
+        return self._weight @ self._twins.cross.centered_matrix(*means)

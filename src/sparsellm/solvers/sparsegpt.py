@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers import sparsegpt_triton
-from sparsellm.solvers.linalg import damped_, inverse_factor, inverse_upper, lifted, reversed_factor
+from sparsellm.solvers.linalg import add_curvature_diagonal, add_diagonal_, inverse_factor, invert_triangular, upper_factor
 from sparsellm.solvers.patterns import Pattern, keep_largest
-from sparsellm.solvers.problem import LEAST_CURVATURE, LayerProblem
-from sparsellm.solvers.statistics import Gram, NoInputs
+from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
+from sparsellm.solvers.statistics import Gram, TokenCount
 
 PANEL = 16
 """Columns whose errors are spread one by one, over each other; beyond them all together, by a product."""
@@ -46,7 +46,7 @@ class SparseGPT:
     damping: float = 0.01
     block: int = 128
 
-    needs: ClassVar[type[NoInputs]] = Gram
+    needs: ClassVar[type[TokenCount]] = Gram
 
     def __post_init__(self) -> None:
         if not self.damping >= 0 or self.block < 1:
@@ -55,45 +55,53 @@ class SparseGPT:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         return self._pruned(problem, pattern)
 
-    def attempt(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
         failures: list[Tensor] = []
         weight = self._pruned(problem, pattern, failures)
         return weight, ~torch.stack(failures).any()
 
     def _pruned(self, problem: LayerProblem, pattern: Pattern, failures: list[Tensor] | None = None) -> Tensor:
         """The answer. failures: as for `cholesky`."""
-        dead = problem.norms == 0
+        dead = problem.rms == 0
         # Columns are rows here: the loop then reads and writes contiguous memory.
         columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
         moved = torch.empty_like(columns)  # what was taken from each weight so far
-        factor = reversed_factor(damped_(problem.gram, self.damping), self.damping, failures)
-        height = self._height(problem, failures)
+        factor = upper_factor(add_diagonal_(problem.gram, self.damping), self.damping, failures)
+        height = self._row_factor(problem, failures)
         inputs, outputs = columns.shape
         # A group of N:M must not straddle two blocks.
-        block = self.block if pattern.span is None else max(pattern.span, self.block // pattern.span * pattern.span)
+        block = (
+            self.block
+            if pattern.column_span is None
+            else max(pattern.column_span, self.block // pattern.column_span * pattern.column_span)
+        )
         for start in range(0, inputs, block):
             end = min(start + block, inputs)
             here, dense = columns[start:end], columns[start:end].clone()
-            gone = None if problem.gone is None else problem.gone.T[start:end]
-            diagonal_block = inverse_upper(factor[start:end, start:end])
+            pruned_mask = None if problem.pruned_mask is None else problem.pruned_mask.T[start:end]
+            diagonal_block = invert_triangular(factor[start:end, start:end])
             here -= diagonal_block.T @ (factor[:start, start:end].T @ moved[:start])
             keep = None
-            if pattern.span is None:
+            if pattern.column_span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
-                removed = pattern.removed(outputs * end) - pattern.removed(outputs * start)
-                keep = _without(gone, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed))
-            if gone is None and sparsegpt_triton.serves(here, pattern):
-                sparsegpt_triton.sweep(here, diagonal_block, keep, pattern)
+                removed = pattern.count_removed(outputs * end) - pattern.count_removed(outputs * start)
+                keep = _keep_with_pruned(
+                    pruned_mask, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed)
+                )
+            if pruned_mask is None and sparsegpt_triton.is_supported(here, pattern):
+                sparsegpt_triton.prune_columns(here, diagonal_block, keep, pattern)
             else:
-                _sweep(here, diagonal_block, keep, pattern, gone)
+                _sweep(here, diagonal_block, keep, pattern, pruned_mask)
             torch.sub(here, dense, out=moved[start:end])
         return columns.T.contiguous()
 
-    def _height(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
+    def _row_factor(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
         """(out,): the factor on each row's scores; it only matters where rows compete, in an unstructured pattern."""
         if problem.curvature is None:
             return 1.0
-        factor = inverse_factor(lifted(problem.curvature, max(self.damping, LEAST_CURVATURE)), self.damping, failures)
+        factor = inverse_factor(
+            add_curvature_diagonal(problem.curvature, max(self.damping, MIN_CURVATURE)), self.damping, failures
+        )
         return factor.square().sum(0).reciprocal()
 
 
@@ -102,37 +110,39 @@ def _scores(columns: Tensor, factor: Tensor) -> Tensor:
     return (columns / factor.diagonal().unsqueeze(1)).square()
 
 
-def _without(gone: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor]) -> Tensor:
+def _keep_with_pruned(pruned_mask: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor]) -> Tensor:
     """What is kept by a score, where what is gone counts first among the removed and never stays."""
-    return kept(score) if gone is None else kept(score.masked_fill(gone, -1)) & ~gone
+    return kept(score) if pruned_mask is None else kept(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
 
 
-def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None = None) -> None:
+def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None = None) -> None:
     """Prune a block of columns (columns, out) in place.
 
     keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
     gone: what is removed already, (columns, out).
     """
     errors = torch.empty_like(columns)
-    step = PANEL if pattern.span is None else max(pattern.span, PANEL // pattern.span * pattern.span)
+    step = (
+        PANEL if pattern.column_span is None else max(pattern.column_span, PANEL // pattern.column_span * pattern.column_span)
+    )
     for start in range(0, len(columns), step):
         panel, rest = slice(start, start + step), slice(start + step, None)
-        mask, lost = (None if some is None else some[panel] for some in (keep, gone))
+        mask, lost = (None if some is None else some[panel] for some in (keep, pruned_mask))
         _sweep_panel(columns[panel], factor[panel, panel], mask, pattern, lost, errors[panel])
         columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
 
 
 def _sweep_panel(
-    columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, gone: Tensor | None, errors: Tensor
+    columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None, errors: Tensor
 ) -> None:
     """As `_sweep`, for few enough columns that each one's error goes to all the others at once. errors: is written."""
-    span = pattern.span or len(columns)  # a mask at hand is one decision
+    span = pattern.column_span or len(columns)  # a mask at hand is one decision
     for start in range(0, len(columns), span):
         group = slice(start, start + span)
         here = columns[group]
         if keep is None:
-            score, lost = _scores(here, factor[group, group]), None if gone is None else gone[group]
-            stays = _without(lost, score, lambda some: pattern.keep(some.T).T)
+            score, lost = _scores(here, factor[group, group]), None if pruned_mask is None else pruned_mask[group]
+            stays = _keep_with_pruned(lost, score, lambda some: pattern.keep(some.T).T)
         else:
             stays = keep
         shares = (~stays).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)

@@ -16,17 +16,17 @@ try:  # comes with torch's CUDA wheels, and with no other
 except ImportError:
     triton = None
 
-MOST_COLUMNS = 128
+MAX_COLUMNS = 128
 """Columns that a program keeps in its registers; wider blocks take the plain loop."""
 
-MOST_GROUP = 31
+MAX_GROUP = 31
 """Of N:M: a group's mask is the bits of one integer."""
 
-LANES = 4
+ROWS_PER_PROGRAM = 4
 """Rows of the weight for each program, which is one warp: no sum over columns waits for another. With 8 the compiler no longer
 finds registers enough for N:M (ptxas, compute capability 8.0 and 9.0); not timed."""
 
-LEAST_CAPABILITY = (7, 0)
+MIN_CAPABILITY = (7, 0)
 """The oldest GPUs that Triton compiles for."""
 
 if triton is not None:
@@ -77,7 +77,7 @@ if triton is not None:
         tl.store(columns + index[:, None] * outputs + lane[None, :], tile, mask=inside)
 
 
-def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
+def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
     """As SparseGPT's plain loop, by the kernel: prune (columns, out) in place.
 
     columns: contiguous, at most MOST_COLUMNS of them, float32. factor: (columns, columns), upper triangular. keep: the block's
@@ -86,7 +86,7 @@ def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern
     count, outputs = columns.shape
     group, zeros = (pattern.group, pattern.zeros) if keep is None and isinstance(pattern, NM) else (0, 0)
     with devices.selected(columns.device):
-        _kernel[(triton.cdiv(outputs, LANES),)](
+        _kernel[(triton.cdiv(outputs, ROWS_PER_PROGRAM),)](
             columns,
             factor.contiguous(),  # it may be a part of a larger one
             columns if keep is None else keep.contiguous().view(torch.uint8),
@@ -95,36 +95,36 @@ def sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern
             GROUP=group,
             ZEROS=zeros,
             COLUMNS=max(16, triton.next_power_of_2(count)),
-            LANES=LANES,
+            LANES=ROWS_PER_PROGRAM,
             num_warps=1,
         )
 
 
-def serves(columns: Tensor, pattern: Pattern) -> bool:
+def is_supported(columns: Tensor, pattern: Pattern) -> bool:
     """Whether `sweep` can take a block of columns (columns, out): their number, their dtype, the pattern, and the device."""
-    fits = len(columns) <= MOST_COLUMNS and (pattern.span or 0) <= MOST_GROUP and columns.dtype == torch.float32
-    return fits and runs(columns.device)
+    fits = len(columns) <= MAX_COLUMNS and (pattern.column_span or 0) <= MAX_GROUP and columns.dtype == torch.float32
+    return fits and is_available(columns.device)
 
 
-def maker() -> str:
+def compiler_version() -> str:
     """What the kernel is compiled by, with its version."""
     return f"triton {triton.__version__}"
 
 
 @cache
-def runs(device: torch.device) -> bool:
+def is_available(device: torch.device) -> bool:
     """Whether the kernel is for a device and runs there: found out once. It takes a C compiler besides Triton itself."""
     if triton is None or not devices.is_nvidia(device):
         return False
-    return devices.capability(device) >= LEAST_CAPABILITY and works(device)
+    return devices.capability(device) >= MIN_CAPABILITY and passes_self_test(device)
 
 
-def works(device: torch.device) -> bool:
+def passes_self_test(device: torch.device) -> bool:
     """Whether the kernel gives the right answer to the smallest of questions on a device."""
     columns, factor = torch.ones(2, 1, device=device), torch.tensor([[2.0, 1.0], [0.0, 1.0]], device=device)
     keep = torch.tensor([[False], [True]], device=device)
     try:
-        sweep(columns, factor, keep, Unstructured(0.5))
+        prune_columns(columns, factor, keep, Unstructured(0.5))
     except Exception:  # whatever a compiler or a driver may raise: the plain loop gives the same answer
         return False
     return columns.tolist() == [[0.0], [0.5]]

@@ -21,17 +21,17 @@ PANELS = 8
 """In how many panels of rows matrices are made, kept, added up and read. Of a symmetric one each panel begins at the diagonal:
 9/16 of it remains, and what lives for a moment is an eighth, also in the miniature by which a run is foreseen."""
 
-LEAST_PANEL = 16
+MIN_PANEL_ROWS = 16
 """Rows of a panel at least: a product of fewer is added up token by token, with twenty times the rounding."""
 
-QUEUED_PANEL = 512
+ASYNC_PANEL_ROWS = 512
 """The same on a GPU, which fewer rows would not fill; not measured."""
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes whose products are exact in float32."""
 
 
-class NoInputs:
+class TokenCount:
     """Only how many tokens went by."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
@@ -39,7 +39,7 @@ class NoInputs:
         self.features, self.unit = features, unit
         self._device = torch.device(device)
         self._tokens = 0  # not on the device: whoever divides by it would wait
-        self._sum = collectives.Sum()
+        self._sum = collectives.AllReduce()
 
     @property
     def tokens(self) -> int:
@@ -50,43 +50,43 @@ class NoInputs:
         """Take in a batch of inputs, (..., in), of any floating dtype."""
         self._tokens += inputs.numel() // self.features
 
-    def _cut(self, inputs: Tensor) -> tuple[Tensor, ...]:
+    def _rows(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """A batch, (..., in), as the rows that are summed at a time."""
         rows = inputs.reshape(-1, self.features)
         return rows.split(self.unit) if self.unit else (rows,)
 
     def reduce(self) -> None:
         """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
-        self._tokens = collectives.total(self._tokens, self._device)
+        self._tokens = collectives.all_reduce_count(self._tokens, self._device)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """All is summed: keep no more than what will be read. It takes in nothing from then on."""
 
 
-class InputNorms(NoInputs):
+class InputRMS(TokenCount):
     """The size of every input."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         super().__init__(features, device, unit)
-        self._squares = torch.zeros(features, dtype=devices.widest(self._device), device=device)
+        self._squares = torch.zeros(features, dtype=devices.widest_float(self._device), device=device)
 
     @property
-    def norms(self) -> Tensor:
+    def rms(self) -> Tensor:
         """(in,) float32: the root mean square of each input over the tokens. Wanda's norm but for one common factor."""
         self._sum.wait()
         return (self._squares / max(self.tokens, 1)).sqrt().float()
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
-        for rows in self._cut(inputs):
+        for rows in self._rows(inputs):
             self._squares += rows.float().square().sum(0)
 
     def reduce(self) -> None:
         super().reduce()
-        self._sum = collectives.Sum(self._squares)
+        self._sum = collectives.AllReduce(self._squares)
 
 
-class Gram(InputNorms):
+class Gram(InputRMS):
     r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
     dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
@@ -101,26 +101,26 @@ class Gram(InputNorms):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(features, device, unit)
-        self._dtype, wide = dtype, devices.widest(self._device)
+        self._dtype, wide = dtype, devices.widest_float(self._device)
         self._places = _panels(features, self._device)
         self._products = [
             torch.zeros(stop - start, features - start, dtype=wide, device=device) for start, stop in self._places
         ]
         self._sums = torch.zeros(features, dtype=wide, device=device)
         self._settled: tuple[Tensor, Tensor] | None = None  # the matrix and the norms, once they are all that is kept
-        self._central: _Centred | None = None
+        self._central: _CenteredGram | None = None
 
     @property
     def matrix(self) -> Tensor:
         """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
-        return mirrored(self._upper(None)) if self._settled is None else self._settled[0].clone()
+        return symmetrize_(self._upper(None)) if self._settled is None else self._settled[0].clone()
 
     def mean_over(self, tokens: int) -> Tensor:
         """The same over so many tokens, where all others are zeros; not of a Gram that is settled."""
-        return mirrored(self._upper(None, tokens))
+        return symmetrize_(self._upper(None, tokens))
 
     @property
-    def shown(self) -> Tensor:
+    def view(self) -> Tensor:
         """The same for reading only: no fresh one once it is settled."""
         return self.matrix if self._settled is None else self._settled[0]
 
@@ -139,7 +139,7 @@ class Gram(InputNorms):
         return found
 
     @property
-    def norms(self) -> Tensor:
+    def rms(self) -> Tensor:
         if self._settled is not None:
             return self._settled[1]
         self._sum.wait()
@@ -161,8 +161,8 @@ class Gram(InputNorms):
         if self._settled is not None:
             raise TypeError("A Gram that is settled, or centred, takes in nothing more.")
         self._central = None
-        NoInputs.update(self, inputs)
-        for rows in self._cut(inputs):
+        TokenCount.update(self, inputs)
+        for rows in self._rows(inputs):
             x = _multiplied_as(rows, self._dtype)
             for (start, stop), products in zip(self._places, self._products, strict=True):
                 made = _product(x[:, start:stop], x[:, start:], self._dtype)
@@ -171,17 +171,17 @@ class Gram(InputNorms):
             self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
-        NoInputs.reduce(self)
+        TokenCount.reduce(self)
         self._central = None
-        self._sum = collectives.Sum(*self._products, self._sums)
+        self._sum = collectives.AllReduce(*self._products, self._sums)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Keep the matrix in the products' dtype, half of what its sums take; it can no longer be centred."""
         if self._settled is None:
-            self._settled = self.matrix, self.norms
+            self._settled = self.matrix, self.rms
             self._products.clear()
 
-    def centred(self) -> Gram:
+    def centered(self) -> Gram:
         r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too.
 
         Kept until more is taken in: layers that share their inputs share this too.
@@ -189,29 +189,29 @@ class Gram(InputNorms):
         if self._settled is not None:
             raise TypeError("A settled Gram cannot be centred: its sums are gone.")
         if self._central is None:
-            self._central = _Centred(self)
+            self._central = _CenteredGram(self)
         return self._central
 
 
-class _Centred(Gram):
+class _CenteredGram(Gram):
     """A Gram about the mean, settled from the start."""
 
     def __init__(self, gram: Gram) -> None:
         super().__init__(0, gram._device, dtype=gram._dtype)
         self.features, self._tokens = gram.features, gram._tokens
-        moments = mirrored(gram._upper(gram.centre))
+        moments = symmetrize_(gram._upper(gram.centre))
         # What is left of an input that never changes is rounding, of either sign: it is dead.
-        dead = moments.diagonal() <= CONSTANT * gram.norms.square()
+        dead = moments.diagonal() <= CONSTANT * gram.rms.square()
         moments[dead] = 0
         moments[:, dead] = 0
         self._settled = moments, moments.diagonal().sqrt().float()
 
     @property
     def mean(self) -> Tensor:
-        return torch.zeros_like(self.norms, dtype=self._dtype)
+        return torch.zeros_like(self.rms, dtype=self._dtype)
 
 
-def mirrored(matrix: Tensor) -> Tensor:
+def symmetrize_(matrix: Tensor) -> Tensor:
     """A square matrix with its upper half below the diagonal too; in place."""
     for start, stop in _panels(len(matrix), matrix.device):  # the temporaries stay small
         matrix[start:stop, :start] = matrix[:start, start:stop].T
@@ -220,21 +220,21 @@ def mirrored(matrix: Tensor) -> Tensor:
     return matrix
 
 
-class Cross:
+class CrossMoment:
     r"""The products of a target signal with the inputs, $C = E[y x^\top]$, (out, in)."""
 
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         """unit: as for `NoInputs`."""
         self._device, self.unit = torch.device(device), unit
         self._tokens = 0
-        self._products = torch.zeros(outputs, features, dtype=devices.widest(self._device), device=device)
+        self._products = torch.zeros(outputs, features, dtype=devices.widest_float(self._device), device=device)
 
     @property
     def matrix(self) -> Tensor:
         """(out, in) float32: the mean of y xᵀ over the tokens."""
-        return self.less(None, None)
+        return self.centered_matrix(None, None)
 
-    def less(self, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    def centered_matrix(self, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
         """(out, in) float32: the mean of y xᵀ over the tokens, less an outer product of doubles."""
         found = torch.empty(self._products.shape, device=self._device)
         for start, stop in _panels(len(found), self._device):
@@ -258,13 +258,13 @@ class Cross:
 
     def reduce(self) -> None:
         """Sum over all processes; nothing when alone."""
-        self._tokens = collectives.total(self._tokens, self._device)
-        collectives.sum_(self._products)
+        self._tokens = collectives.all_reduce_count(self._tokens, self._device)
+        collectives.all_reduce_(self._products)
 
 
 def _panels(rows: int, device: torch.device) -> list[tuple[int, int]]:
     """From which row to which each panel goes."""
-    height = max(-(-rows // PANELS), QUEUED_PANEL if devices.queued(device) else LEAST_PANEL)
+    height = max(-(-rows // PANELS), ASYNC_PANEL_ROWS if devices.queued(device) else MIN_PANEL_ROWS)
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 

@@ -13,10 +13,10 @@ from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, Part, Weights, weights_of
+from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, FeedForwardProblem, Weights, weights_of
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.linalg import add_diagonal
 
 MODEL, HIDDEN, TOKENS = 6, 9, 50
 
@@ -59,52 +59,52 @@ def metric() -> Tensor:
 
 def cost() -> Tensor:
     """F as the part damps it, in float64."""
-    return damped(metric().double(), 1e-3)
+    return add_diagonal(metric().double(), 1e-3)
 
 
-def part_of(family: str, split: tuple[int, ...] = (20, 1, 29)) -> Part:
+def part_of(family: str, split: tuple[int, ...] = (20, 1, 29)) -> FeedForwardProblem:
     """A part with inputs that have a mean, and targets near what it computes."""
     block = block_of(family)
     feed_forward = block.architecture.feed_forward
     assert feed_forward is not None
     x = draw(TOKENS, MODEL, seed=2) * torch.linspace(0.5, 1.5, MODEL) + draw(MODEL, seed=3)
     t = forward(block, x) + 0.5 * draw(TOKENS, MODEL, seed=4) + 0.3
-    return Part(feed_forward, metric(), list(x.split(split)), list(t.split(split)))
+    return FeedForwardProblem(feed_forward, metric(), list(x.split(split)), list(t.split(split)))
 
 
-def pruned(part: Part, family: str) -> tuple[Weights, dict[str, Tensor]]:
+def pruned(part: FeedForwardProblem, family: str) -> tuple[Weights, dict[str, Tensor]]:
     """The block's weights, about half of them gone, and the masks."""
     dense = weights_of(block_of(family), part.names)
     keep = {name: draw(*dense[name][0].shape, seed=5 + number) > -0.2 for number, name in enumerate(part.names)}
     return {name: (weight * keep[name], bias) for name, (weight, bias) in dense.items()}, keep
 
 
-def tokens_of(part: Part) -> tuple[Tensor, Tensor]:
+def tokens_of(part: FeedForwardProblem) -> tuple[Tensor, Tensor]:
     """All inputs and targets in float64."""
     return torch.cat(part.inputs).double(), torch.cat(part.targets).double()
 
 
-def phi(part: Part, hidden: list[Tensor]) -> Tensor:
+def phi(part: FeedForwardProblem, hidden: list[Tensor]) -> Tensor:
     """What the writer reads."""
-    return relu(hidden[0]) if len(part.feed_forward.readers) == 1 else silu(hidden[0]) * hidden[1]
+    return relu(hidden[0]) if len(part.feed_forward.in_proj) == 1 else silu(hidden[0]) * hidden[1]
 
 
-def hidden_of(part: Part, weights: Weights, x: Tensor) -> list[Tensor]:
+def hidden_of(part: FeedForwardProblem, weights: Weights, x: Tensor) -> list[Tensor]:
     """The readers' outputs in the dtype of x."""
-    pairs = [weights[name] for name in part.feed_forward.readers]
+    pairs = [weights[name] for name in part.feed_forward.in_proj]
     return [linear(x, weight.to(x), None if bias is None else bias.to(x)) for weight, bias in pairs]
 
 
-def output(part: Part, weights: Weights, x: Tensor) -> Tensor:
+def output(part: FeedForwardProblem, weights: Weights, x: Tensor) -> Tensor:
     """The part's output in the dtype of x."""
-    weight, bias = weights[part.feed_forward.writer]
+    weight, bias = weights[part.feed_forward.out_proj]
     return linear(phi(part, hidden_of(part, weights, x)), weight.to(x), None if bias is None else bias.to(x))
 
 
-def in_a_row(part: Part, weights: Weights, masks: dict[str, Tensor] | None = None) -> list[Tensor]:
+def in_a_row(part: FeedForwardProblem, weights: Weights, masks: dict[str, Tensor] | None = None) -> list[Tensor]:
     """Weights and biases of the readers, in order; or, of masks, these and True for the biases."""
     found: list[Tensor] = []
-    for name in part.feed_forward.readers:
+    for name in part.feed_forward.in_proj:
         weight, bias = weights[name]
         found.append(weight if masks is None else masks[name])
         if bias is not None:
@@ -133,7 +133,7 @@ def mean_cost(errors: Tensor, metric: Tensor) -> float:
 )  # fmt: skip
 def test_slopes_against_autograd(form: FeedForward, gate: float) -> None:
     """The derivative of `activate` by each reader's output, entry by entry."""
-    hidden = tuple((draw(7, 5, seed=seed).double() + gate).requires_grad_() for seed in range(len(form.readers)))
+    hidden = tuple((draw(7, 5, seed=seed).double() + gate).requires_grad_() for seed in range(len(form.in_proj)))
     wanted = torch.autograd.grad(form.activate(*hidden).sum(), hidden)
     for got, other in zip(form.slopes(*hidden), wanted, strict=True):
         assert got.dtype == torch.float64
@@ -149,10 +149,10 @@ def test_error_against_the_modules(family: str) -> None:
     wanted = mean_cost(t - forward(block_of(family), x.float()).double(), cost())
     assert part.error(dense) == pytest.approx(wanted, rel=1e-5)
     assert part.error(weights) == pytest.approx(mean_cost(t - output(part, weights, x), cost()), rel=1e-5)
-    assert part.power() == pytest.approx(mean_cost(t, cost()), rel=1e-5)
+    assert part.target_energy() == pytest.approx(mean_cost(t, cost()), rel=1e-5)
     other = part_of(family, (1,) * TOKENS)
     assert other.error(dense) == pytest.approx(part.error(dense))
-    assert other.power() == pytest.approx(part.power())
+    assert other.target_energy() == pytest.approx(part.target_energy())
     reached = replace(part, targets=[forward(block_of(family), some) for some in part.inputs])
     assert reached.error(dense) < 1e-10
     coarse = replace(part, inputs=[x.bfloat16() for x in part.inputs], targets=[t.bfloat16() for t in part.targets])
@@ -166,7 +166,7 @@ def test_regression_of_the_writer(family: str) -> None:
     part = part_of(family)
     weights, (x, t) = pruned(part, family)[0], tokens_of(part)
     p, weight = phi(part, hidden_of(part, weights, x)), draw(MODEL, HIDDEN, seed=9)
-    found, affine = part.regression(weights), weights[part.feed_forward.writer][1] is not None
+    found, affine = part.regression(weights), weights[part.feed_forward.out_proj][1] is not None
     residual = t - p @ weight.double().T
     bias = residual.mean(0) if affine else torch.zeros(MODEL).double()
     assert found.error(weight) == pytest.approx(float((residual - bias).square().sum(1).mean()), rel=1e-4)
@@ -183,7 +183,7 @@ def test_curvatures_against_jacobians(family: str) -> None:
     dense = weights_of(block_of(family), part.names)
     x, _ = tokens_of(part)
     found = part.curvatures(dense)
-    assert tuple(found) == part.feed_forward.readers
+    assert tuple(found) == part.feed_forward.in_proj
     for number, name in enumerate(found):
         wanted = torch.zeros(HIDDEN, HIDDEN).double()
         for token in x:
@@ -191,24 +191,24 @@ def test_curvatures_against_jacobians(family: str) -> None:
 
             def behind(signal: Tensor, hidden: list[Tensor] = hidden, number: int = number) -> Tensor:
                 signals = [*hidden[:number], signal, *hidden[number + 1 :]]
-                return linear(phi(part, signals), dense[part.feed_forward.writer][0].double())
+                return linear(phi(part, signals), dense[part.feed_forward.out_proj][0].double())
 
             slope = jacobian(behind, hidden[number])
             wanted += slope.T @ cost() @ slope / TOKENS
         torch.testing.assert_close(found[name].double(), wanted, rtol=1e-3, atol=1e-4)
 
 
-def linearised(part: Part, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def linearised(part: FeedForwardProblem, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """Of all readers' weights and biases in a row: Jᵀ F J, Jᵀ F r, and the curvature that scales the ridge.
 
     J is autograd's. The curvature takes the slopes as independent of the inputs: |v_i|² E[φ'²] E[x²].
     """
     x, t = tokens_of(part)
-    metric, writer = cost(), weights[part.feed_forward.writer][0].double()
+    metric, writer = cost(), weights[part.feed_forward.out_proj][0].double()
 
     def run(*given: Tensor) -> Tensor:
         left = iter(given)
-        moved = {n: (next(left), None if weights[n][1] is None else next(left)) for n in part.feed_forward.readers}
+        moved = {n: (next(left), None if weights[n][1] is None else next(left)) for n in part.feed_forward.in_proj}
         return output(part, weights | moved, x)
 
     parameters = tuple(tensor.double() for tensor in in_a_row(part, weights))
@@ -217,7 +217,7 @@ def linearised(part: Part, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
     pull = torch.einsum("tap,ab,tb->p", wide, metric, t - run(*parameters)) / TOKENS
     heights, curvature = ((writer.T @ metric) * writer.T).sum(1), list[Tensor]()
     slopes = part.feed_forward.slopes(*hidden_of(part, weights, x))
-    for name, slope in zip(part.feed_forward.readers, slopes, strict=True):
+    for name, slope in zip(part.feed_forward.in_proj, slopes, strict=True):
         powers = heights * slope.square().mean(0)
         curvature += [powers.outer(x.square().mean(0)), *([] if weights[name][1] is None else [powers])]
     return matrix, pull, flat(curvature)
@@ -233,10 +233,10 @@ def test_newton_against_a_dense_solve(family: str) -> None:
     shifted = matrix + NEWTON_RIDGE * curvature.diag()
     wanted = torch.zeros_like(pull)
     wanted[free] = torch.linalg.lstsq(shifted[free][:, free], pull[free], driver="gelsd").solution  # dead units stay
-    steps = part.newton(weights, keep, 400)
-    assert tuple(steps) == part.feed_forward.readers
+    steps = part.gauss_newton_step(weights, keep, 400)
+    assert tuple(steps) == part.feed_forward.in_proj
     assert [some.shape for some in in_a_row(part, steps)] == [some.shape for some in in_a_row(part, weights)]
-    got, few = flat(in_a_row(part, steps)), flat(in_a_row(part, part.newton(weights, keep, 3)))
+    got, few = flat(in_a_row(part, steps)), flat(in_a_row(part, part.gauss_newton_step(weights, keep, 3)))
     assert not bool((got[~free] + few[~free]).any())
     assert float((got - wanted).norm() / wanted.norm()) < 2e-3
     lowest, low = (float(change @ shifted @ change / 2 - pull @ change) for change in (wanted, few))
@@ -248,14 +248,14 @@ def test_newton_lowers_the_error(family: str) -> None:
     """A short stretch of a step lowers the part's true error as much as its slope says; nothing moves at a solution."""
     part, length = part_of(family), 1e-2
     weights, keep = pruned(part, family)
-    steps, moved = part.newton(weights, keep, 8), dict(weights)
+    steps, moved = part.gauss_newton_step(weights, keep, 8), dict(weights)
     for name, (weight, bias) in weights.items():
         more = steps.get(name, (torch.zeros(()), torch.zeros(())))
         moved[name] = weight + length * more[0], None if bias is None or more[1] is None else bias + length * more[1]
     slope = -2 * float(linearised(part, weights)[1] @ flat(in_a_row(part, steps)))
     assert part.error(moved) - part.error(weights) == pytest.approx(length * slope, rel=0.1)
     done = replace(part, targets=[output(part, weights, x) for x in part.inputs])
-    assert float(flat(in_a_row(part, done.newton(weights, keep, 8))).abs().max()) < 1e-4
+    assert float(flat(in_a_row(part, done.gauss_newton_step(weights, keep, 8))).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("split", [(50,), (20, 1, 29), (1,) * 50], ids=str)
@@ -282,16 +282,16 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 1)
     seen: list[tuple[str, int]] = []
     for name in ("_descent", "_bent"):
-        plain = getattr(Part, name)
+        plain = getattr(FeedForwardProblem, name)
 
-        def counted(self: Part, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
+        def counted(self: FeedForwardProblem, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
             seen.append((name, sum(map(len, self.inputs))))
             return plain(self, *arguments)
 
-        monkeypatch.setattr(Part, name, counted)
-    step = part.newton(weights, keep, 3)
+        monkeypatch.setattr(FeedForwardProblem, name, counted)
+    step = part.gauss_newton_step(weights, keep, 3)
     assert seen == [("_descent", 50), *[("_bent", 10)] * 3]
-    (reader,) = part.feed_forward.readers
+    (reader,) = part.feed_forward.in_proj
     moved = dict(weights)
     moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]
     assert part.error(moved) < part.error(weights)
@@ -308,8 +308,8 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
         many: list[Tensor] = []
         for part in (whole, last, whole._rows(slice(4, 50, 3)), last._rows(slice(1, 30, 2))):
             weights, keep = pruned(part, family)
-            many += [torch.tensor([part.error(weights), part.power()]), part.regression(weights)._cross()]
-            many += [weight for weight, _ in part.newton(weights, keep, 3).values()]
+            many += [torch.tensor([part.error(weights), part.target_energy()]), part.regression(weights)._cross()]
+            many += [weight for weight, _ in part.gauss_newton_step(weights, keep, 3).values()]
             many += [*part.curvatures(weights).values()]
         return many
 

@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
 
-PLAIN = PlainFeedForward(reader="fc1", writer="fc2")
-GATED = GatedFeedForward(gate="gate", up="up", writer="down")
+PLAIN = PlainFeedForward(up="fc1", out_proj="fc2")
+GATED = GatedFeedForward(gate="gate", up="up", out_proj="down")
 FORMS = {
     "plain": PLAIN,
     "gated": GATED,
@@ -173,8 +173,8 @@ def test_no_update_raises_the_objective(ff: PlainFeedForward | GatedFeedForward,
     for seed in range(12):
         draw, size = drawer(100 + seed), 10.0 ** (seed % 5 / 2 - 1)
         weight, target = draw(MODEL, HIDDEN) / HIDDEN**0.5, size * draw(TOKENS, MODEL)
-        outputs = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
-        hidden = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.readers)
+        outputs = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.in_proj)
+        hidden = tuple(size * draw(TOKENS, HIDDEN) for _ in ff.in_proj)
         p = size * draw(TOKENS, HIDDEN)
         correction = activation_correction(weight, ratio)
         last = objective(ff, hidden, outputs, p, (target - p @ weight.T).square().sum(1), ratio)
@@ -196,7 +196,7 @@ def test_no_update_raises_the_objective(ff: PlainFeedForward | GatedFeedForward,
 def test_a_solution_stays(ff: FeedForward) -> None:
     """At signals with objective zero nothing moves."""
     draw = drawer(9)
-    outputs = tuple(draw(TOKENS, HIDDEN) for _ in ff.readers)
+    outputs = tuple(draw(TOKENS, HIDDEN) for _ in ff.in_proj)
     p = ff.activate(*outputs)
     for signal, output in zip(ff.fit_hidden(outputs, outputs, p, 0.7), outputs, strict=True):
         torch.testing.assert_close(signal, output, rtol=1e-12, atol=1e-12)
@@ -215,5 +215,5 @@ def test_what_activate_computes() -> None:
     s, z = draw(3, 4), draw(3, 4)
     assert torch.equal(PLAIN.activate(z), z.clamp(min=0))
     torch.testing.assert_close(GATED.activate(s, z), s * torch.sigmoid(s) * z)
-    assert PLAIN.readers == ("fc1",)
-    assert GATED.readers == ("gate", "up")
+    assert PLAIN.in_proj == ("fc1",)
+    assert GATED.in_proj == ("gate", "up")

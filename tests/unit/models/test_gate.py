@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.models.activation_functions import CURVES, SILU, Curve
-from sparsellm.models.gate_update import CHUNK, best_gate
+from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
+from sparsellm.models.gate_update import CHUNK, solve_gate
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]
@@ -18,13 +18,13 @@ SLACK = 1e-4
 """How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
 
 
-def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve = SILU) -> Tensor:
+def cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction = SILU) -> Tensor:
     """The objective in float64, entry by entry."""
     s, m, z, p = (signal.double() for signal in (s, m, z, p))
     return (s - m).square() + ratio * (p - curve.value(s) * z).square()
 
 
-def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2, curve: Curve = SILU) -> Tensor:
+def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2, curve: ActivationFunction = SILU) -> Tensor:
     """The best gate that a search finds, for flat arguments, in float64.
 
     A grid over [-30, 30] and a finer one around m, with m itself and the best linear answer, since beyond the first grid
@@ -48,7 +48,7 @@ def draws(count: int, scales: tuple[float, float, float], seed: int = 0, dtype: 
     return [(scale * torch.randn(count, generator=generator, dtype=torch.float64)).to(dtype) for scale in scales]
 
 
-def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: Curve = SILU) -> None:
+def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction = SILU) -> None:
     """s is finite, of m's shape and dtype, and costs at most the grid's best and SLACK."""
     assert s.shape == m.shape
     assert s.dtype == m.dtype
@@ -63,17 +63,19 @@ def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, cur
     )
 
 
-every_curve = pytest.mark.parametrize("curve", {id(curve): curve for curve in CURVES.values()}.values(), ids=CURVE_NAMES)
+every_curve = pytest.mark.parametrize(
+    "curve", {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values(), ids=CURVE_NAMES
+)
 
 
 @every_curve
-def test_constants_of_the_curves(curve: Curve) -> None:
+def test_constants_of_the_curves(curve: ActivationFunction) -> None:
     """Each is lowest where stated, nowhere steeper or sharper than stated, and its bends are its derivatives."""
     s = torch.linspace(-20, 20, 400_001, dtype=torch.float64, requires_grad=True)
     value = curve.value(s)
     (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
     (bend,) = torch.autograd.grad(slope.sum(), s)
-    for got, wanted in zip(curve.bends(s.detach()), (value, slope, bend), strict=True):
+    for got, wanted in zip(curve.curvature(s.detach()), (value, slope, bend), strict=True):
         torch.testing.assert_close(got, wanted.detach(), rtol=1e-9, atol=1e-9)
     value, slope, s = value.detach(), slope.detach(), s.detach()
     assert float(value.min()) == pytest.approx(curve.floor, abs=1e-6)
@@ -83,7 +85,7 @@ def test_constants_of_the_curves(curve: Curve) -> None:
 
 
 @every_curve
-def test_meetings(curve: Curve) -> None:
+def test_meetings(curve: ActivationFunction) -> None:
     """Right and left of the lowest place, the curve is there what was asked for, or the place is the lowest itself."""
     right = torch.linspace(curve.floor + 1e-3, 40, 500, dtype=torch.float64)
     torch.testing.assert_close(curve.value(curve.right_meeting(right)), right, rtol=1e-2, atol=2e-3)
@@ -98,13 +100,13 @@ def test_meetings(curve: Curve) -> None:
 
 @pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0, 100.0])
 @every_curve
-def test_every_curve_against_a_grid(curve: Curve, ratio: float) -> None:
+def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> None:
     """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
     for size in SCALES:
         m, z, p = draws(150, (2 * size, size, size * size), dtype=torch.float32)
-        assert_minimal(best_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
+        assert_minimal(solve_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
         one = torch.ones_like(m)
-        assert_minimal(best_gate(m, one, p, ratio, curve=curve), m, one, p, ratio, curve)
+        assert_minimal(solve_gate(m, one, p, ratio, curve=curve), m, one, p, ratio, curve)
     m, z, share = torch.meshgrid(
         torch.linspace(-8, 1, 10, dtype=torch.float64),
         torch.tensor([-10.0, -1.0, 0.3, 1.0, 4.0], dtype=torch.float64),
@@ -112,7 +114,7 @@ def test_every_curve_against_a_grid(curve: Curve, ratio: float) -> None:
         indexing="ij",
     )
     p = share * curve.floor * z
-    assert_minimal(best_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
+    assert_minimal(solve_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -121,7 +123,7 @@ def test_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
     """Over all sizes of m, z and p: as good as the grid."""
     every = [draws(12, (a, b, c), seed=17, dtype=dtype) for a in SCALES for b in SCALES for c in SCALES]
     m, z, p = (torch.cat(signals) for signals in zip(*every, strict=True))
-    assert_minimal(best_gate(m, z, p, ratio), m, z, p, ratio)
+    assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 5.0, 100.0])
@@ -136,7 +138,7 @@ def test_around_the_two_valleys(ratio: float) -> None:
     p = fraction * z
     for dtype in (torch.float32, torch.float64):
         signals = m.to(dtype), z.to(dtype), p.to(dtype)
-        assert_minimal(best_gate(*signals, ratio), *signals, ratio)
+        assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
 
 
 def test_slow_entries() -> None:
@@ -151,9 +153,9 @@ def test_slow_entries() -> None:
     ):
         signals = [torch.tensor([value], dtype=torch.float64) for value in (m, z, p)]
         bottom = grid_best(*signals, ratio, rounds=5)
-        s = best_gate(*signals, ratio, present=bottom)
+        s = solve_gate(*signals, ratio, present=bottom)
         assert float(cost(s, *signals, ratio)) <= float(cost(bottom, *signals, ratio)) * (1 + 1e-12)
-        assert_minimal(best_gate(*signals, ratio), *signals, ratio)
+        assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,11 +164,11 @@ def test_zeros(ratio: float, dtype: torch.dtype) -> None:
     """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
     m, z, p = draws(300, (5, 5, 5), dtype=dtype)
     zero = torch.zeros_like(m)
-    assert torch.equal(best_gate(m, zero, p, ratio), m)
-    assert torch.equal(best_gate(m, zero, zero, ratio), m)
-    assert torch.equal(best_gate(zero, zero, zero, ratio), zero)
-    assert_minimal(best_gate(m, z, zero, ratio), m, z, zero, ratio)
-    assert_minimal(best_gate(zero, z, p, ratio), zero, z, p, ratio)
+    assert torch.equal(solve_gate(m, zero, p, ratio), m)
+    assert torch.equal(solve_gate(m, zero, zero, ratio), m)
+    assert torch.equal(solve_gate(zero, zero, zero, ratio), zero)
+    assert_minimal(solve_gate(m, z, zero, ratio), m, z, zero, ratio)
+    assert_minimal(solve_gate(zero, z, p, ratio), zero, z, p, ratio)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,10 +177,10 @@ def test_huge_and_tiny_values(ratio: float, dtype: torch.dtype) -> None:
     """Sizes from 1e-6 to 1e4 in every mixture give no NaN, and nothing worse than m, `present` or the grid."""
     sizes = torch.tensor([-1e4, -100, -1, -1e-6, 0, 1e-6, 1, 100, 1e4], dtype=dtype)
     m, z, p = (signal.contiguous() for signal in torch.meshgrid(sizes, sizes, sizes, indexing="ij"))
-    s = best_gate(m, z, p, ratio)
+    s = solve_gate(m, z, p, ratio)
     assert_minimal(s, m, z, p, ratio)
     for other in (m, torch.full_like(m, -2), torch.full_like(m, 1.5)):
-        s = best_gate(m, z, p, ratio, present=other)
+        s = solve_gate(m, z, p, ratio, present=other)
         assert bool(s.isfinite().all())
         there = cost(other, m, z, p, ratio)
         assert bool((cost(s, m, z, p, ratio) <= there * (1 + 1e-5) + 1e-12).all())
@@ -191,9 +193,9 @@ def test_never_worse_than_present(scale: float, ratio: float) -> None:
     m, z, p = draws(300, (scale, scale, scale), seed=3)
     p[:100] = -0.2 * z[:100]  # where valleys compete
     for present in (*draws(300, (scale, 3 * scale, 0.1), seed=4), m, grid_best(m, z, p, ratio, rounds=5)):
-        s = best_gate(m, z, p, ratio, present=present)
+        s = solve_gate(m, z, p, ratio, present=present)
         assert bool((cost(s, m, z, p, ratio) <= cost(present, m, z, p, ratio) * (1 + 1e-12)).all())
-        again = best_gate(m, z, p, ratio, present=s)
+        again = solve_gate(m, z, p, ratio, present=s)
         assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
 
 
@@ -201,7 +203,7 @@ def test_stationary() -> None:
     """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
     for ratio in (0.1, 1.0, 10.0):
         m, z, p = draws(2000, (2, 1, 1), seed=5)
-        s = best_gate(m, z, p, ratio).requires_grad_()
+        s = solve_gate(m, z, p, ratio).requires_grad_()
         (gradient,) = torch.autograd.grad(cost(s, m, z, p, ratio).sum(), s)
         assert float((gradient.abs() / (1 + ratio * z.square())).max()) < 1e-4
 
@@ -210,8 +212,8 @@ def test_stationary() -> None:
 def test_float32_is_as_good_as_float64(ratio: float) -> None:
     """Both dtypes reach the same cost to rounding, on arguments that both hold exactly."""
     m, z, p = draws(3000, (3, 2, 2), seed=6, dtype=torch.float32)
-    single = cost(best_gate(m, z, p, ratio), m, z, p, ratio)
-    double = cost(best_gate(m.double(), z.double(), p.double(), ratio), m, z, p, ratio)
+    single = cost(solve_gate(m, z, p, ratio), m, z, p, ratio)
+    double = cost(solve_gate(m.double(), z.double(), p.double(), ratio), m, z, p, ratio)
     assert bool(((single - double).abs() <= 1e-4 * (1 + double)).all())
 
 
@@ -220,19 +222,19 @@ def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
     """Any shape comes back, empty ones and views that are not contiguous too; the arguments are not written to."""
     m, z, p = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     copies = [signal.clone() for signal in (m, z, p)]
-    s = best_gate(m, z, p, 1.0, present=z)
+    s = solve_gate(m, z, p, 1.0, present=z)
     assert s.shape == shape
     for signal, copy in zip((m, z, p), copies, strict=True):
         assert torch.equal(signal, copy)
-    turned = best_gate(m.mT, z.mT, p.mT, 1.0, present=z.mT) if m.dim() > 1 else s
+    turned = solve_gate(m.mT, z.mT, p.mT, 1.0, present=z.mT) if m.dim() > 1 else s
     torch.testing.assert_close(turned.mT if m.dim() > 1 else turned, s, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_do_not_matter() -> None:
     """Entries are solved one by one: more than a chunk of them equal the same entries in pieces."""
     m, z, p = draws(CHUNK + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
-    whole = best_gate(m, z, p, 1.0)
-    tail = best_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], 1.0)
+    whole = solve_gate(m, z, p, 1.0)
+    tail = solve_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], 1.0)
     torch.testing.assert_close(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
 
 
@@ -248,4 +250,4 @@ number = st.floats(-20, 20, allow_nan=False, width=32)
 def test_any_entries(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
     """Whatever hypothesis thinks of: as good as the grid."""
     m, z, p = torch.tensor(entries, dtype=torch.float64 if double else torch.float32).unbind(1)
-    assert_minimal(best_gate(m, z, p, ratio), m, z, p, ratio)
+    assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.runtime.offload import Kept, OnFile, OnHost, Rows, Storage, lengths
+from sparsellm.runtime.offload import DiskList, HostList, OffloadManager, RowSubset, TensorList, lengths
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -20,8 +20,8 @@ def some(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [(8 * torch.randn(length, 4, generator=generator)).to(dtype) for length in (5, 1, 7)]
 
 
-def list_of(kind: str, folder: Path) -> Kept:
-    return OnFile(folder / "one") if kind == "files" else OnHost()
+def list_of(kind: str, folder: Path) -> TensorList:
+    return DiskList(folder / "one") if kind == "files" else HostList()
 
 
 every_kind = pytest.mark.parametrize("kind", ["files", "host"])
@@ -67,7 +67,7 @@ def test_what_is_on_its_way_is_not_what_was_there_before(kind: str, tmp_path: Pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 def test_a_gpu_copies_while_it_works() -> None:
     """Pinned memory; what is read, worked on and written back many times over is what it would be on the GPU alone."""
-    kept, plain = OnHost(), []
+    kept, plain = HostList(), []
     for number in range(6):
         tensor = torch.randn(1000, 1000, device="cuda", generator=torch.Generator("cuda").manual_seed(number)) / 30
         kept.append(tensor)
@@ -82,19 +82,19 @@ def test_a_gpu_copies_while_it_works() -> None:
 
 def test_a_gpu_has_the_processors_memory_too(tmp_path: Path) -> None:
     """What its own has no room for goes there, and to files only after that; what was given back can be used again."""
-    storage = Storage(100, tmp_path, host=150)
+    storage = OffloadManager(100, tmp_path, host=150)
 
     def kinds(count: int) -> list[str]:
-        with storage.lists(count, 50) as kept:
+        with storage.new_lists(count, 50) as kept:
             return [type(some).__name__ for some in kept]
 
     assert kinds(2) == ["list"] * 2
-    assert kinds(3) == ["OnHost"] * 3
-    assert kinds(4) == ["OnFile"] * 4
-    with storage.lists(1, 60):
-        with storage.lists(1, 60) as (kept,):
-            assert isinstance(kept, OnHost)
-            assert kinds(2) == ["OnFile"] * 2
+    assert kinds(3) == ["HostList"] * 3
+    assert kinds(4) == ["DiskList"] * 4
+    with storage.new_lists(1, 60):
+        with storage.new_lists(1, 60) as (kept,):
+            assert isinstance(kept, HostList)
+            assert kinds(2) == ["DiskList"] * 2
         assert storage.most_kept == 60 + 60 + 100
         assert storage.most_written == 4 * 50
     assert kinds(2) == ["list"] * 2
@@ -103,26 +103,26 @@ def test_a_gpu_has_the_processors_memory_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("budget", "files"), [(None, [0, 0, 0]), (0, [2, 3, 2]), (250, [0, 1, 0]), (100, [2, 2, 2])])
 def test_the_budget_decides(budget: int | None, files: list[int], tmp_path: Path) -> None:
     """What fits is in memory, what does not in files, and what was given back can be used again; no file is left."""
-    storage = Storage(budget, tmp_path / "work")
+    storage = OffloadManager(budget, tmp_path / "work")
     counted = []
-    with storage.lists(2, 100) as one:
-        counted.append(sum(isinstance(kept, OnFile) for kept in one))
-        with storage.lists(1, 100) as two:
-            counted.append(counted[0] + sum(isinstance(kept, OnFile) for kept in two))
+    with storage.new_lists(2, 100) as one:
+        counted.append(sum(isinstance(kept, DiskList) for kept in one))
+        with storage.new_lists(1, 100) as two:
+            counted.append(counted[0] + sum(isinstance(kept, DiskList) for kept in two))
             for kept in (*one, *two):
                 for tensor in some():
                     kept.append(tensor)
                 assert all(torch.equal(a, b) for a, b in zip(kept, some(), strict=True))
-        counted.append(sum(isinstance(kept, OnFile) for kept in one))
-    with storage.lists(2, 100) as again:
-        assert sum(isinstance(kept, OnFile) for kept in again) == files[0]
+        counted.append(sum(isinstance(kept, DiskList) for kept in one))
+    with storage.new_lists(2, 100) as again:
+        assert sum(isinstance(kept, DiskList) for kept in again) == files[0]
     assert counted == files
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_files_go_when_something_fails(tmp_path: Path) -> None:
-    storage = Storage(0, tmp_path)
-    with suppress(RuntimeError), storage.lists(1, 100) as (kept,):
+    storage = OffloadManager(0, tmp_path)
+    with suppress(RuntimeError), storage.new_lists(1, 100) as (kept,):
         kept.append(some()[0])
         assert list(tmp_path.rglob("*.safetensors"))
         raise RuntimeError
@@ -138,9 +138,9 @@ def test_rows(kind: str, wanted: slice, tmp_path: Path) -> None:
     source = [] if kind == "memory" else list_of(kind, tmp_path)
     for tensor in some():
         source.append(tensor)
-    found = Rows(source, wanted)
+    found = RowSubset(source, wanted)
     assert torch.equal(torch.cat(list(found)), torch.cat(some())[wanted])
     assert lengths(found) == [len(tensor) for tensor in found]
     assert all(lengths(found))
-    again = Rows(found, slice(0, sum(lengths(found)), 2))
+    again = RowSubset(found, slice(0, sum(lengths(found)), 2))
     assert torch.equal(torch.cat(list(again)), torch.cat(some())[wanted][::2])

@@ -38,7 +38,7 @@ def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern)
     """The same masks; the same weights but for rounding."""
     one, other = columns.clone(), columns.clone()
     sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern)
-    sparsegpt_triton.sweep(other, factor, keep, pattern)
+    sparsegpt_triton.prune_columns(other, factor, keep, pattern)
     assert torch.equal(other == 0, one == 0)
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_ties_go_by_position(text: str) -> None:
     factor = torch.eye(16, device=DEVICE)
     both(weight, factor, None, pattern)
     pruned = weight.clone()
-    sparsegpt_triton.sweep(pruned, factor, None, pattern)
+    sparsegpt_triton.prune_columns(pruned, factor, None, pattern)
     assert torch.equal(pruned, (weight.T * pattern.keep(weight.T.square())).T)
 
 
@@ -85,16 +85,16 @@ def test_a_whole_layer(text: str, shape: tuple[int, int], block: int, monkeypatc
     gram.update(x.to(DEVICE))
     problem, pattern = LayerProblem(torch.randn(shape, generator=generator).to(DEVICE), gram), parse_pattern(text)
     answers, swept = [], 0
-    sweep = sparsegpt_triton.sweep
+    sweep = sparsegpt_triton.prune_columns
 
     def counted(*arguments: object) -> None:
         nonlocal swept
         swept += 1
         sweep(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sparsegpt_triton, "sweep", counted)
+    monkeypatch.setattr(sparsegpt_triton, "prune_columns", counted)
     for serves in (False, True):
-        monkeypatch.setattr(sparsegpt_triton, "serves", lambda *_, serves=serves: serves)
+        monkeypatch.setattr(sparsegpt_triton, "is_supported", lambda *_, serves=serves: serves)
         answers.append(SparseGPT(block=block).solve(problem, pattern))
     assert swept == -(-shape[1] // block)
     assert torch.equal(answers[0] == 0, answers[1] == 0)
@@ -104,31 +104,31 @@ def test_a_whole_layer(text: str, shape: tuple[int, int], block: int, monkeypatc
 def test_who_is_served() -> None:
     """Processors, other precisions, wide blocks and large groups take the plain loop; a GPU that runs it takes the kernel."""
     columns, two_four = torch.zeros(8, 4, device=DEVICE), parse_pattern("2:4")
-    assert not sparsegpt_triton.serves(torch.zeros(8, 4), two_four)
-    assert not sparsegpt_triton.serves(columns.double(), two_four)
-    assert not sparsegpt_triton.serves(torch.zeros(sparsegpt_triton.MOST_COLUMNS + 1, 4, device=DEVICE), two_four)
-    assert not sparsegpt_triton.serves(torch.zeros(64, 4, device=DEVICE), parse_pattern("2:32"))
-    assert sparsegpt_triton.serves(columns, two_four) == (DEVICE == "cuda")
-    assert not sparsegpt_triton.runs(torch.device("cpu"))
+    assert not sparsegpt_triton.is_supported(torch.zeros(8, 4), two_four)
+    assert not sparsegpt_triton.is_supported(columns.double(), two_four)
+    assert not sparsegpt_triton.is_supported(torch.zeros(sparsegpt_triton.MAX_COLUMNS + 1, 4, device=DEVICE), two_four)
+    assert not sparsegpt_triton.is_supported(torch.zeros(64, 4, device=DEVICE), parse_pattern("2:32"))
+    assert sparsegpt_triton.is_supported(columns, two_four) == (DEVICE == "cuda")
+    assert not sparsegpt_triton.is_available(torch.device("cpu"))
 
 
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot be compiled, or that answers wrongly, is not used."""
-    assert sparsegpt_triton.works(torch.device(DEVICE))
-    assert sparsegpt_triton.maker().startswith("triton ")
+    assert sparsegpt_triton.passes_self_test(torch.device(DEVICE))
+    assert sparsegpt_triton.compiler_version().startswith("triton ")
     for broken in (lambda *_: 1 / 0, lambda columns, *_: columns):
-        monkeypatch.setattr(sparsegpt_triton, "sweep", broken)
-        assert not sparsegpt_triton.works(torch.device(DEVICE))
+        monkeypatch.setattr(sparsegpt_triton, "prune_columns", broken)
+        assert not sparsegpt_triton.passes_self_test(torch.device(DEVICE))
 
 
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.solvers.sparsegpt_triton import LANES, MOST_COLUMNS, _kernel
+from sparsellm.solvers.sparsegpt_triton import MAX_COLUMNS, ROWS_PER_PROGRAM, _kernel
 for keep, group in (("*u8", 0), ("*fp32", 4)):
     types = dict(columns="*fp32", factor="*fp32", keep=keep, count="i32", outputs="i32")
-    fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MOST_COLUMNS, LANES=LANES)
+    fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MAX_COLUMNS, LANES=ROWS_PER_PROGRAM)
     source = ASTSource(_kernel, types | dict.fromkeys(fixed, "constexpr"), fixed)
     made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 1})
     print(len(made.asm["cubin"]) > 0)

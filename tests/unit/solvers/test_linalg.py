@@ -8,16 +8,16 @@ from torch import Tensor
 
 from sparsellm.errors import SingularGram
 from sparsellm.solvers.linalg import (
+    add_diagonal,
     all_finite,
     cholesky,
-    damped,
+    conjugate_gradient_refit,
+    count_zeros,
     dead_inputs,
-    dot,
+    dot_float64,
+    eigh,
     inverse_factor,
-    quadratic,
-    refit,
-    spectrum,
-    zeros_in,
+    quadratic_form,
 )
 
 DTYPES = [torch.float32, torch.float64]
@@ -76,10 +76,10 @@ def test_damping_adds_a_share_of_the_mean() -> None:
     """Off the diagonal nothing changes; on it the share of the mean is added; the argument is not written to."""
     gram = gram_of(12)
     before = gram.clone()
-    result = damped(gram, 0.03)
+    result = add_diagonal(gram, 0.03)
     assert torch.equal(gram, before)
     torch.testing.assert_close(result - gram, 0.03 * gram.diagonal().mean() * torch.eye(12, dtype=torch.float64))
-    assert torch.equal(damped(gram, 0.0), gram)
+    assert torch.equal(add_diagonal(gram, 0.0), gram)
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 0.25, 4.0, 2.0**30])
@@ -87,7 +87,7 @@ def test_damping_scales_with_the_gram(scale: float) -> None:
     """Scaling the Gram by a power of two scales the damped one exactly, dead inputs included."""
     gram = gram_of(12)
     gram[3] = gram[:, 3] = 0
-    assert torch.equal(damped(scale * gram, 0.01), scale * damped(gram, 0.01))
+    assert torch.equal(add_diagonal(scale * gram, 0.01), scale * add_diagonal(gram, 0.01))
 
 
 def test_dead_inputs_get_the_mean_and_couple_to_nothing() -> None:
@@ -96,7 +96,7 @@ def test_dead_inputs_get_the_mean_and_couple_to_nothing() -> None:
     for dead in (0, 4, 9):
         gram[dead] = gram[:, dead] = 0
     assert dead_inputs(gram).nonzero().flatten().tolist() == [0, 4, 9]
-    result = damped(gram, 0.0)
+    result = add_diagonal(gram, 0.0)
     mean = gram.diagonal().mean()
     torch.testing.assert_close(result.diagonal()[[0, 4, 9]], mean.expand(3), rtol=0, atol=0)
     off = result - result.diagonal().diag()
@@ -110,7 +110,7 @@ def test_dead_inputs_get_the_mean_and_couple_to_nothing() -> None:
 
 def test_all_inputs_dead_is_the_identity() -> None:
     """With nothing seen the damped Gram is the identity: nothing is divided by zero."""
-    assert torch.equal(damped(torch.zeros(5, 5), 0.01), torch.eye(5))
+    assert torch.equal(add_diagonal(torch.zeros(5, 5), 0.01), torch.eye(5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,8 +124,8 @@ def test_singular_matrices_raise(dtype: torch.dtype) -> None:
     with pytest.raises(ArithmeticError):
         inverse_factor(-torch.eye(4, dtype=dtype), 0)
     low_rank = gram_of(16, tokens=5, dtype=dtype)
-    lower = cholesky(damped(low_rank, 0.01), 0.01)
-    torch.testing.assert_close(lower @ lower.T, damped(low_rank, 0.01), rtol=1e-4, atol=1e-4)
+    lower = cholesky(add_diagonal(low_rank, 0.01), 0.01)
+    torch.testing.assert_close(lower @ lower.T, add_diagonal(low_rank, 0.01), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -151,14 +151,14 @@ def test_refit_never_worse_and_on_the_support(start: str, rows: int, dtype: torc
     copies = [tensor.clone() for tensor in (first, target, gram, keep)]
     initial = last = energy(first, target, gram)
     for steps in (0, 1, 2, 5, 10, 40):
-        weight = refit(first, target, gram, keep, steps)
+        weight = conjugate_gradient_refit(first, target, gram, keep, steps)
         assert weight is not first
         assert weight.dtype == dtype
         assert not bool(weight[~keep].any())
         now = energy(weight, target, gram)
         assert bool((now <= last + 1e-5 * initial).all()), f"{steps} steps made a row worse"
         last = now
-    assert torch.equal(refit(first, target, gram, keep, 0), first)
+    assert torch.equal(conjugate_gradient_refit(first, target, gram, keep, 0), first)
     assert bool((last < 0.9 * initial).all())
     for tensor, copy in zip((first, target, gram, keep), copies, strict=True):
         assert torch.equal(tensor, copy)
@@ -173,7 +173,7 @@ def test_refit_converges_to_least_squares(dtype: torch.dtype, tolerance: float, 
     keep = random(rows, size, seed=6) > 0.0
     keep[0] = rows == 1
     keep[-1] = True
-    weight = refit(target * keep, target, gram, keep, 400, tolerance)
+    weight = conjugate_gradient_refit(target * keep, target, gram, keep, 400, tolerance)
     exact = exact_refit(target, gram, keep)
     torch.testing.assert_close(weight.double(), exact, rtol=rounding, atol=rounding)
     assert bool((energy(weight, target, gram) <= energy(exact, target, gram) * (1 + 1e-4) + 1e-8).all())
@@ -186,9 +186,9 @@ def test_refit_rows_do_not_depend_on_each_other() -> None:
     keep = random(3, size, seed=6) > 0
     start = target * keep
     start[0] = exact_refit(target, gram, keep)[0]
-    together = refit(start, target, gram, keep, 25)
+    together = conjugate_gradient_refit(start, target, gram, keep, 25)
     for row in range(3):
-        alone = refit(start[row : row + 1], target[row : row + 1], gram, keep[row : row + 1], 25)
+        alone = conjugate_gradient_refit(start[row : row + 1], target[row : row + 1], gram, keep[row : row + 1], 25)
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(together[0], start[0], rtol=0, atol=1e-9)
     assert not torch.allclose(together[1], start[1])
@@ -198,9 +198,9 @@ def test_refit_stays_where_it_is_solved() -> None:
     """A start with nothing to gain is returned to the bit: no division of zero by zero."""
     gram, target = gram_of(8), random(2, 8)
     keep = torch.ones(2, 8, dtype=torch.bool)
-    assert torch.equal(refit(target, target, gram, keep, 10), target)
+    assert torch.equal(conjugate_gradient_refit(target, target, gram, keep, 10), target)
     nothing = torch.zeros(2, 8, dtype=torch.bool)
-    assert torch.equal(refit(torch.zeros_like(target), target, gram, nothing, 10), torch.zeros_like(target))
+    assert torch.equal(conjugate_gradient_refit(torch.zeros_like(target), target, gram, nothing, 10), torch.zeros_like(target))
 
 
 @pytest.mark.parametrize("curved", [False, True], ids=["plain", "curvature"])
@@ -211,7 +211,7 @@ def test_a_quadratic_form(features: int, curved: bool) -> None:
     weight, x, root = (torch.randn(shape, generator=generator) for shape in ((7, features), (features, 50), (7, 7)))
     gram, curvature = x @ x.T / 50, root @ root.T if curved else torch.eye(7)
     wanted = ((curvature.double() @ weight.double() @ gram.double()) * weight.double()).sum()
-    assert float(quadratic(curvature @ weight, gram, weight)) == pytest.approx(float(wanted), rel=1e-6)
+    assert float(quadratic_form(curvature @ weight, gram, weight)) == pytest.approx(float(wanted), rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -233,20 +233,20 @@ def test_all_finite(dtype: torch.dtype) -> None:
 def test_zeros_in(dtype: torch.dtype) -> None:
     """Zeros of either sign count, the smallest other number does not; of a view, only its own."""
     weight = torch.full((6, 8), torch.finfo(dtype).smallest_normal, dtype=dtype)
-    assert zeros_in(weight) == 0
+    assert count_zeros(weight) == 0
     weight[1, :3], weight[4, 0] = 0.0, -0.0
-    assert zeros_in(weight) == 4
-    assert zeros_in(weight[:, 1:]) == 2
+    assert count_zeros(weight) == 4
+    assert count_zeros(weight[:, 1:]) == 2
 
 
 def test_where_there_is_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device without float64 sums of products are made on the processor, as precisely; spectra are those of torch."""
     one, other = random(30, 40, dtype=torch.float32) + 1e4, random(30, 40, 6, torch.float32) - 1e4
     wanted = float((one.double() * other.double()).sum())
-    assert dot(one, other) == wanted
-    monkeypatch.setattr("sparsellm.runtime.devices.widest", lambda device: torch.float32)
-    assert dot(one, other) == wanted
+    assert dot_float64(one, other) == wanted
+    monkeypatch.setattr("sparsellm.runtime.devices.widest_float", lambda device: torch.float32)
+    assert dot_float64(one, other) == wanted
     assert abs(float((one * other).sum()) - wanted) > 1e-9 * abs(wanted)
     gram = gram_of(12)
-    values, vectors = spectrum(gram)
+    values, vectors = eigh(gram)
     torch.testing.assert_close((vectors * values) @ vectors.T, gram)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import collectives
-from sparsellm.solvers.statistics import Cross, Gram, InputNorms, NoInputs
+from sparsellm.solvers.statistics import CrossMoment, Gram, InputRMS, TokenCount
 
 TOKENS, FEATURES, OUTPUTS = 600, 24, 10
 
@@ -40,31 +40,31 @@ def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
     """The same bits from half the memory; each reader still gets its own; no more tokens, and no other centre."""
     gram = Gram(FEATURES, dtype=dtype)
     gram.update(inputs())
-    before = gram.matrix, gram.norms, gram.mean
+    before = gram.matrix, gram.rms, gram.mean
     for _ in range(2):
-        gram.settle()
+        gram.finalize()
         gram.matrix.zero_()
-        assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.norms, gram.mean), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.rms, gram.mean), strict=True))
         assert gram.tokens == TOKENS
     assert not gram._products
     with pytest.raises(TypeError, match="takes in nothing more"):
         gram.update(inputs())
     with pytest.raises(TypeError, match="sums are gone"):
-        gram.centred()
+        gram.centered()
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{len(split)}-batches")
 def test_any_split_gives_the_direct_moments(split: list[int]) -> None:
     """Tokens, norms, Gram and cross products do not depend on the batches, but for float32 rounding."""
     x, y = inputs(), targets()
-    gram, cross = Gram(FEATURES), Cross(OUTPUTS, FEATURES)
+    gram, cross = Gram(FEATURES), CrossMoment(OUTPUTS, FEATURES)
     for batch, signal in zip(x.split(split), y.split(split), strict=True):
         gram.update(batch)
         cross.update(signal, batch)
     exact = x.double()
     assert gram.tokens == TOKENS
     assert close(gram.matrix, exact.T @ exact / TOKENS, 2e-6)
-    torch.testing.assert_close(gram.norms.double(), exact.square().mean(0).sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gram.rms.double(), exact.square().mean(0).sqrt(), rtol=1e-5, atol=0)
     wanted = y.double().T @ exact / TOKENS
     spread = y.double().square().mean(0).sqrt().outer(exact.square().mean(0).sqrt())
     assert bool(((cross.matrix.double() - wanted).abs() <= 2e-6 * spread).all())
@@ -107,21 +107,21 @@ def test_coarse_inputs_are_summed_in_float32(dtype: torch.dtype) -> None:
     gram = Gram(FEATURES)
     gram.update(x)
     exact = x.double()
-    assert gram.matrix.dtype == gram.norms.dtype == torch.float32
+    assert gram.matrix.dtype == gram.rms.dtype == torch.float32
     assert close(gram.matrix, exact.T @ exact / TOKENS, 2e-6)
-    torch.testing.assert_close(gram.norms.double(), exact.square().mean(0).sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(gram.rms.double(), exact.square().mean(0).sqrt(), rtol=1e-5, atol=0)
 
 
 def test_sums_do_not_depend_on_the_windows_of_a_batch() -> None:
     """Multiplied and summed window by window, they are the same to the bit; batch by batch they are not."""
 
     def found(windows: int, unit: int | None) -> list[Tensor]:
-        norms, gram, cross = InputNorms(96, unit=unit), Gram(96, unit=unit), Cross(96, 96, unit=unit)
+        norms, gram, cross = InputRMS(96, unit=unit), Gram(96, unit=unit), CrossMoment(96, 96, unit=unit)
         for batch in tokens.split(64 * windows):
             norms.update(batch)
             gram.update(batch)
             cross.update(batch, batch)
-        return [norms.norms, gram.matrix, gram.mean, cross.matrix]
+        return [norms.rms, gram.matrix, gram.mean, cross.matrix]
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(12 * 64, 96, generator=generator) * torch.rand(96, generator=generator) + 0.3
@@ -132,58 +132,58 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch() -> None:
 
 def test_each_class_knows_what_the_one_before_knows() -> None:
     """NoInputs < InputNorms < Gram, and the norms are the root of the Gram's diagonal."""
-    assert issubclass(Gram, InputNorms)
-    assert issubclass(InputNorms, NoInputs)
-    every = [kind(FEATURES) for kind in (NoInputs, InputNorms, Gram)]
+    assert issubclass(Gram, InputRMS)
+    assert issubclass(InputRMS, TokenCount)
+    every = [kind(FEATURES) for kind in (TokenCount, InputRMS, Gram)]
     for moments in every:
         moments.update(inputs())
     assert [moments.tokens for moments in every] == [TOKENS] * 3
     norms, gram = every[1], every[2]
-    assert isinstance(norms, InputNorms)
+    assert isinstance(norms, InputRMS)
     assert isinstance(gram, Gram)
-    assert torch.allclose(norms.norms, gram.norms, rtol=1e-5, atol=0)
-    torch.testing.assert_close(gram.matrix.diagonal().sqrt(), gram.norms, rtol=1e-5, atol=0)
-    assert float(gram.norms[5]) == 0
+    assert torch.allclose(norms.rms, gram.rms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(gram.matrix.diagonal().sqrt(), gram.rms, rtol=1e-5, atol=0)
+    assert float(gram.rms[5]) == 0
     assert not bool(gram.matrix[5].any())
     assert not bool(gram.matrix[:, 5].any())
 
 
 def test_before_any_token() -> None:
     """Nothing seen is zero, not NaN."""
-    gram, cross = Gram(3), Cross(2, 3)
+    gram, cross = Gram(3), CrossMoment(2, 3)
     assert gram.tokens == 0
     assert torch.equal(gram.matrix, torch.zeros(3, 3))
-    assert torch.equal(gram.norms, torch.zeros(3))
+    assert torch.equal(gram.rms, torch.zeros(3))
     assert torch.equal(cross.matrix, torch.zeros(2, 3))
 
 
 def test_what_is_handed_out_is_fresh() -> None:
     """Writing into a matrix or norms that were handed out changes nothing inside; updates leave the inputs alone."""
     x, y = inputs(), targets()
-    gram, cross = Gram(FEATURES), Cross(OUTPUTS, FEATURES)
+    gram, cross = Gram(FEATURES), CrossMoment(OUTPUTS, FEATURES)
     gram.update(x)
     cross.update(y, x)
     assert torch.equal(x, inputs())
     assert torch.equal(y, targets())
-    matrix, norms, products = gram.matrix, gram.norms, cross.matrix
-    for handed_out in (gram.matrix, gram.norms, cross.matrix):
+    matrix, norms, products = gram.matrix, gram.rms, cross.matrix
+    for handed_out in (gram.matrix, gram.rms, cross.matrix):
         handed_out.fill_(7)
     assert torch.equal(gram.matrix, matrix)
-    assert torch.equal(gram.norms, norms)
+    assert torch.equal(gram.rms, norms)
     assert torch.equal(cross.matrix, products)
 
 
 def test_alone_reduce_changes_nothing() -> None:
     """Without a process group the sum over processes is the identity."""
-    gram, cross = Gram(FEATURES), Cross(OUTPUTS, FEATURES)
+    gram, cross = Gram(FEATURES), CrossMoment(OUTPUTS, FEATURES)
     gram.update(inputs())
     cross.update(targets(), inputs())
-    before = gram.tokens, gram.matrix, gram.norms, cross.matrix
+    before = gram.tokens, gram.matrix, gram.rms, cross.matrix
     gram.reduce()
     cross.reduce()
     assert gram.tokens == before[0]
     assert torch.equal(gram.matrix, before[1])
-    assert torch.equal(gram.norms, before[2])
+    assert torch.equal(gram.rms, before[2])
     assert torch.equal(cross.matrix, before[3])
 
 
@@ -207,7 +207,7 @@ def test_panels(features: int) -> None:
     found, wanted = gram.matrix, x.double().T @ x.double() / 1000
     assert torch.equal(found, found.T)
     assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.max())
-    assert torch.allclose(gram.centred().matrix.double(), torch.cov(x.double().T, correction=0), atol=1e-5)
+    assert torch.allclose(gram.centered().matrix.double(), torch.cov(x.double().T, correction=0), atol=1e-5)
 
 
 class Done:
@@ -226,14 +226,14 @@ def doubled(tensor: Tensor, async_op: bool) -> Done:
 def test_moments_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and sums of both count: another process that saw the same doubles the sums and leaves the means."""
     x, y = inputs(), targets()
-    gram, cross, norms = Gram(FEATURES), Cross(OUTPUTS, FEATURES), InputNorms(FEATURES)
+    gram, cross, norms = Gram(FEATURES), CrossMoment(OUTPUTS, FEATURES), InputRMS(FEATURES)
     gram.update(x)
     cross.update(y, x)
     norms.update(x)
-    alone = gram.matrix, cross.matrix, norms.norms
+    alone = gram.matrix, cross.matrix, norms.rms
     monkeypatch.setattr(collectives, "world", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", doubled)
     for some in (gram, cross, norms):
         some.reduce()
     assert gram.tokens == norms.tokens == 2 * TOKENS
-    assert all(torch.equal(a, b) for a, b in zip(alone, (gram.matrix, cross.matrix, norms.norms), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(alone, (gram.matrix, cross.matrix, norms.rms), strict=True))

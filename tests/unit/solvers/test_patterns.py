@@ -81,7 +81,7 @@ def test_texts_mean_their_pattern(text: str | float, pattern: Pattern) -> None:
     parsed = parse_pattern(text)
     assert type(parsed) is type(pattern)
     assert parsed.sparsity == pytest.approx(pattern.sparsity, abs=1e-15)
-    assert parsed.span == pattern.span
+    assert parsed.column_span == pattern.column_span
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
@@ -104,7 +104,7 @@ def test_descriptions() -> None:
     assert NM(3, 4).describe() == "3:4 (3 of every 4 removed, 75.0 %)"
     assert NM(2, 4).describe() == "2:4 (2 of every 4 removed, 50.0 %)"
     assert Unstructured(0.7).describe() == "70 % removed, unstructured"
-    assert (NM(3, 4).span, Unstructured(0.5).span) == (4, None)
+    assert (NM(3, 4).column_span, Unstructured(0.5).column_span) == (4, None)
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -118,7 +118,7 @@ def test_unstructured_counts_are_exact(share: float, shape: tuple[int, int], tie
     layer, rows = pattern.keep(score), pattern.keep(score, per_row=True)
     assert layer.dtype == rows.dtype == torch.bool
     assert layer.shape == rows.shape == torch.Size(shape)
-    assert int((~layer).sum()) == int((~rows).sum()) == expected == pattern.removed(score.numel())
+    assert int((~layer).sum()) == int((~rows).sum()) == expected == pattern.count_removed(score.numel())
     per_row = (~rows).sum(1)
     assert int(per_row.max() - per_row.min()) <= 1
 
@@ -130,7 +130,7 @@ def test_unstructured_agrees_with_sorting(share: float, shape: tuple[int, int], 
     """The largest stay, and of equals the later ones: as plain Python sorts them."""
     score = scores(shape, seed=1, ties=ties)
     pattern = Unstructured(share)
-    removed = pattern.removed(score.numel())
+    removed = pattern.count_removed(score.numel())
     assert pattern.keep(score).flatten().tolist() == brute_keep(score.flatten().tolist(), removed)
     rows = pattern.keep(score, per_row=True)
     for row, kept in zip(score, rows, strict=True):
@@ -147,7 +147,7 @@ def test_every_group_keeps_its_largest(pattern: NM, ties: bool) -> None:
     groups = zip(score.view(-1, pattern.group), keep.view(-1, pattern.group), strict=True)
     for values, kept in groups:
         assert kept.tolist() == brute_keep(values.tolist(), pattern.zeros)
-    assert int((~keep).sum()) == pattern.removed(score.numel())
+    assert int((~keep).sum()) == pattern.count_removed(score.numel())
 
 
 def test_ties_go_by_position() -> None:

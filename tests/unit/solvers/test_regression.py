@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.patterns import Unstructured
-from sparsellm.solvers.regression import Carried, Regression, Summed, Twins
+from sparsellm.solvers.regression import LinearTargetRegression, PairedStatistics, Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
 
 TOKENS, FEATURES, OUTPUTS = 400, 16, 6
@@ -40,7 +40,7 @@ def tokens(constant: bool = False) -> tuple[Tensor, Tensor]:
 
 def summed(x: Tensor, y: Tensor, affine: bool, split: list[int] | None = None) -> Regression:
     """The regression of y on x, taken in batch by batch."""
-    found = Summed(Gram(x.shape[1]), y.shape[1], affine)
+    found = TargetRegression(Gram(x.shape[1]), y.shape[1], affine)
     for inputs, targets in zip(x.split(split or [len(x)]), y.split(split or [len(y)]), strict=True):
         found.inputs.update(inputs)
         found.update(targets, inputs)
@@ -142,13 +142,13 @@ def test_centred(split: list[int]) -> None:
     gram = Gram(FEATURES)
     for batch in x.split(split):
         gram.update(batch)
-    before, centred = gram.matrix, gram.centred()
+    before, centred = gram.matrix, gram.centered()
     exact = x.double() - x.double().mean(0)
     spread = exact.square().mean(0).sqrt()
     raw = x.double().square().mean(0).sqrt()
     allowed = 5e-6 * raw.outer(raw)  # float32 sums of the raw products
     assert bool(((centred.matrix.double() - exact.T @ exact / TOKENS).abs() <= allowed).all())
-    torch.testing.assert_close(centred.norms.double(), spread, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(centred.rms.double(), spread, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(gram.mean.double(), x.double().mean(0), rtol=1e-4, atol=1e-5)
     assert (centred.tokens, centred.features) == (TOKENS, FEATURES)
     centred.matrix.fill_(7)
@@ -165,7 +165,7 @@ def test_constant_inputs_are_dead() -> None:
     x[:, 6] = 1 + 0.01 * draw(TOKENS, seed=12).float()
     gram = Gram(FEATURES)
     gram.update(x)
-    matrix = gram.centred().matrix
+    matrix = gram.centered().matrix
     dead = sorted([*CONSTANT_INPUTS, 5])
     assert (matrix.diagonal() == 0).nonzero().flatten().tolist() == dead
     assert not bool(matrix[dead].any())
@@ -178,7 +178,7 @@ def test_constant_inputs_of_any_value_are_dead() -> None:
     gram, values = Gram(64), 0.01 + 3 * torch.rand(64, generator=torch.Generator().manual_seed(0))
     for _ in range(16):
         gram.update(values.expand(4096, 64))
-    assert not bool(gram.centred().matrix.any())
+    assert not bool(gram.centered().matrix.any())
 
 
 def test_the_bias_stands_in_for_constant_inputs() -> None:
@@ -215,7 +215,7 @@ def test_layers_share_a_gram(affine: bool) -> None:
     """Two regressions on one Gram, which is updated once a batch, are each what they would be alone."""
     x, y = tokens()
     gram = Gram(FEATURES)
-    both = [Summed(gram, 4, affine), Summed(gram, 2, affine)]
+    both = [TargetRegression(gram, 4, affine), TargetRegression(gram, 2, affine)]
     for inputs, targets in zip(x.split(150), y.split(150), strict=True):
         gram.update(inputs)
         for regression, some in zip(both, targets.split([4, 2], 1), strict=True):
@@ -228,7 +228,7 @@ def test_layers_share_a_gram(affine: bool) -> None:
 @every_form
 def test_before_any_token(affine: bool) -> None:
     """Nothing seen is zero, not NaN, and the target is the prior."""
-    found = Summed(Gram(3), 2, affine)
+    found = TargetRegression(Gram(3), 2, affine)
     weight = torch.ones(2, 3)
     assert (found.power, found.error(weight)) == (0, 0)
     assert torch.equal(found.problem(weight, 1e-3).weight, weight)
@@ -245,13 +245,13 @@ def test_targets_that_are_never_made(affine: bool, constant: bool) -> None:
     offset = draw(OUTPUTS, seed=22).float() if affine else None
     layer = draw(OUTPUTS, FEATURES, seed=21).float()
     targets = z @ layer.T if offset is None else z @ layer.T + offset
-    twins = Twins(Gram(FEATURES))
+    twins = PairedStatistics(Gram(FEATURES))
     for here, there in zip(x.split(150), z.split(150), strict=True):
         twins.inputs.update(here)
         twins.update(here, there)
     twins.inputs.reduce()
     twins.reduce()
-    found, wanted = Carried(twins, layer, offset), summed(x, targets, affine)
+    found, wanted = LinearTargetRegression(twins, layer, offset), summed(x, targets, affine)
     assert found.affine == affine
     assert found.power == pytest.approx(wanted.power, rel=1e-5)
     prior = layer + 0.1 * draw(OUTPUTS, FEATURES, seed=23).float()

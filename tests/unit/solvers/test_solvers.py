@@ -13,14 +13,14 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
-from sparsellm.solvers.fast_admm import Swift
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.fast_admm import FastADMM
+from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import Cross, Gram, InputNorms, NoInputs
+from sparsellm.solvers.statistics import CrossMoment, Gram, InputRMS, TokenCount
 
-SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), Swift(), ALPS()]
+SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
 PATTERNS = ["0%", "1%", "50%", "70%", "90%", "2:4", "3:4", "4:8"]
 SHAPES = [(1, 40), (5, 12), (7, 13), (17, 136), (96, 256)]
 
@@ -94,7 +94,7 @@ def test_counts_bits_and_untouched_problem(
     assert answer.shape == shape
     assert answer.dtype == dtype
     assert bool(answer.isfinite().all())
-    assert int((answer == 0).sum()) == pattern.removed(answer.numel())
+    assert int((answer == 0).sum()) == pattern.count_removed(answer.numel())
     if isinstance(pattern, NM):
         assert bool(((answer.reshape(-1, pattern.group) == 0).sum(1) == pattern.zeros).all())
     assert torch.equal(problem.weight, signals(shape, 0, ())[0].to(dtype))
@@ -122,7 +122,7 @@ def test_alps_solves_its_mask(pattern: Pattern, shape: tuple[int, int], damping:
     """By default within 1 % of the best on its mask for the damped problem; hardly damped, 5 % for the problem itself."""
     problem = problem_of(shape)
     answer = ALPS(damping=damping, refit_steps=steps).solve(problem, pattern)
-    gram = damped(problem.gram, damping) if factor == 1.01 else problem.gram
+    gram = add_diagonal(problem.gram, damping) if factor == 1.01 else problem.gram
     best = error(least_squares(problem, answer != 0, gram), problem, gram)
     assert error(answer, problem, gram) <= factor * best + 1e-12
 
@@ -138,12 +138,12 @@ def test_dead_inputs(solver: LayerSolver, text: str, dtype: torch.dtype) -> None
     answer = solver.solve(problem, pattern)
     assert bool(answer.isfinite().all())
     zeros = answer == 0
-    assert int(zeros.sum()) >= pattern.removed(answer.numel())
-    enough = isinstance(pattern, NM) or pattern.removed(40) >= len(dead)
-    if solver.needs is Gram or (solver.needs is InputNorms and enough):
+    assert int(zeros.sum()) >= pattern.count_removed(answer.numel())
+    enough = isinstance(pattern, NM) or pattern.count_removed(40) >= len(dead)
+    if solver.needs is Gram or (solver.needs is InputRMS and enough):
         assert bool(zeros[:, list(dead)].all())
     if enough:
-        assert int(zeros.sum()) == pattern.removed(answer.numel())
+        assert int(zeros.sum()) == pattern.count_removed(answer.numel())
 
 
 @every_solver
@@ -234,7 +234,7 @@ def test_criteria_by_their_definitions(text: str) -> None:
 def test_less_knowledge_than_needed_is_refused(solver: LayerSolver) -> None:
     """A solver given exactly what it `needs` works; one given less raises InvalidSetting."""
     weight, x = signals((4, 12), 0, ())
-    for kind in (NoInputs, InputNorms, Gram):
+    for kind in (TokenCount, InputRMS, Gram):
         moments = kind(12)
         moments.update(x.float())
         problem = LayerProblem(weight.float(), moments)
@@ -249,7 +249,7 @@ def test_error_by_what_is_known() -> None:
     """With norms the inputs count as uncorrelated, without as white; the target itself has none, zero has all of it."""
     weight, x = signals((4, 12), 0, ())
     pruned = weight * (weight.abs() > 0.5)
-    norms, nothing = InputNorms(12), NoInputs(12)
+    norms, nothing = InputRMS(12), TokenCount(12)
     norms.update(x)
     change = pruned - weight
     sizes = x.square().mean(0)
@@ -269,10 +269,10 @@ def test_toward_is_ridge_regression(ridge: float, dtype: torch.dtype) -> None:
     """The target weight is (C + λ W0)(G + λ I)⁻¹ as a dense float64 solve gives it; dead inputs keep the prior."""
     prior, x = signals((6, 30), 0, (4, 17))
     y = x @ torch.randn(30, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    gram, cross = Gram(30, dtype=dtype), Cross(6, 30)
+    gram, cross = Gram(30, dtype=dtype), CrossMoment(6, 30)
     gram.update(x.to(dtype))
     cross.update(y, x)
-    problem = LayerProblem.toward(cross.matrix, gram, prior.to(dtype), ridge)
+    problem = LayerProblem.from_targets(cross.matrix, gram, prior.to(dtype), ridge)
     live = [j for j in range(30) if j not in (4, 17)]
     exact, products = x.T @ x / len(x), y.T @ x / len(x)
     shifted = exact + ridge * exact.diagonal().mean() * torch.eye(30, dtype=torch.float64)
@@ -290,11 +290,11 @@ def test_toward_the_prior_itself(ridge: float, dtype: torch.dtype) -> None:
     problem = problem_of((6, 30), dtype)
     prior, gram = problem.weight, problem.inputs
     assert isinstance(gram, Gram)
-    assert torch.equal(LayerProblem.toward(prior @ gram.matrix, gram, prior, ridge).weight, prior)
+    assert torch.equal(LayerProblem.from_targets(prior @ gram.matrix, gram, prior, ridge).weight, prior)
     _, x = signals((6, 30), 0, ())
-    cross = Cross(6, 30)
+    cross = CrossMoment(6, 30)
     cross.update(x.to(dtype) @ prior.T, x.to(dtype))
-    streamed = LayerProblem.toward(cross.matrix, gram, prior, ridge).weight
+    streamed = LayerProblem.from_targets(cross.matrix, gram, prior, ridge).weight
     assert 0 < error(streamed, problem) < 1e-9  # of the output's energy; Cross sums in float32
     if ridge:
         torch.testing.assert_close(streamed, prior, rtol=1e-2, atol=1e-3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.linalg import damped
+from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -42,7 +42,7 @@ def direct(problem: LayerProblem, pattern: Pattern, block: int, damping: float) 
     """
     gram = problem.inputs.matrix.double()  # type: ignore[attr-defined]
     dead = gram.diagonal() == 0
-    gram = damped(gram, damping)
+    gram = add_diagonal(gram, damping)
     weight = problem.weight.double().clone()
     weight[:, dead] = 0
     rows, columns = weight.shape

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.fast_admm import Swift
-from sparsellm.solvers.linalg import refit
+from sparsellm.solvers.fast_admm import FastADMM
+from sparsellm.solvers.linalg import conjugate_gradient_refit
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -53,10 +53,10 @@ def test_is_admm_with_one_penalty(text: str, full: bool, relaxation: float) -> N
         keep = pattern.keep((relaxed + dual / penalty).abs())
         sparse = (relaxed + dual / penalty) * keep
         dual = dual + penalty * (relaxed - sparse)
-    expected = refit(sparse, target, gram, keep, 2, curvature=curvature if full else None)
+    expected = conjugate_gradient_refit(sparse, target, gram, keep, 2, curvature=curvature if full else None)
 
     # A full curvature is lifted by a millionth at least, where nothing is damped.
-    answer = Swift(damping=0, steps=4, refit_steps=2, penalty=penalty, relaxation=relaxation).solve(problem, pattern)
+    answer = FastADMM(damping=0, steps=4, refit_steps=2, penalty=penalty, relaxation=relaxation).solve(problem, pattern)
     torch.testing.assert_close(answer, expected, rtol=1e-4 if full else 1e-9, atol=1e-5 if full else 1e-9)
 
 
@@ -66,7 +66,7 @@ def test_stands_near_alps_and_far_from_sparsegpt(text: str) -> None:
     pattern, found = parse_pattern(text), []
     for seed in range(8):
         problem = problem_of((32, 64), seed=seed)
-        swift, alps, sparsegpt = (problem.error(solver.solve(problem, pattern)) for solver in (Swift(), ALPS(), SparseGPT()))
+        swift, alps, sparsegpt = (problem.error(solver.solve(problem, pattern)) for solver in (FastADMM(), ALPS(), SparseGPT()))
         found.append((swift / alps, sparsegpt / alps))
     near, far = (geometric_mean(some) for some in zip(*found, strict=True))
     assert near < far
@@ -79,7 +79,8 @@ def test_more_steps_and_longer_fits_help() -> None:
     for seed in range(8):
         problem = problem_of((32, 64), seed=seed)
         short, fitted, long = (
-            problem.error(solver.solve(problem, pattern)) for solver in (Swift(refit_steps=0), Swift(), Swift(steps=12))
+            problem.error(solver.solve(problem, pattern))
+            for solver in (FastADMM(refit_steps=0), FastADMM(), FastADMM(steps=12))
         )
         assert fitted <= short
         pairs.append(long / fitted)
@@ -95,4 +96,4 @@ def test_more_steps_and_longer_fits_help() -> None:
 def test_settings_refused(change: dict[str, float], told: str) -> None:
     """What cannot be raises at once and names the limits."""
     with pytest.raises(InvalidSetting, match=told):
-        replace(Swift(), **change)  # type: ignore[arg-type]
+        replace(FastADMM(), **change)  # type: ignore[arg-type]

@@ -83,7 +83,7 @@ def train(training: Training, output: Path) -> dict[str, object]:
     checks = windows(encode(tokenizer, validation.values()))[: training.validation_windows]
     model = build_model(training)
     size = sum(weight.numel() for weight in model.parameters())
-    say(f"{training.family}: {size:,} parameters, {len(ids):,} tokens to train on, {len(checks) * WINDOW:,} to validate")
+    observer(f"{training.family}: {size:,} parameters, {len(ids):,} tokens to train on, {len(checks) * WINDOW:,} to validate")
 
     progress = Progress()
     for progress in fit(model, ids, checks, training):
@@ -124,8 +124,8 @@ def fit(model: PreTrainedModel, ids: Tensor, checks: Tensor, training: Training)
     while share < 1:
         for group in optimizer.param_groups:
             group["lr"] = training.peak * group["pace"] * schedule(share, training.warmup)
-        firsts = torch.randint(len(ids) - WINDOW + 1, (training.batch, 1), generator=draw)
-        batch = ids[firsts + torch.arange(WINDOW)]
+        offsets = torch.randint(len(ids) - WINDOW + 1, (training.batch, 1), generator=draw)
+        batch = ids[offsets + torch.arange(WINDOW)]
         # One window in eight starts with the special token, so that a text may be continued after it as well.
         batch[torch.rand(training.batch, generator=draw) < 1 / 8, 0] = 0
         loss = model(input_ids=batch, labels=batch).loss
@@ -143,7 +143,7 @@ def fit(model: PreTrainedModel, ids: Tensor, checks: Tensor, training: Training)
         validation, since = mean_loss(model, checks), (progress.step - 1) % training.check_every + 1
         if validation < progress.best_validation:
             progress.best_step, progress.best_validation = progress.step, validation
-        say(
+        observer(
             f"step {progress.step}, {progress.minutes:.1f} min, {share:.0%}: "
             f"loss {loss_sum / since:.4f}, validation {validation:.4f}"
         )
@@ -268,7 +268,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Pat
     tokenizer.save_pretrained(output)
 
 
-def say(line: str) -> None:
+def observer(line: str) -> None:
     """Print a line of progress, out of the way of anything piped."""
     print(line, file=sys.stderr, flush=True)
 
