@@ -12,10 +12,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from operations import PRODUCT, tensors_in, work_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsellm
-from sparsellm.runs.meter import PRODUCT, _tensors, _work
 
 MOMENTS = (
     "solvers.statistics:Gram.update",
@@ -127,8 +127,8 @@ class Phases(TorchDispatchMode):
         started = time.perf_counter()
         result = function(*arguments, **keywords)
         spent, phase = time.perf_counter() - started, self._stack[-1]
-        inputs, outputs = _tensors((arguments, keywords)), _tensors(result)
-        kind, amount = _work(function.overloadpacket.__name__, inputs, outputs)
+        inputs, outputs = tensors_in((arguments, keywords)), tensors_in(result)
+        kind, amount = work_of(function.overloadpacket.__name__, inputs, outputs)
         if kind == PRODUCT:
             self.products[phase] += spent
             self.operations[phase] += amount

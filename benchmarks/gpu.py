@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from clock import MOMENTS, watched
+from operations import PASS, tensors_in, work_of
 from results import MEASURED
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,6 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.meter import PASS, _tensors, _work
 from sparsellm.solvers import sparsegpt_triton
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -115,7 +115,7 @@ class Phases:
     def add(self, function: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Count an operation: by its arithmetic or by its memory, whichever takes longer."""
         assert self.rates is not None
-        kind, amount = _work(function.overloadpacket.__name__, list(inputs), list(outputs))
+        kind, amount = work_of(function.overloadpacket.__name__, list(inputs), list(outputs))
         moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)) / self.rates[PASS]
         dtype = inputs[0].dtype if inputs else torch.float32
         done = 0.0 if kind == PASS else amount / self.rates.get(dtype, self.rates[torch.float32])
@@ -132,7 +132,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: Mapping | None = None) -> Any:
         result = function(*arguments, **(keywords or {}))
-        self._phases.add(function, _tensors((arguments, keywords or {})), _tensors(result))
+        self._phases.add(function, tensors_in((arguments, keywords or {})), tensors_in(result))
         return result
 
 

@@ -36,10 +36,10 @@ from transformers import AutoConfig
 from sparsellm.cli.allocator import manage_memory
 from sparsellm.data.demo import model_path
 from sparsellm.runs.events import Stage, combine_observers
-from sparsellm.runs.meter import PRODUCT, rates
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
+from sparsellm.runtime.costs import rates
 from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -166,7 +166,7 @@ def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
                 cell["counted" if counted else "plain"] = json.loads(
                     subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
                 )
-            cell["rate"] = rates(torch.device("cpu"), 2.0)[PRODUCT]
+            cell["rate"] = float(rates(torch.device("cpu"), 2.0)[0])
         deep = blocks if shape in SHAPES else AutoConfig.from_pretrained(shape).num_hidden_layers
         _keep("phases", f"{Path(shape).name} | {deep} | {windows} | {name}", cell)
 

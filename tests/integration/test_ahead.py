@@ -21,16 +21,15 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.runs.forecasting import forecast
-from sparsellm.runs.meter import Meter
 from sparsellm.runs.placement import choose_placement
-from sparsellm.runs.planning import fitted
+from sparsellm.runs.planning import RunPlan, fitted
 from sparsellm.runs.preparation import prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_weights import saved, windows
+from tests.meter import Meter
 
 THREAD = "reading ahead"
 
@@ -183,7 +182,7 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
     place = choose_placement(recipe, ready.source, ready.device, files=True)
     assert place.ahead
-    needs = [forecast(recipe, ready, replace(place, ahead=ahead), timed=False).data for ahead in (False, True)]
+    needs = [RunPlan(recipe, ready, replace(place, ahead=ahead), ready.batch).data for ahead in (False, True)]
     block = max(
         sum(4 * x.numel() for x in some.module.parameters()) for some in blocks_of(open_checkpoint(recipe.model).load())
     )

@@ -26,7 +26,6 @@ from sparsellm.recovery import distillation
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
 from sparsellm.runs.events import Begun
-from sparsellm.runs.meter import Meter
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runtime.memory import (
     COPIES,
@@ -38,6 +37,7 @@ from sparsellm.runtime.memory import (
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
+from tests.meter import Meter
 
 Command = Callable[..., Result]
 CPU = torch.device("cpu")

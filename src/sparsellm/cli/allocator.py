@@ -7,8 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from sparsellm.runs.events import Begun, Event, Stage
-from sparsellm.runs.preparation import OPENING
+from sparsellm.runs.events import OPENING, Begun, Event, Stage
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """glibc's numbers for `mallopt`."""

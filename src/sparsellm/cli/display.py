@@ -166,38 +166,38 @@ def print_inspection(console: Console, found: Inspection) -> None:
 
 def print_plan(console: Console, plan: RunPlan) -> None:
     """What a person wants to know of a run before it starts."""
-    found, place = plan.found, plan.found.place
+    place, ready = plan.place, plan.ready
 
-    def observer(text: str) -> None:
+    def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    observer(f"{plan.recipe.model}: {plan.recipe.describe()}")
+    say(f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    observer(f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
-    if message := plan.coverage.describe():
-        observer(message)
+    say(f"{len(ready.blocks)} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    if plan.coverage and (told := plan.coverage.describe()):
+        say(told)
     where = place.note or "in memory as a whole"
-    observer(f"The model, {human_bytes(place.model)}, is {where}.")
-    if plan.samples:
-        observer(f"{plan.samples} windows of {plan.length:,} tokens, {found.batch} at a time.")
+    say(f"The model, {human_bytes(place.model)}, is {where}.")
+    if len(ready.windows):
+        say(f"{len(ready.windows)} windows of {ready.length:,} tokens, {plan.batch} at a time.")
     rows = [
         [
             x.name,
-            human_bytes(x.memory.get(found.device, 0)),
+            human_bytes(x.memory[plan.device]),
             human_bytes(x.files),
             _operations(x.operations),
             _duration(x.seconds),
         ]
-        for x in found.stages
+        for x in plan.stages
     ]
-    show(console, table(["stage", f"memory ({found.device})", "files", "operations", "time"], rows))
-    observer(
-        f"Peak: {human_bytes(found.data)} of memory on {found.device} while {found.peak.name}, of {human_bytes(place.memory)} "
-        f"that may be taken; the process {human_bytes(found.resident)}, Python and its libraries included."
+    show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
+    say(
+        f"Peak: {human_bytes(plan.data)} of memory on {plan.device} while {plan.peak.name}, of {human_bytes(place.memory)} "
+        f"that may be taken; the process {human_bytes(plan.resident)}, Python and its libraries included."
     )
-    observer(f"Disk: {human_bytes(found.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(found.seconds)}.")
+    say(f"Disk: {human_bytes(plan.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(plan.seconds)}.")
     if plan.most_samples is not None:
-        observer(f"Up to --samples {plan.most_samples:,} would fit.")
+        say(f"Up to --samples {plan.most_samples:,} would fit.")
 
 
 def _operations(count: float) -> str:

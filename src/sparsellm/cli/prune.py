@@ -147,6 +147,6 @@ def plan(
             print_json(planned.to_dict())
         else:
             print_plan(stdout, planned)
-        if not planned.fits:
+        if planned.refusal:
             stderr.print(Text(f"error: {planned.refusal}", style="red"), soft_wrap=True)
             raise typer.Exit(1)

@@ -10,7 +10,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.events import Observer, Stage
+from sparsellm.runs.events import MEASURING, PRUNING, Observer, Stage
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.registry import METHODS
 from sparsellm.runs.run import run
@@ -41,7 +41,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     name = DEMO + family
     checkpoint = open_checkpoint(name)
     tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length)
-    observe(Stage("measuring the dense model"))
+    observe(Stage(f"{MEASURING} the dense model"))
     model = checkpoint.load()
     dense = measured(model, tests, "demo")
     rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
@@ -49,10 +49,10 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         observe(Stage(f"method {method}"))
         settings = {"model": name, "method": method, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
         result = run(read_recipe(settings), observe)
-        observe(Stage("measuring"))
+        observe(Stage(MEASURING))
         pruned = measured(result.model, tests, "demo")
         report = result.report
-        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds["pruning"]))
+        rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds[PRUNING]))
         if method == "sparsellm" and output is not None:
             report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
             result.save_pretrained(output)

@@ -12,6 +12,17 @@ from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
 
+OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
+SENSITIVITIES, SHARING = "finding what errors cost", "sharing out the sparsity by"
+PRUNING, RECOVERING = "pruning", "recovering"
+WRITING_WINDOWS, READING_PREDICTIONS, TRAINING = (
+    "letting the dense model write",
+    "reading the dense model's predictions",
+    "training the whole model",
+)
+MEASURING, WRITING_SAMPLES = "measuring", "writing samples"
+"""The stages of a run by their names: `SHARING` is followed by the rule, `MEASURING` by "dense" or "pruned"."""
+
 
 @dataclass(frozen=True)
 class Begun:

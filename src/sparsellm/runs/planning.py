@@ -1,132 +1,248 @@
-"""Whether a run will fit, before it starts, and what would make it fit."""
+"""What a run will take, by closed forms; whether that fits, and what would make it fit."""
 
 from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 
+from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
+from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
+from sparsellm.activations.sensitivity import TOKENS
 from sparsellm.checkpoints.loading import InMemoryModel
-from sparsellm.errors import TooLarge, UnsupportedModel
+from sparsellm.errors import TooLarge
+from sparsellm.evaluation.perplexity import batch_to_measure
+from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned_layers
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.events import Note, Observer, Stage
-from sparsellm.runs.forecasting import Forecast, forecast
-from sparsellm.runs.placement import SHARE, Placement, choose_placement
-from sparsellm.runs.preparation import Prepared, prepare
+from sparsellm.runs.events import MEASURING, PRUNING, SENSITIVITIES, SHARING, TRAINING, Note, Observer
+from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Placement, choose_placement
+from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
-from sparsellm.runtime.memory import available, human_bytes
+from sparsellm.runtime.costs import BlockCost, BlockShapes, rates, work
+from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
+from sparsellm.solvers.sparsegpt import SparseGPT
 
-MATRICES, HIDDEN = 40, 16
-"""Square matrices of the widest layer, and hidden states of a batch at that width, that no method here takes more of: what fits
-half of the memory with them is not looked at more closely."""
+KEPT, MOST_KEPT = 0.4, 128 * 2**20
+"""The share of the data that the processor's allocator holds besides, and its bound: measured on glibc (docs/results.md)."""
+
+LOGITS = 12
+"""Bytes for each logit of a window while its loss and the gradient by it are made."""
 
 
 @dataclass(frozen=True)
-class RunPlan:
-    """A run that is planned. layers: what is pruned, by pattern and shape, and how often. free, disk_free: bytes to be had.
+class StageNeeds:
+    """What a stage takes: bytes of data at the peak by device type, of files, operations; seconds (NaN where rates were not
+    measured) without reading and writing."""
 
-    coverage: how much of the blocks' matrix weights is pruned.
+    name: str
+    memory: Mapping[str, int]
+    files: int
+    operations: float
+    seconds: float
+
+
+class RunPlan:
+    """A run, with what each of its stages will take, by the shapes of its largest block; all blocks are taken to be like it.
+
+    stages: in order; peak: the one that takes most memory. data: bytes at the peak, where the run computes; resident: of the
+    processor's memory, with libraries and with what the allocator keeps. disk: bytes at the peak. seconds: NaN where rates were
+    not measured. most_samples: the largest `--samples` that fits memory and disk; None where the method needs none. layers: how
+    many are pruned, by pattern and shape.
+
+    Args:
+        recipe, ready, place: the run, before its weights are read.
+        batch: windows at a time.
+        output: the folder that it would write, for the disk's free bytes.
+        timed: whether to measure this machine's rates.
+        coverage: how much of the blocks' weights is pruned. refusal: why the run would not begin.
     """
 
-    recipe: Recipe
-    found: Forecast
-    blocks: int
-    layers: Mapping[tuple[str, tuple[int, int]], int]
-    samples: int
-    length: int
-    free: int | None
-    disk_free: int
-    refusal: str
-    coverage: Coverage
-
-    @property
-    def fits(self) -> bool:
-        """Whether `prune` would begin."""
-        return not self.refusal
-
-    @property
-    def most_samples(self) -> int | None:
-        """The largest `--samples` that fits memory and disk; None where the method needs none."""
-        return self.found.most_samples(self.disk_free)
+    def __init__(
+        self,
+        recipe: Recipe,
+        ready: Prepared,
+        place: Placement,
+        batch: int,
+        output: Path | None = None,
+        timed: bool = False,
+        coverage: Coverage | None = None,
+        refusal: str = "",
+    ) -> None:
+        self.recipe, self.ready, self.place, self.batch = recipe, ready, place, batch
+        self.coverage, self.refusal = coverage, refusal
+        self.device, self.disk_free, self.libraries = ready.device.type, free_disk(output or Path()), current_memory()
+        self._rates = rates(ready.device) if timed else work() + float("nan")
+        assert not isinstance(ready.source, InMemoryModel)  # a model that is in memory is pruned whatever the memory
+        stored, config = ready.source.dtype(recipe.dtype).itemsize, ready.source.config.get_text_config()
+        self._total, self._words = place.model // stored, int(config.vocab_size)
+        self._shapes = shapes = block_shapes(recipe, ready, config, batch, max(4, stored) if self.device == "cpu" else stored)
+        self._ends = shapes.number * (self._total - len(ready.blocks) * shapes.parameters)  # as what is in no block computes
+        self._model = place.model + shapes.parameters * (shapes.number - stored)
+        if place.streamed:
+            self._model = shapes.parameters * (shapes.number + place.ahead * stored)
+        kept = place.model * (1 if place.streamed else 2)  # finished blocks, and the output
+        costs = list(self._costs())
+        self.stages = [self._stage(name, cost) for name, cost in costs]
+        self.seconds = sum(stage.seconds for stage in self.stages)
+        self.peak = max(self.stages, key=lambda stage: stage.memory[self.device])
+        self.data = self.peak.memory[self.device]
+        self.fits, self.disk = self.data <= place.memory, kept + max(stage.files for stage in self.stages)
+        host = max(stage.memory["cpu"] for stage in self.stages)
+        self.resident = self.libraries + host + min(int(KEPT * host), MOST_KEPT)
+        travels = sum(dict(costs)[PRUNING].lists)
+        room = max(self.disk_free - kept, STREAMS_SHARE * place.memory)
+        self.most_samples = int(room * len(ready.windows) / travels) if travels else None
+        plan, layers = ready.plan, {x.full_name(n): layer for x in ready.blocks for n, layer in x.layers.items()}
+        self.layers = Counter((str(plan[n]), (x.out_features, x.in_features)) for n, x in layers.items() if n in plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        found = self.found
         return {
             "model": self.recipe.model,
             "recipe": self.recipe.model_dump(mode="json"),
-            "blocks": self.blocks,
+            "blocks": len(self.ready.blocks),
             "layers": [{"pattern": x, "shape": list(shape), "count": n} for (x, shape), n in self.layers.items()],
-            "coverage": self.coverage.to_dict(),
-            "samples": self.samples,
-            "length": self.length,
-            "batch": found.batch,
-            "device": found.device,
-            "model_bytes": found.place.model,
-            "streamed": found.place.streamed,
-            "note": found.place.note,
-            "memory_bytes": found.place.memory,
-            "free_bytes": self.free,
+            "coverage": self.coverage and self.coverage.to_dict(),
+            "samples": len(self.ready.windows),
+            "length": self.ready.length,
+            "batch": self.batch,
+            "device": self.device,
+            "model_bytes": self.place.model,
+            "streamed": self.place.streamed,
+            "note": self.place.note,
+            "memory_bytes": self.place.memory,
+            "free_bytes": available(self.ready.device),
             "disk_free_bytes": self.disk_free,
-            "stages": [asdict(stage) for stage in found.stages],
+            "stages": [asdict(stage) for stage in self.stages],
             "peak": {
-                "stage": found.peak.name,
-                "data_bytes": found.data,
-                "libraries_bytes": found.libraries,
-                "resident_bytes": found.resident,
-                "disk_bytes": found.disk,
+                "stage": self.peak.name,
+                "data_bytes": self.data,
+                "libraries_bytes": self.libraries,
+                "resident_bytes": self.resident,
+                "disk_bytes": self.disk,
             },
-            "operations": found.operations,
-            "seconds": found.seconds,
+            "operations": sum(stage.operations for stage in self.stages),
+            "seconds": self.seconds,
             "most_samples": self.most_samples,
-            "fits": self.fits,
+            "fits": not self.refusal,
             "refusal": self.refusal,
         }
+
+    def _costs(self) -> Iterator[tuple[str, BlockCost]]:
+        """Each stage by its name, in the order in which they run, with all that it holds."""
+        recipe, shapes, ready, depth = self.recipe, self._shapes, self.ready, len(self.ready.blocks)
+
+        def there_and_back(tokens: int, batch: int, stop: int) -> BlockCost:
+            # Forward, then down to block `stop` forward again and back, with every block's inputs kept; the logits' softmax and
+            # running sums.
+            memory = self._model + max(2 * batch * shapes.forward_bytes, LOGITS * shapes.length * self._words)
+            done = tokens * work(4 * self._words * shapes.width + 2 * depth * shapes.width**2, passes=40 * self._words)
+            inputs = (depth + 1) * tokens * shapes.width * shapes.number
+            return BlockCost(memory, [inputs], done + (3 * depth - 2 * stop) * shapes.forward(tokens))
+
+        if ready.method.needs_fisher:
+            yield SENSITIVITIES, there_and_back(min(shapes.tokens, TOKENS), shapes.batch, 1)
+        if recipe.sharing == "fisher":
+            few = max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length)
+            yield f"{SHARING} fisher", there_and_back(min(shapes.tokens, few), shapes.length, 0)
+        elif recipe.sharing in ALLOCATIONS[1:]:
+            memory = self._model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
+            yield f"{SHARING} {recipe.sharing}", BlockCost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
+
+        pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
+        cost = getattr(ready.method, "cost", LayerWise(SparseGPT()).cost)  # a method that tells nothing is taken to be like it
+        memory, lists, done = cost(shapes)
+        done = len(pruned) * done + max(pruned) * shapes.forward(shapes.tokens)
+        # The first hidden states are made with all that is outside the blocks as it computes.
+        entering = self._ends + self.place.model * (not self.place.streamed)
+        yield PRUNING, BlockCost(max(self._model + memory, entering), lists, done)
+
+        if ready.tests:
+            tokens = [windows.numel() for windows in ready.tests.values()]
+            batch = min(shapes.length * batch_to_measure(self._words, shapes.length, self.place.memory), max(tokens))
+            logits = batch * 2 * self._words * shapes.number
+            done = work(2 * self._words * shapes.width * sum(tokens)) + depth * shapes.forward(sum(tokens))
+            memory, lists = self._total * shapes.number + max(batch * shapes.forward_bytes, logits), []
+            if self.place.streamed:
+                memory = max(self._model + batch * shapes.forward_bytes, self._ends + logits)
+                lists = [max(tokens) * shapes.width * shapes.number]
+            yield MEASURING, BlockCost(memory, lists, 2 * done)  # before and after
+        if recipe.model_steps:
+            samples, length = ready.windows.shape
+            memory = self.place.model + model_bytes(recipe, ready.blocks, ready.windows, self._words)
+            read = 4 * recipe.model_steps * model_step(samples, length) + model_written(recipe, samples, length)
+            yield TRAINING, BlockCost(memory, [], work(2.0 * self._total * read * length))
+
+    def _stage(self, name: str, cost: BlockCost) -> StageNeeds:
+        """A stage, its lists where `Storage` puts them: on the device while there is room, on its host, in files."""
+        held = {"cpu": 0.0, self.device: cost.memory}
+        room = {self.device: STREAMS_SHARE * self.place.memory}
+        if self.device != "cpu":
+            room["cpu"] = STREAMS_SHARE * SHARE * available(torch.device("cpu"))
+        files = 0.0
+        for size in cost.lists:
+            where = next((where for where, left in room.items() if size <= left), "")
+            if where:
+                room[where] -= size
+                held[where] += size
+            else:
+                files += size
+        operations, seconds = float(cost.work[:3].sum()), float((cost.work / self._rates).sum())
+        return StageNeeds(name, {where: int(size) for where, size in held.items()}, int(files), operations, seconds)
+
+
+def block_shapes(recipe: Recipe, ready: Prepared, config: Any, batch: int, number: float) -> BlockShapes:
+    """The sizes of the largest block that is pruned. config: of the text model. number: bytes of one that is computed with."""
+    block = max(
+        (block for block in ready.blocks if planned_layers(block, ready.plan)),
+        key=lambda block: sum(tensor.numel() for tensor in block.module.parameters()),
+    )
+    layers = {name: (layer.out_features, layer.in_features) for name, layer in block.layers.items()}
+    chosen, parts = planned_layers(block, ready.plan), coupled_parts(block, ready.plan)
+    part = next(iter(block.architecture.feed_forward_parts), None)
+    coupled = {name for some in parts for name in (*some.in_proj, some.out_proj)}
+    # An expert computes for its share of the tokens.
+    routed = {name: view.expert for name, view in block.views.items() if view.expert is not None}
+    experts = len(set(routed.values()))
+    share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts else 1.0
+    parameters = sum(tensor.numel() for tensor in block.module.parameters())
+    samples = len(ready.windows) and len(ready.windows) + recipe.calibration_written
+    return BlockShapes(
+        layers=[layers[name] for name in chosen],
+        alone=[layers[name] for name in chosen if name not in coupled],
+        grams=[layers[group[0]][1] for group in block.architecture.groups if any(name in chosen for name in group)],
+        parts=len(parts),
+        readers=len(part.in_proj) if part else 2,
+        width=int(config.hidden_size),
+        hidden=layers[part.out_proj][1] if part else max(max(shape) for shape in layers.values()),
+        share=share,
+        parameters=parameters,
+        active=parameters - (1 - share) * sum(layers[name][0] * layers[name][1] for name in routed),
+        number=number,
+        tokens=samples * ready.length,
+        length=ready.length,
+        batch=min(batch, samples) * ready.length,
+    )
 
 
 def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     """What `prune` would take with this recipe. output: the folder that it would write, for the disk's free bytes."""
-    report = Report(recipe, {})
+    folder, report, refusal = Path(output or "."), Report(recipe, {}), ""
     ready = prepare(recipe, None, None, report, lambda _: None)
-    place = choose_placement(recipe, ready.source, ready.device, files=True)
-    batch, refused = ready.batch, ""
+    place, batch = choose_placement(recipe, ready.source, ready.device, files=True), ready.batch
     try:
-        place, batch = fitted(recipe, ready, place, lambda _: None, Path(output or "."))
+        place, batch = fitted(recipe, ready, place, lambda _: None, folder)
     except TooLarge as error:
-        refused = str(error)
-    found = forecast(recipe, ready, place, batch)
-    disk_free = free_disk(Path(output or "."))
-    refused = refused or _disk_refusal(found.disk, disk_free)  # of small runs too
-    shapes = Counter(
-        (str(ready.plan[block.full_name(name)]), (layer.out_features, layer.in_features))
-        for block in ready.blocks
-        for name, layer in block.layers.items()
-        if block.full_name(name) in ready.plan
-    )
-    samples = len(ready.windows)
-    free = available(ready.device)
-    assert report.coverage is not None  # `prepare` counts it
-    length, coverage = ready.length, report.coverage
-    return RunPlan(recipe, found, len(ready.blocks), shapes, samples, length, free, disk_free, refused, coverage)
-
-
-def free_disk(folder: Path) -> int:
-    """Bytes that are free where a folder is or would be."""
-    path = folder.expanduser().absolute()
-    return shutil.disk_usage(next(some for some in (path, *path.parents) if some.exists())).free
-
-
-def _disk_refusal(needed: int, free: int) -> str:
-    """Why a run is refused for its disk; empty where there is enough."""
-    if needed <= free:
-        return ""
-    return f"{human_bytes(needed)} of disk are needed, and {human_bytes(free)} are free. Write to another disk."
+        refusal = str(error)
+    release_free_memory()  # what tokenising took
+    return RunPlan(recipe, ready, place, batch, folder, True, report.coverage, refusal)
 
 
 def fitted(
@@ -136,80 +252,65 @@ def fitted(
 
     As they are, or else read block by block, or else with fewer windows, as far as the recipe leaves either open; the second is
     told here, the first by the place's note. output: the folder to write. Raises TooLarge, with what would do, where nothing
-    fits. Where the run cannot be planned it is not refused, which is told.
+    fits.
     """
-    if not isinstance(recipe, Recipe) or isinstance(ready.source, InMemoryModel) or _small(ready, place):
+    if not isinstance(recipe, Recipe) or isinstance(ready.source, InMemoryModel):
         return place, ready.batch
-    observer(Stage("planning"))
-    batch = ready.batch
-    try:
-        found = forecast(recipe, ready, place, timed=False)
-        if not found.fits and recipe.offload is None and not place.streamed:
-            place = _streamed(recipe, ready, found, output is not None)
-            found = forecast(recipe, ready, place, timed=False)
-        if not found.fits and place.ahead:
-            place = replace(place, ahead=False)
-            found = forecast(recipe, ready, place, timed=False)
-        while not found.fits and batch > 1 and recipe.batch_size is None:
-            batch //= 2
-            found = forecast(recipe, ready, place, batch, timed=False)
-        if not found.fits:
-            raise TooLarge(refusal(recipe, ready, found))
-        if output and (refused := _disk_refusal(found.disk, free_disk(output))):
-            raise TooLarge(refused)
-    except (UnsupportedModel, OSError, SafetensorError) as error:  # a run must not fail for what only looks ahead
-        observer(Note(f"whether the run fits the memory is not known: {error}"))
-        return place, ready.batch
-    if batch < ready.batch:
-        observer(Note(f"{batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
-    return replace(place, tight=found.tight), batch
+    run = RunPlan(recipe, ready, place, ready.batch, output)
+    if not run.fits and recipe.offload is None and not place.streamed:
+        run = RunPlan(recipe, ready, _streamed(run, output is not None), run.batch, output)
+    if not run.fits and run.place.ahead:
+        run = RunPlan(recipe, ready, replace(run.place, ahead=False), run.batch, output)
+    while not run.fits and run.batch > 1 and recipe.batch_size is None:
+        run = RunPlan(recipe, ready, run.place, run.batch // 2, output)
+    if not run.fits:
+        raise TooLarge(_refusal(run))
+    if output and run.disk > run.disk_free:
+        needed = f"{human_bytes(run.disk)} of disk are needed, and {human_bytes(run.disk_free)} are free"
+        raise TooLarge(f"{needed}. Write to another disk.")
+    if run.batch < ready.batch:
+        observer(Note(f"{run.batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
+    # Holes in the processor's heap can be as large as the data: these then fit only if what is freed is returned at once.
+    return replace(run.place, tight=run.device == "cpu" and 2 * run.data > place.memory), run.batch
 
 
-def _streamed(recipe: Recipe, ready: Prepared, found: Forecast, files: bool) -> Placement:
+def free_disk(folder: Path) -> int:
+    """Bytes that are free where a folder is or would be."""
+    path = folder.expanduser().absolute()
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+
+
+def _streamed(run: RunPlan, files: bool) -> Placement:
     """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
     try:
-        place = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files)
+        place = choose_placement(run.recipe.model_copy(update={"offload": True}), run.ready.source, run.ready.device, files)
     except TooLarge:
-        return found.place
-    message = f"{found.peak.name} would need {human_bytes(found.data)}, and {human_bytes(place.memory)} may be taken"
-    return replace(place, note=f"{place.note}: {message}") if place.streamed else found.place
+        return run.place
+    needed = f"{run.peak.name} would need {human_bytes(run.data)}, and {human_bytes(place.memory)} may be taken"
+    return replace(place, note=f"{place.note}: {needed}") if place.streamed else run.place
 
 
-def refusal(recipe: Recipe, ready: Prepared, found: Forecast) -> str:
+def _refusal(run: RunPlan) -> str:
     """Why a run is refused, and what would do."""
-    fewer = ", with one window at a time" if found.batch < ready.batch else ""
+    recipe, ready, place = run.recipe, run.ready, run.place
+    fewer = ", with one window at a time" if run.batch < ready.batch else ""
     message = (
-        f"{found.peak.name.capitalize()} needs {human_bytes(found.data)} of memory on {ready.device}{fewer}, and "
-        f"{human_bytes(found.place.memory)} may be taken."
+        f"{run.peak.name.capitalize()} needs {human_bytes(run.data)} of memory on {ready.device}{fewer}, and "
+        f"{human_bytes(place.memory)} may be taken."
     )
-    trials: list[tuple[str, dict[str, Any]]] = []
-    if not found.place.streamed and recipe.offload is False and not recipe.model_steps and not recipe.calibration_written:
-        trials.append(("--offload", {"offload": True}))
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not place.streamed and recipe.offload is False and not recipe.model_steps and not recipe.calibration_written:
+        changes.append(("--offload", {"offload": True}))
     if recipe.batch_size is not None and recipe.batch_size > 1:
-        trials.append(("--batch-size 1", {"batch_size": 1}))
-    trials += [
-        (f"--sequence-length {length}", {"sequence_length": length})
-        for length in (ready.length // 2, ready.length // 4)
-        if length >= 128
-    ]
-    for words, change in trials:
-        other = recipe.model_copy(update=change)
-        place = replace(found.place, streamed=bool(change.get("offload", found.place.streamed)), ahead=False)
-        less = replace(
-            ready, length=change.get("sequence_length", ready.length), windows=ready.windows[:, : change.get("sequence_length")]
-        )
-        if forecast(other, less, place, other.batch_size or 1, timed=False).fits:
-            return f"{message} Pass {words}."
-    if recipe.max_memory is not None and found.data <= SHARE * (available(ready.device) or 0):
-        return f"{message} Pass --max-memory {-(-found.data // 10**6)}MB."
+        changes.append(("--batch-size 1", {"batch_size": 1}))
+    shorter = [length for length in (ready.length // 2, ready.length // 4) if length >= 128]
+    changes += [(f"--sequence-length {length}", {"sequence_length": length}) for length in shorter]
+    for option, change in changes:
+        other, length = recipe.model_copy(update=change), change.get("sequence_length", ready.length)
+        less = replace(ready, length=length, windows=ready.windows[:, :length])
+        there = replace(place, streamed=bool(change.get("offload", place.streamed)), ahead=False)
+        if RunPlan(other, less, there, other.batch_size or 1).fits:
+            return f"{message} Pass {option}."
+    if recipe.max_memory is not None and run.data <= SHARE * available(ready.device):
+        return f"{message} Pass --max-memory {-(-run.data // 10**6)}MB."
     return f"{message} Use a machine with more memory, or --method wanda or magnitude, which need least."
-
-
-def _small(ready: Prepared, place: Placement) -> bool:
-    """Whether a run fits whatever it does."""
-    widest = max(max(layer.weight.shape) for block in ready.blocks for layer in block.layers.values())
-    block = max(sum(tensor.numel() for tensor in block.module.parameters()) for block in ready.blocks)
-    words = ready.source.skeleton().get_input_embeddings().num_embeddings
-    tokens = ready.batch * max(ready.length, 1)
-    most = MATRICES * widest**2 + 4 * block + tokens * (HIDDEN * widest + 3 * words)
-    return bool(2 * place.model + 4 * most <= place.memory / 2)

@@ -25,7 +25,7 @@ from sparsellm.models.coverage import check_coverage, coverage_of
 from sparsellm.pruning.plan import plan_from_file, select_blocks, uniform_plan
 from sparsellm.recovery.masked_training import windows_a_step
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
-from sparsellm.runs.events import Note, Observer, Stage, add_note, phase
+from sparsellm.runs.events import OPENING, READING_TEXTS, Note, Observer, Stage, add_note, phase
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery, recovery_plan
 from sparsellm.runs.registry import ALLOCATIONS
@@ -36,9 +36,6 @@ from sparsellm.solvers.statistics import Gram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-OPENING = "opening"
-"""The first stage of every run."""
 
 USUAL_LENGTH = 2048
 """Tokens a window where the model allows it; the papers' choice."""
@@ -97,7 +94,7 @@ def prepare(
         if isinstance(source, Checkpoint):
             check_names(source, skeleton, blocks, plan)
         length = window_length(recipe, source.length)
-    with phase("reading texts", report, observer):
+    with phase(READING_TEXTS, report, observer):
         windows, report.calibration = draw_windows(recipe, given, source, length)
         tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
         check_tokens(skeleton, windows, *tests.values())

@@ -25,7 +25,20 @@ from sparsellm.methods import BlockMethod
 from sparsellm.recovery.distillation import generate_samples
 from sparsellm.recovery.masked_training import split_batches
 from sparsellm.runs.event_log import LOG, EventLog
-from sparsellm.runs.events import Begun, Ended, Measured, Note, Observer, add_note, combine_observers, phase
+from sparsellm.runs.events import (
+    LOADING,
+    MEASURING,
+    WRITING_SAMPLES,
+    WRITING_WINDOWS,
+    Begun,
+    Ended,
+    Measured,
+    Note,
+    Observer,
+    add_note,
+    combine_observers,
+    phase,
+)
 from sparsellm.runs.export import save
 from sparsellm.runs.fingerprint import environment
 from sparsellm.runs.first_pass import check_runs
@@ -179,7 +192,7 @@ def run(
     measure = partial(_measure, ready, report, observer)
     measure(loaded, "dense", shared)
     if recipe.calibration_written and len(windows):
-        with phase("letting the dense model write", report, observer):
+        with phase(WRITING_WINDOWS, report, observer):
             # Before the given windows: the last of all are those that judge, and they should be real text.
             windows = torch.cat(
                 [generate_samples(loaded.model, windows, recipe.calibration_written, recipe.seed, loaded.compute), windows]
@@ -214,7 +227,7 @@ def run(
 def _load(ready: Prepared, work: WorkDirectory | None, place: Placement, report: Report, observer: Observer) -> LoadedModel:
     """The model where it is pruned; it was run on a few tokens if anything is to be computed with it."""
     recipe = report.recipe
-    with phase("loading", report, observer):
+    with phase(LOADING, report, observer):
         loaded = load(recipe, ready.source, ready.device, work.folder if work else None, place)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
             check_runs(loaded, by_block=loaded.offloaded or len(ready.windows) > 0)
@@ -248,7 +261,7 @@ def _measure(
 ) -> None:
     """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
     for text, test in ready.tests.items():
-        with phase(f"measuring {when}", report, observer):
+        with phase(f"{MEASURING} {when}", report, observer):
 
             def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
                 return asdict(measure_perplexity(loaded, test, text))
@@ -259,7 +272,7 @@ def _measure(
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
-        with phase(f"measuring {when}", report, observer):
+        with phase(f"{MEASURING} {when}", report, observer):
 
             def ask() -> dict[str, Any]:
                 found = evaluate_tasks(loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
@@ -271,7 +284,7 @@ def _measure(
                 accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
                 observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
-        with phase("writing samples", report, observer):
+        with phase(WRITING_SAMPLES, report, observer):
             report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)
 
 

@@ -27,19 +27,24 @@ from sparsellm.recovery.distillation import (
     last_states,
     model_training,
 )
-from sparsellm.runs.events import Observer, add_note, phase
+from sparsellm.runs.events import (
+    PRUNING,
+    READING_PREDICTIONS,
+    RECOVERING,
+    SENSITIVITIES,
+    SHARING,
+    TRAINING,
+    WRITING_WINDOWS,
+    Observer,
+    add_note,
+    phase,
+)
 from sparsellm.runs.preparation import model_step, model_written
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
 from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Unstructured
-
-SENSING = "finding what errors cost"
-"""The stage that finds the sensitivities."""
-
-TRAINING = "training the whole model"
-"""The stage that lowers the whole model's loss, masks held."""
 
 
 def prune_model(
@@ -66,15 +71,15 @@ def prune_model(
     back = 0
     if recipe.model_steps:
         windows = torch.cat(list(batches))
-        with phase("letting the dense model write", report, observer):
+        with phase(WRITING_WINDOWS, report, observer):
             ours = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
             more = generate_samples(model, ours, model_written(recipe, *windows.shape), recipe.seed, compute)
-        with phase("reading the dense model's predictions", report, observer):
+        with phase(READING_PREDICTIONS, report, observer):
             read = model_step(*windows.shape)
             groups, back = group_batches(windows, more, read, min(read, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase("recovering" if isinstance(recipe, RecoveryRecipe) else "pruning", report, observer, visited):
+    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
             observer(step)
             if isinstance(step, BlockResult):
@@ -102,14 +107,14 @@ def _sense_and_allocate(
     model, compute, weights, storage = loaded.model, loaded.compute, loaded.weights, loaded.storage
     metrics: Sequence[Tensor] = []
     if method.needs_fisher:
-        with phase(SENSING, report, observer):
+        with phase(SENSITIVITIES, report, observer):
             if known is None:
                 metrics = output_sensitivities(model, batches, compute, weights, storage)
             else:
                 find = partial(iterate_output_sensitivities, model, batches, compute, weights, storage)
                 metrics = _remembered(known, len(blocks_of(model)), find)
     if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
-        with phase(f"sharing out the sparsity by {recipe.sharing}", report, observer):
+        with phase(f"{SHARING} {recipe.sharing}", report, observer):
             where = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
             asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
             shares = known.fact(asked) if known else None

@@ -11,7 +11,7 @@ import torch
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs.events import Note, Observer, Stage
+from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
 from sparsellm.runs.placement import Placement, choose_placement
 from sparsellm.runs.planning import fitted
@@ -24,9 +24,6 @@ from sparsellm.runtime import collectives
 OF_ONE = ("environment.device", "recipe.device")
 """What may differ between processes that work together."""
 
-COMPARING = "reading the model's files"
-"""The stage in which every file of the model is digested, to know it again when the run goes on."""
-
 
 def start_run(
     recipe: RunRecipe, ready: Prepared, report: Report, observer: Observer, work: WorkDirectory | None
@@ -38,7 +35,7 @@ def start_run(
     place = choose_placement(recipe, ready.source, ready.device, files=work is not None)
     journal = None
     if work or collectives.world() > 1:
-        observer(Stage(COMPARING))
+        observer(Stage(DIGESTING))
         message = fingerprint(recipe, ready.source, ready.windows, report.environment)
         if report.pruned:
             message["pruned checkpoint"] = report.pruned["digest"]

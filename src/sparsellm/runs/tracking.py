@@ -19,9 +19,7 @@ from accelerate.utils import clear_environment
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import InvalidSetting, MissingPackage, nearest
 from sparsellm.methods import BlockResult, TrainingResult
-from sparsellm.runs.events import Begun, Ended, Event, Measured, Note, Observer, Stage
-from sparsellm.runs.preparation import OPENING
-from sparsellm.runs.stages import TRAINING
+from sparsellm.runs.events import OPENING, TRAINING, Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import peak_memory
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from sparsellm.runtime.costs import SolverCost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import InputRMS, TokenCount
@@ -20,6 +21,10 @@ class Magnitude:
     """
 
     needs: ClassVar[type[TokenCount]] = TokenCount
+
+    def cost(self, curved: bool) -> SolverCost:
+        """What a solve takes: a selection."""
+        return SolverCost(2.3, 0, 0, 0, 0, 20)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs()
@@ -35,6 +40,10 @@ class Wanda:
     """
 
     needs: ClassVar[type[TokenCount]] = InputRMS
+
+    def cost(self, curved: bool) -> SolverCost:
+        """What a solve takes: a selection in each row."""
+        return SolverCost(4, 0, 0, 0, 0, 30)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs() * problem.rms

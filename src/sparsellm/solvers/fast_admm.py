@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.admm import Keep, NormalizedProblem
+from sparsellm.runtime.costs import SolverCost
+from sparsellm.solvers.admm import Keep, NormalizedProblem, admm_cost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
@@ -54,6 +55,10 @@ class FastADMM:
             raise InvalidSetting(
                 f"Swift needs a finite penalty > 0 and relaxation in (0, 2), got {self.penalty} and {self.relaxation}."
             )
+
+    def cost(self, curved: bool) -> SolverCost:
+        """What a solve takes."""
+        return admm_cost(self.steps, self.refit_steps, 1, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         scaled = NormalizedProblem.of(problem, self.damping)

@@ -1,0 +1,72 @@
+"""The bytes that tensors hold and the operations of their products, counted while code runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class Meter(TorchDispatchMode):
+    """Within its context, counts the bytes that tensors hold, by device type, and operations as torch's FLOP counter does.
+
+    Tensors count from the operation that first makes or reads them until nothing refers to them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.operations = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def restart(self) -> None:
+        """Forget the peaks so far, not what is still held."""
+        self.peak = Counter(self.live)
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that are there already."""
+        for tensor in tensors:
+            self._hold(tensor)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = keywords or {}
+        self.hold(tensors_in((arguments, keywords)))
+        result = function(*arguments, **keywords)
+        self.hold(tensors_in(result))
+        if function.overloadpacket in flop_registry:
+            self.operations += flop_registry[function.overloadpacket](*arguments, **keywords, out_val=result)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        """Count a tensor's memory, once for all that share it, until it is freed."""
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        number, size, device = storage._cdata, storage.nbytes(), tensor.device.type
+        if number in self._known:
+            return
+
+        def free(_: object) -> None:
+            del self._known[number]
+            self.live[device] -= size
+
+        self._known[number] = weakref.ref(storage, free)
+        self.live[device] += size
+        self.peak[device] = max(self.peak[device], self.live[device])
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (tuple, list)) else []
