@@ -113,23 +113,23 @@ class RowSubset:
 
     def __init__(self, source: Tensors, wanted: slice, starts: Sequence[int] | None = None) -> None:
         self._source, step, sizes = source, wanted.step or 1, lengths(source)
-        self._cuts: list[tuple[int, slice]] = []
+        self._slices: list[tuple[int, slice]] = []
         self.lengths: list[int] = []
         self.starts: list[int] = []
-        for number, (length, before) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
-            first = max(wanted.start - before, (wanted.start - before) % step)
-            cut = slice(first, max(wanted.stop - before, 0), step)
-            if rows := len(range(length)[cut]):
-                self._cuts.append((number, cut))
-                self.lengths.append(rows)
-                self.starts.append(max(0, -((wanted.start - before) // step)))
+        for number, (length, offset) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
+            first = max(wanted.start - offset, (wanted.start - offset) % step)
+            rows = slice(first, max(wanted.stop - offset, 0), step)
+            if count := len(range(length)[rows]):
+                self._slices.append((number, rows))
+                self.lengths.append(count)
+                self.starts.append(max(0, -((wanted.start - offset) // step)))
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return len(self._slices)
 
     def __getitem__(self, index: int) -> Tensor:
-        number, cut = self._cuts[index]
-        return self._source[number][cut]
+        number, rows = self._slices[index]
+        return self._source[number][rows]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(len(self)))

@@ -76,8 +76,8 @@ class Watch:
             self._lost[0] = _GONE
         if broken:
             self._silence = BROKEN
-            end = time.monotonic() + BROKEN + 3 * TICK
-            while not self._lost and time.monotonic() < end:
+            deadline = time.monotonic() + BROKEN + 3 * TICK
+            while not self._lost and time.monotonic() < deadline:
                 time.sleep(TICK / 10)
         if self._lost or broken:
             raise LostProcess(self._message(broken))
@@ -87,7 +87,7 @@ class Watch:
         self._over.set()
         if error is None or isinstance(error, LostProcess) or (isinstance(error, SystemExit) and not error.code):
             return
-        self._thread.join(3 * TICK)  # its next heartbeat would overwrite the error
+        self._thread.join(3 * TICK)  # otherwise, its next heartbeat would overwrite the error
         with suppress(RuntimeError):
             self._store.set(self._key, f"{type(error).__name__}: {error}".partition("\n")[0])
             time.sleep(3 * TICK)  # rank 0 also ends the store
@@ -99,8 +99,8 @@ class Watch:
     def _message(self, default: str = "") -> str:
         """Error message with the lost processes, or `default` if none is known to be lost."""
         lost = [
-            f"Process {rank} of {len(self._locations)} {self._locations[rank]} {why}" if rank >= 0 else why
-            for rank, why in sorted(self._lost.items())
+            f"Process {rank} of {len(self._locations)} {self._locations[rank]} {reason}" if rank >= 0 else reason
+            for rank, reason in sorted(self._lost.items())
         ]
         return f"{'; '.join(lost) or default}. All processes of this run end. Start it again with --resume to go on."
 

@@ -58,7 +58,7 @@ class Training:
 
 @dataclass
 class Progress:
-    """Progress of a training."""
+    """Training progress."""
 
     step: int = 0
     minutes: float = 0.0
@@ -79,8 +79,8 @@ def train(training: Training, output: Path) -> dict[str, object]:
     tokenizer = build_tokenizer(list(texts.values()), training.vocabulary)
     # Validation texts come from the train split: the held-out split is used for the final evaluation only.
     validation = {name: text for name, text in texts.items() if is_validation(name)}
-    fitted = {name: text for name, text in texts.items() if name not in validation}
-    ids = encode(tokenizer, fitted.values())
+    remaining = {name: text for name, text in texts.items() if name not in validation}
+    ids = encode(tokenizer, remaining.values())
     checks = windows(encode(tokenizer, validation.values()))[: training.validation_windows]
     model = build_model(training)
     size = sum(weight.numel() for weight in model.parameters())
@@ -141,12 +141,12 @@ def fit(model: PreTrainedModel, ids: Tensor, checks: Tensor, training: Training)
         loss_sum += loss.item()
         if progress.step % training.check_every and share < 1:
             continue
-        validation, since = mean_loss(model, checks), (progress.step - 1) % training.check_every + 1
+        validation, steps = mean_loss(model, checks), (progress.step - 1) % training.check_every + 1
         if validation < progress.best_validation:
             progress.best_step, progress.best_validation = progress.step, validation
         observer(
             f"step {progress.step}, {progress.minutes:.1f} min, {share:.0%}: "
-            f"loss {loss_sum / since:.4f}, validation {validation:.4f}"
+            f"loss {loss_sum / steps:.4f}, validation {validation:.4f}"
         )
         loss_sum = 0.0
         yield progress
