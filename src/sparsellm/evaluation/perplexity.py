@@ -40,7 +40,7 @@ def perplexity(
     batch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    r"""Compute the perplexity $\exp(\frac1n \sum_i \ell_i)$, $\ell_i$ the mean loss of the length − 1 predictions in sequence $i$.
+    r"""Compute the perplexity $\exp(\frac1n \sum_i \ell_i)$, $\ell_i$ the mean loss of sequence $i$'s length − 1 predictions.
 
     This is the protocol of SparseGPT, Wanda and SparseLLM. The standard error is that of the mean loss times the perplexity
     (first order). The loss is computed in float32 for any model dtype. The model's training mode is restored. In a distributed
