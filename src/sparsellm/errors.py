@@ -1,23 +1,22 @@
-"""Every error that this package raises on purpose, as one tree.
+"""The exceptions that this package raises.
 
     SparseLLMError
-    ├── InvalidSetting      (ValueError)       a setting that cannot be: sparsity 70, N:M with N >= M, an unknown name
-    ├── UnsupportedModel    (ValueError)       a checkpoint that is sound but that this package cannot prune
-    ├── BadCheckpoint       (OSError)          a model folder that is missing, half-written, or holds NaN
-    ├── BadText             (ValueError)       a text that is missing, empty, too short, or without the field asked for
-    ├── OutputExists        (FileExistsError)  a folder that would be overwritten
-    ├── Unreachable         (ConnectionError)  a hub name that needs a network, and there is none
-    ├── AccessDenied        (PermissionError)  the hub wants a login, or one that may do more
-    ├── MissingPackage      (ImportError)      an optional package that a command needs and that is not installed
-    ├── CannotResume        (RuntimeError)     an unfinished output, begun otherwise or in use by another process
-    ├── LostProcess         (RuntimeError)     one of several processes that work together failed or cannot be reached
-    ├── TooLarge            (MemoryError)      a stage that needs more memory than there is, found before it starts
-    ├── SingularGram        (ArithmeticError)  a Gram matrix that no damping in reach makes positive definite
+    ├── InvalidSetting      (ValueError)       an invalid setting: sparsity 70, N:M with N >= M, an unknown name
+    ├── UnsupportedModel    (ValueError)       a valid checkpoint that this package cannot prune
+    ├── BadCheckpoint       (OSError)          a model folder that is missing, incomplete, or contains NaN
+    ├── BadText             (ValueError)       a text that is missing, empty, too short, or lacks the selected field
+    ├── OutputExists        (FileExistsError)  an output folder that already exists
+    ├── Unreachable         (ConnectionError)  a hub name that is not cached, without a network connection
+    ├── AccessDenied        (PermissionError)  a hub resource that needs a login, or more permissions
+    ├── MissingPackage      (ImportError)      an optional package that is required but not installed
+    ├── CannotResume        (RuntimeError)     an unfinished output with other settings, or in use by another process
+    ├── LostProcess         (RuntimeError)     another process of a distributed run failed or is unreachable
+    ├── TooLarge            (MemoryError)      a stage that needs more memory than available, detected before it starts
+    ├── SingularGram        (ArithmeticError)  a Gram matrix that is not positive definite even after damping
     ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
-    └── VerificationFailed  (RuntimeError)     what was written is not what was meant
+    └── VerificationFailed  (RuntimeError)     a written checkpoint that differs from the pruned model
 
-A message says what is wrong, what was got against which limit, and what to do. Where it happened is added with ``add_note`` by
-whoever knows, as the error passes.
+A message states what is wrong, the value and the limit, and what to do. Callers add the location with ``add_note``.
 """
 
 from __future__ import annotations
@@ -27,70 +26,74 @@ import re
 from collections.abc import Iterable
 
 MAX_MESSAGE = 1000
-"""Characters of a message; what a file holds can be quoted at any length."""
+"""Most characters of a message, which may quote arbitrarily long file contents."""
 
 
 class SparseLLMError(Exception):
-    """The root: catch this to catch everything that this package raises on purpose."""
+    """Base class of all exceptions that this package raises."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class InvalidSetting(SparseLLMError, ValueError):
-    """A setting that cannot be, found before any heavy work."""
+    """An invalid setting, detected before any expensive computation."""
 
 
 class UnsupportedModel(SparseLLMError, ValueError):
-    """A sound checkpoint of a kind that this package cannot prune."""
+    """A valid checkpoint of an architecture that this package cannot prune."""
 
 
 class BadCheckpoint(SparseLLMError, OSError):
-    """A model folder that is missing, incomplete, unreadable, or that holds non-finite weights."""
+    """A model folder that is missing, incomplete or unreadable, or contains non-finite weights."""
 
 
 class BadText(SparseLLMError, ValueError):
-    """A text that is missing, empty, shorter than one window, or without the field asked for."""
+    """A text that is missing, empty, shorter than one sequence, or lacks the selected field."""
 
 
 class OutputExists(SparseLLMError, FileExistsError):
-    """An output folder that is already there; nothing is overwritten unless asked for by name."""
+    """An output folder that already exists; it is overwritten only on explicit request."""
 
 
 class Unreachable(SparseLLMError, ConnectionError):
-    """A hub name that is neither cached nor reachable."""
+    """A hub model or data set that is neither cached nor reachable."""
 
 
 class AccessDenied(SparseLLMError, PermissionError):
-    """Something that the hub allows only with a login, or with another one."""
+    """A hub resource that needs a login, or an account with more permissions."""
 
 
 class MissingPackage(SparseLLMError, ImportError):
-    """An optional package that is not installed; the message names the extra that brings it."""
+    """An optional package that is not installed; the message names the extra that installs it."""
 
 
 class CannotResume(SparseLLMError, RuntimeError):
-    """An unfinished run that cannot go on as asked: it was begun otherwise, or another process works on it."""
+    """An unfinished run that cannot be resumed: its settings differ, or another process uses its folder."""
 
 
 class LostProcess(SparseLLMError, RuntimeError):
-    """One of the processes that work together failed or cannot be reached; the message says which, and why if it is known."""
+    """Another process of a distributed run failed or is unreachable; the message names it, and the reason if known."""
 
 
 class TooLarge(SparseLLMError, MemoryError):
-    """A stage that needs more memory than there is, refused before it starts."""
+    """A stage that needs more memory than available, refused before it starts."""
 
 
 class SingularGram(SparseLLMError, ArithmeticError):
-    """A matrix that should be positive definite and, at the damping given, is not."""
+    """A Gram matrix that is not positive definite with the given damping."""
 
 
 class NonFinite(SparseLLMError, ArithmeticError):
-    """NaN or infinity where a finite number is needed."""
+    """NaN or infinity where finite values are required."""
 
 
 class VerificationFailed(SparseLLMError, RuntimeError):
-    """A written checkpoint that does not hold what was meant. differences: a sentence for each."""
+    """A written checkpoint that differs from what it should contain.
+
+    Attributes:
+        differences: One sentence per difference.
+    """
 
     def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -98,14 +101,14 @@ class VerificationFailed(SparseLLMError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the known word closest to `word`, or all of them when none is close."""
-    words = sorted(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(words)}."
+    """Return a sentence that suggests the known name closest to `word`, or lists all names if none is close."""
+    names = sorted(known)
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"Did you mean {matches[0]!r}?" if matches else f"Known: {', '.join(names)}."
 
 
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:
-    """A text that any terminal can show: characters that are no text are escaped, and a long one lacks its middle."""
+    """Make a text safe to print: escape control characters and surrogates, and elide the middle beyond `limit` characters."""
     if len(text) > limit:
         text = f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda found: repr(found[0])[1:-1], text)
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda match: repr(match[0])[1:-1], text)

@@ -1,4 +1,4 @@
-"""JSON that others wrote, read so that whatever a file holds, reading it ends in a value or in one message."""
+"""Strict JSON parsing of untrusted files: the result is a checked value, or an error with one message."""
 
 from __future__ import annotations
 
@@ -13,60 +13,68 @@ from typing import Any
 from sparsellm.errors import InvalidSetting, SparseLLMError
 
 MAX_BYTES = 256 * 2**20
-"""The largest file that is read whole. A safetensors header may have 100 MB; an index or a report is smaller."""
+"""Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
 
 MAX_DEPTH = 64
-"""Levels of lists and objects in one another; what walks a value by recursion is safe below it."""
+"""Maximum nesting of lists and objects, so that values can be traversed by recursion."""
 
 MAX_INTEGER = 2**64
-"""Integers are smaller in absolute value: torch and numpy hold no larger ones."""
+"""Exclusive limit on the absolute value of integers; torch and numpy have no larger ones."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Unreadable(ValueError):
-    """Why a file's content cannot be read, as the end of a sentence."""
+    """A file cannot be read; the message is the reason, as a clause that callers put into a sentence."""
 
 
 def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any:
-    """The value that a file of JSON holds.
+    """Read a JSON file.
 
     Args:
-        path: A regular file in UTF-8 of at most `MAX_BYTES`.
-        refusal: What is raised for a file that cannot be read.
+        path: A regular file of at most `MAX_BYTES`, in UTF-8.
+        refusal: Exception class to raise.
 
     Raises:
-        refusal: With the path and the reason, for a file that is missing, is not a regular one, or holds what `parse_json`
-            refuses.
+        refusal: If the file is missing, is not a regular file, or has content that `parse_json` rejects; the message gives the
+            path and the reason.
     """
     try:
-        return _parsed(read_bytes(path))
+        return _parse(read_bytes(path))
     except Unreadable as error:
         raise refusal(f"{path} cannot be read: {error}.") from None
 
 
 def parse_json(text: str | bytes, source: str, refusal: type[SparseLLMError] = InvalidSetting) -> Any:
-    """The value of a text of JSON.
+    """Parse a JSON text.
 
     Args:
-        text: The text, as characters or in UTF-8.
-        source: What messages call it.
-        refusal: What is raised for a text that cannot be read.
+        text: The text; bytes are decoded as UTF-8.
+        source: Name of the text in error messages.
+        refusal: Exception class to raise.
 
     Raises:
-        refusal: With the source and the reason, for what is not JSON, names a key twice, is nested more than `MAX_DEPTH` levels
-            deep, or holds an integer beyond `MAX_INTEGER` or characters that are no text (lone surrogates).
+        refusal: If the text is not JSON, has duplicate keys, is nested more than `MAX_DEPTH` levels deep, or contains integers
+            beyond `MAX_INTEGER` or lone surrogates; the message gives the source and the reason.
     """
     try:
-        return _parsed(text)
+        return _parse(text)
     except Unreadable as error:
         raise refusal(f"{source} cannot be read: {error}.") from None
 
 
 def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
-    """The content of a regular file of at most `limit` bytes; raises Unreadable for any other, without waiting for a pipe."""
+    """Read a regular file.
+
+    Args:
+        path: The file.
+        limit: Maximum size in bytes; None for no limit.
+
+    Raises:
+        Unreadable: If the file is missing, larger, or not a regular file. Never blocks on a pipe.
+    """
     try:
-        # O_NONBLOCK: opening a pipe that nobody writes to would wait for a writer.
+        # O_NONBLOCK: opening a pipe without a writer would block.
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -81,7 +89,7 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
 
 
 def decoded(content: bytes) -> str:
-    """UTF-8 as text; raises Unreadable with the first byte that is none."""
+    """Decode UTF-8; raises Unreadable with the position of the first invalid byte."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -89,44 +97,44 @@ def decoded(content: bytes) -> str:
 
 
 def integer(digits: str) -> int:
-    """An integer smaller than `MAX_INTEGER` in absolute value; raises Unreadable for a larger one."""
+    """Parse an integer; raises Unreadable if its absolute value is `MAX_INTEGER` or more."""
     if len(digits) > 21 or abs(int(digits)) >= MAX_INTEGER:
         raise Unreadable(f"the integer {digits[:20]}{'…' if len(digits) > 20 else ''} has {len(digits):,} digits")
     return int(digits)
 
 
 def is_text(string: str) -> bool:
-    """Whether a string can be written as UTF-8: JSON's escapes, and names of files that are not UTF-8, can give others."""
+    """Whether a string can be encoded as UTF-8; JSON escapes and file names that are not UTF-8 can yield lone surrogates."""
     return not _SURROGATE.search(string)
 
 
 def is_path(name: str) -> bool:
-    """Whether a file can have this name: systems take 255 bytes for a part of a path, and raise on more and on NUL."""
+    """Whether a string is a valid path: without NUL, each component at most 255 bytes; others raise errors when opened."""
     if "\0" in name or not is_text(name) or len(name) > 1024:
         return False
     return all(len(part.encode()) < 256 for part in name.split("/"))
 
 
 def check_value(value: Any, limit: int | None = None) -> None:
-    """Raise Unreadable for a value that is nested too deeply, holds text that is none, or more than `limit` values."""
-    waiting: list[tuple[Any, int]] = [(value, 1)]
+    """Raise Unreadable if a value is nested too deeply, has lone surrogates, or consists of more than `limit` values."""
+    stack: list[tuple[Any, int]] = [(value, 1)]
     count = 0
-    while waiting:
-        one, depth = waiting.pop()
+    while stack:
+        item, depth = stack.pop()
         count += 1
         if limit is not None and count > limit:
             raise Unreadable(f"it holds more than {limit:,} values")
-        if isinstance(one, str) and not is_text(one):
-            raise Unreadable(f"{one[:80]!r} is not UTF-8 text")
-        if isinstance(one, (dict, list, tuple)):
+        if isinstance(item, str) and not is_text(item):
+            raise Unreadable(f"{item[:80]!r} is not UTF-8 text")
+        if isinstance(item, (dict, list, tuple)):
             if depth > MAX_DEPTH:
                 raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
-            inside = [*one.keys(), *one.values()] if isinstance(one, dict) else one
-            waiting += [(each, depth + 1) for each in inside]
+            children = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+            stack += [(child, depth + 1) for child in children]
 
 
 def repeated(keys: Iterable[Any]) -> Unreadable | None:
-    """A complaint about the first key that comes twice, if there is one."""
+    """Return the error for the first duplicate key, or None if all are different."""
     seen: set[Any] = set()
     for key in keys:
         if key in seen:
@@ -135,11 +143,11 @@ def repeated(keys: Iterable[Any]) -> Unreadable | None:
     return None
 
 
-def _parsed(text: str | bytes) -> Any:
-    """The value of a text of JSON, checked."""
+def _parse(text: str | bytes) -> Any:
+    """Parse and check a JSON text."""
     text = decoded(text) if isinstance(text, bytes) else text
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_int=integer)
+        value = json.loads(text, object_pairs_hook=_build_object, parse_int=integer)
     except json.JSONDecodeError as error:
         raise Unreadable(f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
@@ -148,8 +156,8 @@ def _parsed(text: str | bytes) -> Any:
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are all different."""
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object from its key-value pairs; raises Unreadable for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise repeated(key for key, _ in pairs) or Unreadable("it names a key twice")

@@ -1,4 +1,4 @@
-"""Texts by name or path: the data sets of the pruning papers, local files, and the demo's own."""
+"""Texts by name or path: the data sets of the pruning papers, local files, and the demo text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsellm.data.json_files import Unreadable, is_text, read_bytes
 from sparsellm.errors import BadText, Unreachable, nearest
 
 Split = Literal["calibration", "test"]
-Row = tuple[str, object]  # where in a file ("line 3"), and what stands there
+Row = tuple[str, object]  # position in a file ("line 3") and value
 
 FIELD = "text"
 JOINT = "\n\n"
@@ -25,12 +25,14 @@ JOINT = "\n\n"
 
 @dataclass(frozen=True)
 class Text:
-    """Documents, and how they make one stream.
+    """Documents and how they are joined to one stream.
 
-    documents: at least one is not blank. A hub's data set stays on disk and is read document by document.
-    joint: what stands between two documents in the stream. source: where they are from, for reports.
-    rows: the documents are the lines of one text, so calibration windows come from the stream, never from one document.
-    test_windows: how many windows a test takes by the papers' protocol; None takes all.
+    Attributes:
+        documents: The documents, of which at least one is not blank. A hub data set stays on disk and is read one by one.
+        joint: Separator of documents in the stream.
+        source: Name of the text, for reports.
+        rows: Whether the documents are lines of one text, so that calibration sequences come from the stream.
+        test_windows: Number of test sequences in the papers' protocol; None for all.
     """
 
     documents: Sequence[str]
@@ -47,9 +49,19 @@ class Text:
 
 @dataclass(frozen=True)
 class HubText:
-    """Where a named text is on the hub, and how the papers' codes read it.
+    """Location of a named text on the hub, and how the papers' code reads it.
 
-    parts: the data set's own names of the two splits. files: the one file read of a split, where not the whole split is.
+    Attributes:
+        path: Repository of the data set.
+        parts: The data set's names of the two splits.
+        joint: Separator of documents in the stream.
+        column: Column that contains the text.
+        rows: Whether the documents are lines of one text.
+        config: Configuration of the data set.
+        revision: Revision of the repository; None for the main branch.
+        files: The one file of each split that is read; None for whole splits.
+        test_documents: Number of documents of the test split that are read; None for all.
+        test_windows: Number of test sequences; None for all.
     """
 
     path: str
@@ -85,26 +97,31 @@ HUB = MappingProxyType({
         parts={"calibration": "train", "test": "test"},
         joint=" ",
         column="sentence",
-        revision="refs/convert/parquet",  # the main branch is a script, which `datasets` 4 no longer runs
+        revision="refs/convert/parquet",  # the main branch has a loading script, which `datasets` 4 does not support
     ),
 })  # fmt: skip
 NAMES = (*HUB, "demo")
 
 
 def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text:
-    """The text of a name out of `NAMES`, or of a local file; at least one of its documents is not blank.
+    """Read a named text or a local file.
 
-    A name comes before a file of that name (a file needs its suffix, so it never shadows one). By suffix:
+    Names take precedence over files, which need a suffix:
 
     - .txt: the whole file is one document.
-    - .raw: WikiText's raw files, row by row as the hub's data set holds them: the papers' protocol, without a network.
-    - .json: a list of strings, or of objects with `field`. .jsonl: one of these a line. .parquet: the column `field`.
+    - .raw: WikiText's raw files, split into the rows of the hub data set, for the papers' protocol without a network.
+    - .json: a list of strings, or of objects with `field`.
+    - .jsonl: one string or object per line.
+    - .parquet: the column `field`.
 
-    split: which part of a named data set; a file has only one, read for either.
-    field: where the text stands in a file's objects or columns; None is "text". Strings need none, nor do named data sets.
+    Args:
+        name_or_path: A name of `NAMES` or a path.
+        split: Split of a named text; a local file is used for both splits.
+        field: Field or column of a local file that contains the text; None for "text".
 
-    Raises `BadText` for what is missing, empty, malformed or of another kind, and `Unreachable` for a hub's data set that
-    is neither cached nor reachable.
+    Raises:
+        BadText: If the file is missing, empty, malformed or of an unknown type, or all documents are blank.
+        Unreachable: If a hub data set is neither cached nor reachable.
     """
     if name_or_path == "demo":
         text = _demo(split)
@@ -119,52 +136,52 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
 
 @cache
 def _demo(split: Split) -> Text:
-    """The demo's own text: what its models were trained on to calibrate, what they never saw to test.
+    """The demo text: its models' training split for calibration, the held-out split for tests.
 
-    Kept, since it takes seconds to gather and a sweep asks for it in every cell.
+    Cached, because collecting it takes seconds and a sweep reads it for every cell.
     """
     from sparsellm.data.demo.text import documents
 
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"
     try:
         return Text(tuple(documents(part)), JOINT, f"demo {part}")
-    except FileNotFoundError as error:  # a Python without its library's sources
+    except FileNotFoundError as error:  # this Python has no library sources
         raise BadText(str(error)) from error
 
 
 def _from_hub(name: str, split: Split) -> Text:
-    """A named data set, cached or downloaded, read as the papers' codes do."""
-    import datasets  # a second that only named texts need
+    """Read a named data set from the cache or the hub, as the papers' code does."""
+    import datasets  # takes a second to import
 
-    known = HUB[name]
-    part = known.parts[split]
+    source = HUB[name]
+    part = source.parts[split]
     options: dict[str, object] = {}
-    if known.files:
-        # One file is less than the data set says of itself, which the checks would take for a broken download.
-        options |= {"data_files": {part: known.files[split]}, "verification_mode": "no_checks"}
+    if source.files:
+        # The checks compare with the size of the whole data set, which a single file does not have.
+        options |= {"data_files": {part: source.files[split]}, "verification_mode": "no_checks"}
     try:
-        with _quiet():
-            data = datasets.load_dataset(known.path, known.config, split=part, revision=known.revision, **options)
-    except Exception as error:  # beside its own errors `datasets` lets through those of the hub client's HTTP library
+        with _silence_hub():
+            data = datasets.load_dataset(source.path, source.config, split=part, revision=source.revision, **options)
+    except Exception as error:  # `datasets` also raises the errors of the hub client's HTTP library
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise Unreachable(
-            f"The text {name!r} ({known.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
-            f"Pass a local file ({_join_words(READERS)}), or `demo`, or read it once with a network to have it cached."
+            f"The text {name!r} ({source.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
+            f"Pass a local file ({_join_names(READERS)}), or `demo`, or read it once with a network to have it cached."
         ) from error
-    documents: Sequence[str] = data[known.column]
-    if split == "test" and known.test_documents:
-        documents = documents[: known.test_documents]
-    return Text(documents, known.joint, f"{name} {part}", known.rows, known.test_windows if split == "test" else None)
+    documents: Sequence[str] = data[source.column]
+    if split == "test" and source.test_documents:
+        documents = documents[: source.test_documents]
+    return Text(documents, source.joint, f"{name} {part}", source.rows, source.test_windows if split == "test" else None)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar and no log line of the hub's libraries while the body runs."""
+def _silence_hub() -> Iterator[None]:
+    """Disable progress bars and logging of the hub libraries within the context."""
     import datasets
     from huggingface_hub import utils
 
-    hub: Any = utils  # its switches are public and documented, but not marked as exported
+    hub: Any = utils  # these functions are documented, but not exported for type checkers
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     switches: list[tuple[bool, Callable[[], object], Callable[[], object]]] = [
@@ -187,19 +204,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_file(name: str, field: str) -> Text:
-    """A local file, read by its suffix."""
+    """Read a local file with the reader of its suffix."""
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
     try:
         if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it ({_join_words(READERS)}).")
+            raise BadText(f"{path} is a folder. Name one file in it ({_join_names(READERS)}).")
         if not path.exists():
             if suffix or "/" in name or os.sep in name:
                 raise BadText(f"No such file: {path.absolute()}")
-            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_join_words(READERS)}.")
+            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_join_names(READERS)}.")
         if suffix not in READERS:
-            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_join_words(READERS)}.")
-        if not path.is_file() or not path.stat().st_size:  # a pipe would be waited for
+            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_join_names(READERS)}.")
+        if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
         raise BadText(f"{path} cannot be read: {error.strerror}.") from error
@@ -208,65 +225,66 @@ def _from_file(name: str, field: str) -> Text:
 
 
 def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
-    """The text of each row: the row itself, or its `field`."""
-    for place, row in rows:
+    """Text of each row, which is a string or an object with `field`."""
+    for position, row in rows:
         if isinstance(row, dict) and field not in row:
-            raise _no_field(f"{path}, {place},", field, row)
+            raise _missing_field(f"{path}, {position},", field, row)
         text = row[field] if isinstance(row, dict) else row
         if not isinstance(text, str):
-            what = f"a {type(text).__name__}" + (f" in field {field!r}" if isinstance(row, dict) else "")
-            raise BadText(f"{path}, {place}, holds {what}; a string, or an object with a string, was expected.")
+            value = f"a {type(text).__name__}" + (f" in field {field!r}" if isinstance(row, dict) else "")
+            raise BadText(f"{path}, {position}, holds {value}; a string, or an object with a string, was expected.")
         if not is_text(text):
-            raise BadText(f"{path}, {place}, holds a surrogate, which is no character. Write the file anew as UTF-8.")
+            raise BadText(f"{path}, {position}, holds a surrogate, which is not a character. Rewrite the file as UTF-8.")
         yield text
 
 
-def _no_field(where: str, field: str, there: Iterable[str]) -> BadText:
-    fields = ", ".join(repr(name) for name in there) or "none"
-    return BadText(f"{where} has no field {field!r}. It has: {fields}. Name the one that holds the text (--text-field).")
+def _missing_field(location: str, field: str, names: Iterable[str]) -> BadText:
+    """Build the error for a row or file without `field`."""
+    fields = ", ".join(repr(name) for name in names) or "none"
+    return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text (--text-field).")
 
 
-def _decoded(path: Path) -> str:
-    """A file as text, its line ends made plain ones and a byte order mark dropped."""
+def _decode(path: Path) -> str:
+    """Read a UTF-8 file, without a byte order mark and with LF line ends."""
     try:
         return read_bytes(path, None).decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
-        why = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
-        raise BadText(f"{path} {why}") from error
+        reason = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
+        raise BadText(f"{path} {reason}") from error
     except Unreadable as error:
         raise BadText(f"{path} cannot be read: {error}.") from error
 
 
 def _txt(path: Path, _: str) -> list[Row]:
-    return [("the file", _decoded(path))]
+    return [("the file", _decode(path))]
 
 
 def _raw(path: Path, _: str) -> list[Row]:
-    """WikiText's rows: a line keeps its end, a blank one is empty, and nothing follows the last line's end."""
-    lines = _decoded(path).removesuffix("\n").split("\n")
+    """Rows of a WikiText file: lines with their line end, blank ones as empty strings, no row after the last line end."""
+    lines = _decode(path).removesuffix("\n").split("\n")
     return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
 
 
 def _json(path: Path, _: str) -> list[Row]:
-    rows = _value(path, _decoded(path))
+    rows = _parse(path, _decode(path))
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
 def _jsonl(path: Path, _: str) -> Iterator[Row]:
-    for number, line in enumerate(_decoded(path).split("\n"), 1):  # not splitlines: U+2028 may stand in a JSON string
+    for number, line in enumerate(_decode(path).split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
         if line.strip():
-            yield f"line {number}", _value(path, line, number)
+            yield f"line {number}", _parse(path, line, number)
 
 
-def _value(path: Path, text: str, line: int | None = None) -> Any:
-    """The value of a file of JSON, or of one line of it."""
+def _parse(path: Path, text: str, line: int | None = None) -> Any:
+    """Parse a JSON file, or one line of a JSONL file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        hint = " One object a line is .jsonl: rename the file." if line is None and error.msg == "Extra data" else ""
+        hint = " One object per line is .jsonl: rename the file." if line is None and error.msg == "Extra data" else ""
         raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
     except (RecursionError, ValueError):
         raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
@@ -279,7 +297,7 @@ def _parquet(path: Path, field: str) -> list[Row]:
     try:
         file = parquet.ParquetFile(path)
         if field not in file.schema_arrow.names:
-            raise _no_field(str(path), field, file.schema_arrow.names)
+            raise _missing_field(str(path), field, file.schema_arrow.names)
         column = file.read([field]).column(field).to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadText(f"{path} is not a Parquet file that can be read: {error}") from error
@@ -295,6 +313,6 @@ READERS: Mapping[str, Callable[[Path, str], Iterable[Row]]] = MappingProxyType({
 })  # fmt: skip
 
 
-def _join_words(words: Iterable[str]) -> str:
-    *first, last = words
+def _join_names(names: Iterable[str]) -> str:
+    *first, last = names
     return f"{', '.join(first)} or {last}"

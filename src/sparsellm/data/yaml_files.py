@@ -1,4 +1,4 @@
-"""YAML that users wrote, read so that whatever a file holds, reading it ends in a value or in one message."""
+"""Strict YAML parsing of settings files: the result is a checked value, or an error with one message."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sparsellm.data.json_files import MAX_DEPTH, Unreadable, check_value, decode
 from sparsellm.errors import InvalidSetting
 
 MAX_BYTES = 4 * 2**20
-"""The largest file that is read: an allocation that names 40,000 layers one by one, which takes half a minute."""
+"""Largest file that is read: an allocation with an entry for each of 40,000 layers, which takes half a minute to parse."""
 
 MAX_VALUES = 1_000_000
-"""Values in a file, those of an alias counted each time: a few lines of aliases of aliases can stand for any number."""
+"""Maximum number of values in a file. Aliases count each time they expand, since nested aliases grow exponentially."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader with text, numbers, true, null, lists and mappings only, each key once.
+    """YAML's safe loader, limited to strings, numbers, booleans, null, lists and mappings without duplicate keys.
 
-    Numbers to the base 60 are text (`sparsity: 2:4` is a pattern, not 124), and so are dates. `<<` is a key like any other.
+    Base-60 numbers are strings (`sparsity: 2:4` is a pattern, not 124), and so are dates. `<<` is an ordinary key.
     """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth += 1
-        if self._depth > MAX_DEPTH + 1:  # here, since the parser takes seconds for what is nested far deeper
+        if self._depth > MAX_DEPTH + 1:  # checked while parsing, which takes seconds for very deep nesting
             raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
@@ -40,22 +40,22 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if isinstance(key, (dict, list)):
                 raise Unreadable(f"a key is a {type(key).__name__}")
-        if (twice := repeated(keys)) is not None:
-            raise twice
+        if (error := repeated(keys)) is not None:
+            raise error
         return {key: self.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
 
 
-class _Words(_Loader):
-    """The same with every value as it is written: `2:4`, `80` and `true` are text."""
+class _StringLoader(_Loader):
+    """The same loader with every scalar as a string, as written: `2:4`, `80`, `true`."""
 
 
 def _scalar(pattern: str, convert: Callable[[str], Any], what: str) -> Callable[[_Loader, yaml.Node], Any]:
-    """A constructor of scalars of one form; raises Unreadable for a tag on a text of another."""
-    form = re.compile(pattern, re.IGNORECASE)
+    """Build the constructor of a scalar type; it raises Unreadable if a tagged text does not match the pattern."""
+    compiled = re.compile(pattern, re.IGNORECASE)
 
     def construct(loader: _Loader, node: yaml.Node) -> Any:
         text = node.value if isinstance(node, yaml.ScalarNode) else None
-        if text is None or not form.fullmatch(text):
+        if text is None or not compiled.fullmatch(text):
             raise Unreadable(f"line {node.start_mark.line + 1} is tagged as {what}, which it is not")
         return convert(text)
 
@@ -63,7 +63,7 @@ def _scalar(pattern: str, convert: Callable[[str], Any], what: str) -> Callable[
 
 
 def _unknown(loader: _Loader, node: yaml.Node) -> Any:
-    """What becomes of a value with any other tag."""
+    """Raise Unreadable for any other tag."""
     raise Unreadable(f"line {node.start_mark.line + 1} has the tag {str(node.tag)[:80]!r}; a file of settings needs none")
 
 
@@ -82,29 +82,29 @@ _Loader.yaml_constructors = {
     None: _unknown,
 }
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag in (f"{_TAG}bool", f"{_TAG}null")]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in (f"{_TAG}bool", f"{_TAG}null")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"^{_INTEGER}$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(f"^{_FLOAT}$"), list("-+.0123456789"))
-_Words.yaml_implicit_resolvers = {}
+_StringLoader.yaml_implicit_resolvers = {}
 
 
 def read_mapping(path: Path, what: str, advice: str = "", as_written: bool = False) -> dict[Any, Any]:
-    """What a YAML file of `field: value` lines holds.
+    """Read a YAML file that contains a mapping.
 
     Args:
-        path: A regular file in UTF-8 of at most `MAX_BYTES`.
-        what: What messages call the file.
-        advice: A sentence for a file that holds no such lines.
-        as_written: Whether every key and value is the text that stands there.
+        path: A regular file of at most `MAX_BYTES`, in UTF-8.
+        what: Description of the file in error messages, such as "recipe".
+        advice: Sentence added to the error if the file contains no mapping.
+        as_written: Whether to keep every key and scalar as a string.
 
     Raises:
-        InvalidSetting: For a file that is missing, is not a regular one or not YAML, names a key twice, is nested more than
-            `json_files.MAX_DEPTH` levels deep, or holds tags, over-long integers or more than `MAX_VALUES` values.
+        InvalidSetting: If the file is missing, not a regular file or not YAML, has duplicate keys, is nested more than
+            `json_files.MAX_DEPTH` levels deep, or contains tags, too large integers or more than `MAX_VALUES` values.
     """
     try:
-        content = _value(decoded(read_bytes(path, MAX_BYTES)), _Words if as_written else _Loader)
+        content = _load(decoded(read_bytes(path, MAX_BYTES)), _StringLoader if as_written else _Loader)
     except Unreadable as error:
         raise InvalidSetting(f"The {what} {path} cannot be read: {error}.") from None
     except yaml.YAMLError as error:
@@ -116,23 +116,23 @@ def read_mapping(path: Path, what: str, advice: str = "", as_written: bool = Fal
 
 
 def read_value(text: str) -> Any:
-    """A value as a YAML file would hold it: a word, a number, true, [a list]."""
+    """Parse a single value as in a YAML file, such as `80`, `true` or `[a, b]`; invalid YAML is returned as is."""
     try:
-        return _value(text, _Loader)
+        return _load(text, _Loader)
     except (yaml.YAMLError, Unreadable):
         return text
 
 
 def read_words(text: str) -> Any:
-    """What a text of YAML holds, every key and value as it is written; raises Unreadable for what cannot be read."""
+    """Parse a YAML text, with every key and scalar as a string; raises Unreadable if it is invalid."""
     try:
-        return _value(text, _Words)
+        return _load(text, _StringLoader)
     except yaml.YAMLError as error:
         raise Unreadable(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _value(text: str, loader: type[_Loader]) -> Any:
-    """The value of a text of YAML, checked."""
+def _load(text: str, loader: type[_Loader]) -> Any:
+    """Parse and check a YAML text."""
     value = yaml.load(text, loader)
     check_value(value, MAX_VALUES)
     return value

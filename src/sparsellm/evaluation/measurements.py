@@ -1,4 +1,4 @@
-"""What is measured of a model: perplexity on texts, accuracy on zero-shot tasks."""
+"""Results of an evaluation: perplexity on texts and accuracy on zero-shot tasks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ SPLITS: dict[TaskName, str] = {
     "openbookqa": "test",
     "piqa": "validation",
 }
-"""The split that lm-eval evaluates, by task. The first seven tasks are the SparseLLM paper's."""
+"""Split that lm-eval evaluates, by task. The SparseLLM paper uses the first seven tasks."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A perplexity and what it was measured on.
+    """A perplexity and the sequences it was measured on.
 
-    value: at least 1; infinite where the loss is beyond what an exponential can hold, as after ruinous pruning.
-    standard_error: of `value`, over windows; None for a single window and for an infinite value.
-    windows, length: how many windows, and tokens a window. source: where they are from. seconds: the measurement took.
+    Attributes:
+        value: At least 1; infinite if the exponential of the loss overflows.
+        standard_error: Standard error of `value` over sequences; None for a single sequence or an infinite value.
+        windows: Number of sequences.
+        length: Tokens per sequence.
+        source: Name of the text.
+        seconds: Duration of the measurement.
     """
 
     value: float
@@ -39,8 +43,14 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A task's result. value: the share answered right by the likeliest choice; standard_error: over questions, None for one.
-    normalised: by the choice likeliest for its length in bytes, where lm-eval has that. questions: how many."""
+    """Accuracy on a zero-shot task.
+
+    Attributes:
+        value: Fraction of questions whose most likely choice is correct.
+        standard_error: Standard error of `value` over questions; None for a single question.
+        normalised: Accuracy by log-likelihood per byte of the choice; None if lm-eval does not compute it.
+        questions: Number of questions.
+    """
 
     value: float
     standard_error: float | None

@@ -1,4 +1,4 @@
-"""What a model is worth: perplexity over windows of a text, with its standard error."""
+"""Perplexity on sequences of a text, with its standard error."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from sparsellm.runtime.offload import OffloadManager
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS = 4096  # in a batch, at most: beyond, attention scores leave the cache and a batch gets slower by the token
-LOGITS_BYTES = 64 * 2**20  # what a batch's logits may take in float32: they outgrow all else in a forward pass
+TOKENS = 4096  # maximum per batch: beyond, attention scores exceed the CPU cache and the time per token grows
+LOGITS_BYTES = 64 * 2**20  # maximum size of a batch's float32 logits, the largest tensor of a forward pass
 
 AMPLE = 2**30
-"""Bytes of memory from which on a perplexity is measured on as many windows at a time as usual."""
+"""Bytes of memory below which `batch_to_measure` reduces the batch size."""
 
 
 def perplexity(
@@ -40,30 +40,36 @@ def perplexity(
     batch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    r"""The perplexity $\exp(\frac1n \sum_w \ell_w)$ of a model, $\ell_w$ the mean loss of window $w$'s length − 1 predictions.
+    r"""Compute the perplexity $\exp(\frac1n \sum_i \ell_i)$, $\ell_i$ the mean loss of sequence $i$'s length − 1 predictions.
 
-    The protocol of SparseGPT, Wanda and SparseLLM; the standard error is, to first order, that of the mean loss times the
-    value. The same for any `batch`, to rounding; the loss is computed in float32 whatever the model's dtype. The model's
-    training mode is as it was afterwards.
+    This is the protocol of SparseGPT, Wanda and SparseLLM. The standard error is that of the mean loss times the perplexity
+    (first order). The loss is computed in float32 for any model dtype. The model's training mode is restored. In a distributed
+    run, every process must call this function; each evaluates a shard of the batches.
 
-    windows: (windows, length) int64, at least two tokens long, on any device.
-    batch: windows at a time; None takes as many as keep the logits under 64 MiB and the tokens under 4,096. Of several
-    processes, which must all call this, each measures its share. progress: called with the windows done and their total after
-    each batch.
-    Raises `InvalidSetting` for token numbers that the model does not know, `NonFinite` where the model gives NaN.
+    Args:
+        model: The model.
+        windows: Token ids, (sequences, length) int64 with length at least 2, on any device.
+        source: Name of the text, for the result.
+        batch: Sequences per batch, which changes the result by rounding only; None for the largest number with at most 64 MiB
+            of logits and 4,096 tokens.
+        progress: Called after each batch with the number of evaluated sequences and their total.
+
+    Raises:
+        InvalidSetting: If the shape is invalid or a token id exceeds the model's vocabulary.
+        NonFinite: If the model's logits contain NaN.
     """
     _check(model, windows)
     total, length = windows.shape
     batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
-    found: list[list[float]] = []
+    local: list[list[float]] = []
     batches = torch.split(windows, batch)
     with eval_mode(model):
-        for number, some in collectives.shard(list(enumerate(batches))):
-            found.append(_losses(model, some, first=number * batch))
+        for number, sequences in collectives.shard(list(enumerate(batches))):
+            local.append(_losses(model, sequences, first=number * batch))
             if progress is not None:
                 progress(min((number + 1) * batch, total), total)
-    losses = [loss for some in collectives.all_gather(found) for loss in some]
+    losses = [loss for sequence_losses in collectives.all_gather(local) for loss in sequence_losses]
     value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
@@ -78,66 +84,86 @@ def streamed_perplexity(
     source: str = "",
     batch: int | None = None,
 ) -> Perplexity:
-    """As `perplexity`, all windows through one block before the next is read: for a model that is larger than memory.
+    """Compute the perplexity block by block, for a model that is larger than memory.
 
-    weights: where its tensors are. storage, compute: as for `walk`. Memory: one block, the hidden states of all windows (which
-    `storage` may keep in files), and the logits of one batch.
+    All sequences pass through a block before the next one is loaded. Memory holds one block, the hidden states of all
+    sequences (which `storage` may offload) and the logits of one batch.
+
+    Args:
+        model: The model, with or without its weights in memory.
+        windows: Token ids, (sequences, length) int64 with length at least 2.
+        weights: Loads the weights of each block.
+        storage: Storage of the hidden states, as for `walk`.
+        compute: Compute dtype, as for `walk`.
+        source: Name of the text, for the result.
+        batch: Maximum number of sequences per batch; None as for `perplexity`.
+
+    Raises:
+        InvalidSetting: As `perplexity`.
+        NonFinite: As `perplexity`.
     """
     _check(model, windows)
     total, length = windows.shape
-    usual = default_batch_size(_vocabulary(model), length)
-    batch = max(1, min(batch or usual, total // collectives.world()))
+    batch = batch or default_batch_size(_vocabulary(model), length)
+    batch = max(1, min(batch, total // collectives.world()))
     batches = torch.split(windows, batch)
     started, blocks = time.perf_counter(), blocks_of(model)
-    found: list[list[float]] = []
+    local: list[list[float]] = []
     for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
         if block.index < len(blocks) - 1:
             continue
         inputs.advance(block)
         with weights.non_block(), prediction_head(model, blocks, compute) as predict:
-            for (number, some), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
-                found.append(_window_losses(predict(some, hidden), some, first=number * batch))
-    losses = [loss for some in collectives.all_gather(found) for loss in some]
+            for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
+                local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
+    losses = [loss for sequence_losses in collectives.all_gather(local) for loss in sequence_losses]
     value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
     return Perplexity(value, error, total, length, source, time.perf_counter() - started)
 
 
 def measure(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
-    """A loaded model's perplexity on windows. batch: windows at a time, by default as many as the memory lets be."""
-    words = loaded.model.get_input_embeddings().num_embeddings
-    batch = batch or batch_to_measure(words, windows.shape[1], loaded.memory)
+    """Compute the perplexity of a loaded model, block by block if it is offloaded.
+
+    Args:
+        loaded: The model.
+        windows: Token ids, (sequences, length) int64.
+        source: Name of the text, for the result.
+        batch: Sequences per batch; None for a number that fits into the model's memory budget.
+    """
+    vocabulary = loaded.model.get_input_embeddings().num_embeddings
+    batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if not loaded.offloaded:
         return measured(loaded.model, windows, source, batch)
     return streamed_perplexity(loaded.model, windows, loaded.weights, loaded.storage, loaded.compute, source, batch)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
-    """Windows at a time when a perplexity is measured: fewer than usual where there is less than a GiB of memory."""
+    """Sequences per batch within `memory` bytes: `default_batch_size`, scaled down below 1 GiB."""
     return default_batch_size(vocabulary, length, min(1.0, memory / AMPLE))
 
 
 def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
-    """A model's perplexity on windows, computed in the dtype that is fast on its device; its own dtype stays."""
+    """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
     with compute_dtype_context(model, compute_dtype(model)):
         return perplexity(model, windows, source, batch)
 
 
 def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
-    """Windows at a time: as many as keep the logits under 64 MiB and the tokens under 4,096, or a share of both."""
+    """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, both scaled by `share`."""
     return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
 
 
 @torch.no_grad()
 def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
-    """The mean loss of each window, in float32; `first` is the number of the first one, for the message."""
+    """Mean loss of each sequence; `first` is the index of the first one, for errors."""
     windows = windows.to(model.get_input_embeddings().weight.device)
-    return _window_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
+    return _sequence_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
 
 
-def _window_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
-    """The mean loss of each window from logits of (batch, seq, vocabulary), in float32; `first` is the number of the first."""
+def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
+    """Mean float32 loss of each sequence from logits, (batch, seq, vocabulary)."""
     targets = windows[:, 1:].to(logits.device)
-    # One window at a time, so that the float32 copy is of one window only.
+    # One sequence at a time, to limit the size of the float32 copy.
     pairs = zip(logits[:, :-1], targets, strict=True)
     losses = torch.stack([cross_entropy(scores.float(), target) for scores, target in pairs]).tolist()
     for number, loss in enumerate(losses, first):
@@ -150,7 +176,7 @@ def _window_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
 
 
 def _to_perplexity(losses: Tensor) -> tuple[float, float | None]:
-    """exp of the mean loss, and its standard error: by the delta method, exp(mean) times the mean's standard error."""
+    """exp(mean loss), and its standard error by the delta method: exp(mean loss) times that of the mean loss."""
     value = float(losses.mean().exp())  # infinite past a loss of 709, where math.exp would raise
     if len(losses) == 1 or math.isinf(value):
         return value, None
@@ -158,17 +184,17 @@ def _to_perplexity(losses: Tensor) -> tuple[float, float | None]:
 
 
 def _check(model: PreTrainedModel, windows: Tensor) -> None:
-    """That there is something to predict, and that the model knows its tokens."""
+    """Raise InvalidSetting for an invalid shape or for token ids beyond the vocabulary."""
     if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise InvalidSetting(f"`windows` must be (windows, length) with length at least 2, got {tuple(windows.shape)}.")
-    known = len(model.get_input_embeddings().weight)
-    if int(windows.max()) >= known:
+    vocabulary = len(model.get_input_embeddings().weight)
+    if int(windows.max()) >= vocabulary:
         raise InvalidSetting(
-            f"`windows` hold token {int(windows.max())}, but the model knows {known:,} tokens. "
+            f"`windows` hold token {int(windows.max())}, but the model knows {vocabulary:,} tokens. "
             "Use the tokenizer that the model was trained with."
         )
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    """How many logits a token gets."""
+    """Number of logits per token."""
     return int(model.config.get_text_config().vocab_size)

@@ -1,4 +1,4 @@
-"""Devices, memory, offloading of tensor lists, and collectives between processes.
+"""Devices, memory, offloaded tensor lists, and collectives between processes.
 
-Knows nothing of models. Imports only `errors`.
+Independent of models. Imports only `errors`.
 """

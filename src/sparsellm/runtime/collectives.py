@@ -1,7 +1,7 @@
-"""All that crosses processes: how many work together, and what they exchange.
+"""Communication between the processes of a run: rank, world size and collective operations.
 
-Every process has the whole model and a share of the batches, dealt like cards. What they find is summed or handed on, so that
-all end with the same weights. Each exchange is a no-op when alone.
+Every process holds the whole model and a shard of the batches. Results are summed or broadcast, so that all processes end with
+the same weights. With a single process, every collective is a no-op.
 """
 
 from __future__ import annotations
@@ -17,79 +17,83 @@ from torch import Tensor
 
 from sparsellm.errors import LostProcess
 
-Thing = TypeVar("Thing")
+T = TypeVar("T")
 
 BUCKET = 2**24
-"""Bytes that are summed in one exchange: what is smaller waits for company, what is larger goes by itself."""
+"""Bytes of one all-reduce: smaller tensors are concatenated up to this size, larger ones are sent on their own."""
 
 
 def world() -> int:
-    """How many processes work together; 1 when alone."""
+    """Number of processes of the run; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """Rank of this process, from 0."""
     return dist.get_rank() if world() > 1 else 0
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes and speaks for all."""
+    """Whether this process is rank 0, which writes files and prints."""
     return rank() == 0
 
 
-def shard(things: Sequence[Thing]) -> list[Thing]:
-    """This process's share of things that all of them have: every so-manieth, so that any first few are shared out too."""
+def shard(things: Sequence[T]) -> list[T]:
+    """Items `rank, rank + world, …` of a sequence that all processes hold, so that any prefix is split evenly too."""
     return list(things[rank() :: world()])
 
 
 def all_gather(local: Sequence[Any]) -> list[Any]:
-    """Plain data that each process has for the things dealt to it, for all things in their order."""
+    """Gather the results of each process for its `shard`, in the order of the unsharded sequence.
+
+    Args:
+        local: JSON-serialisable results, one per item of this process's shard.
+    """
     lists = all_gather_object(list(local))
     return [lists[number % len(lists)][number // len(lists)] for number in range(sum(map(len, lists)))]
 
 
 def balance_costs(costs: Sequence[float]) -> list[int]:
-    """Which process does which of several tasks: the dearest first, each to whoever has the least to do."""
-    loads, found = [0.0] * world(), [0] * len(costs)
+    """Assign each task to a rank: the most expensive task first, each to the rank with the lowest total cost."""
+    loads, owners = [0.0] * world(), [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda task: -costs[task]):
-        found[number] = loads.index(min(loads))
-        loads[found[number]] += costs[number]
-    return found
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += costs[number]
+    return owners
 
 
 class AllReduce:
-    """A sum of tensors over all processes on its way, in place."""
+    """An asynchronous in-place sum of tensors over all processes, started on construction."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         if world() == 1:
             return
-        waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.is_contiguous() and tensor.nbytes >= BUCKET:
                 self._send(tensor, [])
                 continue
-            some = waiting.setdefault((tensor.dtype, tensor.device), [])
-            some.append(tensor)
-            if sum(other.nbytes for other in some) >= BUCKET:
-                self._send(torch.cat([other.reshape(-1) for other in some]), some)
-                waiting[tensor.dtype, tensor.device] = []
-        for some in waiting.values():
-            if some:
-                self._send(torch.cat([other.reshape(-1) for other in some]), some)
+            bucket = buckets.setdefault((tensor.dtype, tensor.device), [])
+            bucket.append(tensor)
+            if sum(part.nbytes for part in bucket) >= BUCKET:
+                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
+                buckets[tensor.dtype, tensor.device] = []
+        for bucket in buckets.values():
+            if bucket:
+                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
 
     def _send(self, flat: Tensor, parts: list[Tensor]) -> None:
-        """Begin to sum a tensor. parts: whose numbers it holds, if not its own."""
+        """Start to sum `flat`; `parts` are the tensors concatenated in it, empty if it is summed in place."""
         _count(flat)
         self._sent.append((dist.all_reduce(flat, async_op=True), flat, parts))
 
     def wait(self) -> None:
-        """Until the sums stand in the tensors."""
+        """Wait until the tensors hold the sums."""
         for work, flat, parts in self._sent:
-            _settle(work)
-            for part, found in zip(parts, flat.split([part.numel() for part in parts]) if parts else (), strict=True):
-                part.copy_(found.view(part.shape))
+            _wait(work)
+            for part, total in zip(parts, flat.split([part.numel() for part in parts]) if parts else (), strict=True):
+                part.copy_(total.view(part.shape))
         self._sent = []
 
 
@@ -99,7 +103,7 @@ def all_reduce_(*tensors: Tensor) -> None:
 
 
 def all_reduce_count(count: int, device: torch.device) -> int:
-    """The sum of a number over all processes; device: where they exchange tensors."""
+    """Sum an integer over all processes, communicated as a tensor on `device`."""
     if world() == 1:
         return count
     tensor = torch.tensor(count, device=device)
@@ -108,35 +112,40 @@ def all_reduce_count(count: int, device: torch.device) -> int:
 
 
 def broadcast_from(owner: int, *tensors: Tensor) -> None:
-    """Fill tensors, which all processes have in the same form, with those of one of them."""
+    """Overwrite tensors in place with those of rank `owner`; shapes and dtypes are equal on all processes."""
     if world() == 1:
         return
     for tensor in tensors:
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
         _count(flat)
-        _settle(dist.broadcast(flat, owner, async_op=True))
+        _wait(dist.broadcast(flat, owner, async_op=True))
         if flat is not tensor:
             tensor.copy_(flat)
 
 
 def broadcast(owner: int, tensor: Tensor) -> Tensor:
-    """One process's tensor, for all, who have one of the same form; theirs stay as they are."""
+    """Return the tensor of rank `owner` on all processes; unlike `broadcast_from`, the other tensors are not modified.
+
+    Args:
+        owner: Rank whose tensor is returned.
+        tensor: A tensor of the same shape, dtype and device type on all processes.
+    """
     if world() == 1:
         return tensor
-    found = tensor if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    broadcast_from(owner, found)
-    return found
+    result = tensor if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    broadcast_from(owner, result)
+    return result
 
 
 def broadcast_object(value: Any, owner: int = 0) -> Any:
-    """One process's plain data, for all: what JSON can say, with tuples as lists. Also a place to wait for each other."""
+    """Return the JSON-serialisable value of rank `owner` on all processes, tuples as lists. Also acts as a barrier."""
     if world() == 1:
         return value
     return json.loads(broadcast_bytes(json.dumps(value).encode() if rank() == owner else b"", owner))
 
 
 def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
-    """The bytes that one process has, for all; what the others pass is ignored."""
+    """Return the bytes of rank `owner` on all processes; `data` is ignored on the other ranks."""
     if world() == 1:
         return data
     size = torch.tensor(len(data), device=_device())
@@ -149,41 +158,41 @@ def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Everybody's plain data, by rank."""
+    """Return the JSON-serialisable values of all processes, in the order of ranks."""
     return [broadcast_object(value, owner) for owner in range(world())]
 
 
-def on_main(do: Callable[[], Thing]) -> Thing | None:
-    """What the leader alone does, while the others wait; for the others None."""
-    found = do() if is_main() else None
+def on_main(do: Callable[[], T]) -> T | None:
+    """Call `do` on rank 0 while the other processes wait; return its result there and None on the others."""
+    result = do() if is_main() else None
     broadcast_object(None)
-    return found
+    return result
 
 
 def bytes_sent() -> int:
-    """Bytes of tensors that this process has put into exchanges so far; a ring moves each about twice."""
+    """Bytes of tensors that this process has passed to collectives; a ring transfers about twice as many."""
     return _sent
 
 
 _sent = 0
 
 check: Callable[..., None] | None = None
-"""What an exchange that takes long calls, if there is anything: it raises LostProcess where another process is lost. Given why,
-where the exchange broke off."""
+"""Called while a collective is pending, and with the reason when one fails; raises LostProcess if a process is lost."""
 
 
 def _count(tensor: Tensor) -> None:
+    """Add a tensor's bytes to `bytes_sent`."""
     global _sent  # noqa: PLW0603  (a meter)
     _sent += tensor.nbytes
 
 
 def _device() -> torch.device:
-    """Where plain data are exchanged: on the processor, unless the user's own group knows GPUs only."""
+    """Device on which objects are communicated: the CPU, unless the user's process group is NCCL only."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _settle(work: dist.Work) -> None:
-    """Wait for an exchange. Raises LostProcess where it cannot end."""
+def _wait(work: dist.Work) -> None:
+    """Wait for a collective; raises LostProcess if a process that it needs is lost."""
     if check is None:
         work.wait()
         return
@@ -197,5 +206,5 @@ def _settle(work: dist.Work) -> None:
     except LostProcess:
         raise
     except RuntimeError as error:
-        check(f"An exchange between the processes broke off ({str(error).partition(chr(10))[0]})")
+        check(f"Communication between the processes failed ({str(error).partition(chr(10))[0]})")
         raise

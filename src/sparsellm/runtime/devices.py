@@ -1,6 +1,7 @@
-"""What differs between devices: queues, memory, precision, and torch's modules for them. Numbers are read seldom, and together.
+"""Device-dependent behaviour: streams, memory, precision and reading values back.
 
-No other file names such a module: torch.cuda has the same names as torch.xpu and as a backend registered from outside of torch.
+The only file that uses torch's device modules: torch.cuda, torch.xpu and out-of-tree backends have the same interface. Values
+are read from a device rarely and in batches, because each read waits for it.
 """
 
 from __future__ import annotations
@@ -16,36 +17,36 @@ from torch import Tensor
 
 
 def _module(device: torch.device) -> Any:
-    """Torch's module for a device's type: torch.cuda for NVIDIA's and AMD's GPUs."""
+    """Torch's module for a device type, such as torch.cuda for NVIDIA and AMD GPUs."""
     return torch.get_device_module(device)
 
 
 def accelerator() -> torch.device | None:
-    """This machine's kind of accelerator that has memory of its own; None where there is none."""
+    """The accelerator type of this machine, if it has dedicated memory; otherwise None."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device if device is not None and has_own_memory(device) else None
 
 
 def set_device(number: int) -> None:
-    """Have this process use one of the machine's accelerators, where there are any. number: counted around them."""
+    """Select accelerator `number`, modulo their count, for this process; does nothing without an accelerator."""
     device = accelerator()
     if device is not None:
         _module(device).set_device(number % _module(device).device_count())
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has memory of its own, and streams to copy to and from it; Apple's GPUs share the processor's."""
+    """Whether a device has dedicated memory and copy streams; Apple GPUs share the CPU's memory."""
     return device.type not in ("cpu", "mps", "meta")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be had on a device with memory of its own."""
+    """Free bytes on a device with dedicated memory."""
     free: int = _module(device).mem_get_info(device)[0]
     return free
 
 
 def peak_bytes() -> int | None:
-    """The most bytes that torch held at once on this process's accelerator; None where it used none."""
+    """Peak bytes allocated by torch on this process's accelerator; None if it has used none."""
     device = accelerator()
     if device is None or not _module(device).is_initialized():
         return None
@@ -54,90 +55,90 @@ def peak_bytes() -> int | None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return to a device the memory that torch keeps for tensors to come."""
+    """Release the device memory that torch's allocator caches."""
     if device.type != "cpu":
         _module(device).empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all work that was asked of a device is done."""
+    """Wait until all work queued on a device is done."""
     if queued(device):
-        _module(device).synchronize(*([device] if has_own_memory(device) else []))  # torch.mps's takes none
+        _module(device).synchronize(*([device] if has_own_memory(device) else []))  # torch.mps.synchronize takes no device
 
 
 def name_of(device: torch.device) -> str:
-    """What a device calls itself, or the processor's architecture."""
+    """The device's name, or the CPU architecture."""
     name: str = _module(device).get_device_name(device) if has_own_memory(device) else platform.machine()
     return name
 
 
 def copy_stream(device: torch.device) -> torch.Stream:
-    """A stream of a device for copies beside its other work."""
+    """A new stream for copies that run in parallel with other work on the device."""
     stream: torch.Stream = _module(device).Stream(device)
     return stream
 
 
 def work_stream(device: torch.device) -> torch.Stream:
-    """The stream that a device works in at present."""
+    """The current stream of a device."""
     stream: torch.Stream = _module(device).current_stream(device)
     return stream
 
 
 def working_in(stream: torch.Stream) -> AbstractContextManager[None]:
-    """Within the context, what is asked of a device goes into another stream."""
+    """Context in which work is queued on `stream`."""
     context: AbstractContextManager[None] = _module(stream.device).stream(stream)
     return context
 
 
 def selected(device: torch.device) -> AbstractContextManager[None]:
-    """Within the context a device is the one that kernels are started on."""
+    """Context in which kernels are launched on `device`."""
     return _module(device).device(device) if has_own_memory(device) else nullcontext()
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether a device is one of NVIDIA's GPUs; torch gives AMD's the same name."""
+    """Whether a device is an NVIDIA GPU; torch calls AMD GPUs "cuda" too."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of one of NVIDIA's GPUs."""
-    found: tuple[int, int] = _module(device).get_device_capability(device)
-    return found
+    """The compute capability (major, minor) of an NVIDIA GPU."""
+    version: tuple[int, int] = _module(device).get_device_capability(device)
+    return version
 
 
 def queued(device: torch.device) -> bool:
-    """Whether work on a device is queued: a number read from it makes the processor wait for all that was asked before."""
+    """Whether a device runs asynchronously, so that reading a value waits for all work queued before."""
     return device.type != "cpu"
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The most precise floating dtype of a device: float64, but for Apple's GPUs."""
+    """The widest floating dtype of a device: float64, or float32 on Apple GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def full_precision(numbers: Tensor) -> Tensor:
-    """The numbers in float64: where they are, or on the processor where their device has no float64."""
+    """Convert a tensor to float64, on its device or, if that has no float64, on the CPU."""
     return numbers.to("cpu" if widest_float(numbers.device) is torch.float32 else numbers.device, torch.float64)
 
 
 def mixed_products(device: torch.device) -> bool:
-    """Whether a device multiplies 16-bit matrices and writes what it added up in float32: NVIDIA's GPUs."""
+    """Whether a device multiplies 16-bit matrices into a float32 output: NVIDIA GPUs."""
     return is_nvidia(device)
 
 
 def to_python(numbers: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of one number each, on one device, with one wait for it."""
+    """Read scalar tensors of one device with a single synchronisation."""
     if not numbers:
         return []
     wide = widest_float(numbers[0].device)
-    if wide is torch.float32:  # in which large counts are not exact
+    if wide is torch.float32:  # stacked in float32, large counts would be rounded
         return [float(number) for number in numbers]
     values: list[float] = torch.stack([number.to(wide) for number in numbers]).cpu().tolist()
     return values
 
 
 class Clock:
-    """Seconds between marks, of the device's own work where it has events; nothing waits for them."""
+    """Seconds between marks, measured with device events where there are any, without synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -145,7 +146,7 @@ class Clock:
         self.mark()
 
     def mark(self) -> None:
-        """What was asked of the device so far belongs to the mark's left."""
+        """Set a mark after the work queued so far."""
         if not has_own_memory(self._device):
             self._marks.append(time.perf_counter())
             return
@@ -154,7 +155,7 @@ class Clock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """From each mark to the next. Only once a number was read that was asked for after the last."""
+        """Seconds from each mark to the next; call it after reading a value that was computed after the last mark."""
         return [
             end - start if isinstance(start, float) else 1e-3 * start.elapsed_time(end)
             for start, end in zip(self._marks, self._marks[1:], strict=False)

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much this process has."""
+"""Available memory, memory use of this process, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -15,38 +15,48 @@ from sparsellm.runtime import devices
 
 
 def available(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device."""
+    """Bytes that can be allocated on a device."""
     return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
 
 
 def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Raise TooLarge, with both numbers, when more is needed than can be had. instead: what to do about it."""
+    """Check that a stage fits into a device's available memory.
+
+    Args:
+        needed: Bytes that the stage allocates.
+        device: Where it allocates them.
+        what: Subject of the error message.
+        instead: Sentence that says what to do, at the end of the message.
+
+    Raises:
+        TooLarge: If more is needed than available; the message gives both numbers.
+    """
     free = available(device)
     if needed > free:
         raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {instead}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left; a processor's says so only in words."""
+    """Whether an error is an out-of-memory error; on the CPU only the message shows it."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
     )
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes with the unit that leaves few digits, such as 5.2 GiB."""
+    """Format a number of bytes with a binary unit, such as 5.2 GiB."""
     return ByteSize(count).human_readable(separator=" ")
 
 
 def current_memory() -> int:
-    """The resident memory of this process, in bytes."""
+    """Resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def release_free_memory() -> None:
-    """Return memory that was freed to the system, where the C library (glibc) would keep it in pieces; nothing elsewhere.
+    """Return freed memory to the operating system (`malloc_trim`); does nothing without glibc.
 
-    Tensors up to 32 MiB come from its heap, which holes make larger with every block.
+    glibc allocates tensors of up to 32 MiB on its heap, which fragmentation enlarges with every block.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -56,10 +66,10 @@ def release_free_memory() -> None:
 
 
 def peak_memory() -> int:
-    """The most resident memory that this process has had so far, in bytes."""
+    """Peak resident memory of this process, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    try:  # psutil has no peak on Linux, and that of getrusage begins with the memory of the program that started this one
+    try:  # psutil gives no peak on Linux, and getrusage's starts at the memory of the parent process
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
     except (OSError, StopIteration):

@@ -1,4 +1,4 @@
-"""Lists of tensors that are kept in memory while a budget lasts, a GPU's in the processor's memory, and in files after that."""
+"""Lists of tensors within a memory budget: on their device first, then (for a GPU) in CPU memory, then in files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from sparsellm.runtime import devices
 
 HELD, HOSTED, WRITTEN = "held", "hosted", "written"
-"""Where tensors are: where they were made, in the processor's memory, in files."""
+"""Where tensors are stored: on the device that computed them, in CPU memory, in files."""
 
 ACTIVATIONS = "activations-"
-"""How the names of folders with such files begin; a process that is killed leaves them."""
+"""Name prefix of the folders that hold such files; a killed process leaves them behind."""
 
 
 class Tensors(Protocol):
-    """Tensors that are read one at a time, by number, wherever they are."""
+    """A sequence of tensors that are read one at a time by index, wherever they are stored."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Tensor: ...
@@ -32,118 +32,135 @@ class Tensors(Protocol):
 
 
 class TensorList(Tensors, Protocol):
-    """A list of tensors that grows at its end and is read and written one at a time, wherever they are."""
+    """A list of tensors that are appended, read and replaced one at a time, wherever they are stored."""
 
     def __setitem__(self, index: int, value: Tensor, /) -> None: ...
     def append(self, value: Tensor, /) -> None: ...
 
 
 class OffloadManager:
-    """Where lists of tensors are kept.
+    """Chooses where lists of tensors are stored, within a memory budget.
 
-    budget: bytes of memory for all lists together, where their tensors are; None for any number. host: bytes of the processor's
-    memory for what a GPU's budget has no room for. folder: where files may be made, in a folder of their own that is removed
-    with the last list; None for the system's own place for temporary files. most_written, most_kept: the most bytes that were
-    in files at once, and in memory and files together.
+    Args:
+        budget: Bytes on the device for all lists together; None for no limit.
+        folder: Folder in which files are written, each set in a subfolder that is removed with its lists; None for the
+            system's temporary folder.
+        host: Bytes of CPU memory for lists that exceed a GPU's budget.
+
+    Attributes:
+        most_written: Peak bytes in files.
+        most_kept: Peak bytes in memory and files together.
     """
 
     def __init__(self, budget: int | None = None, folder: Path | None = None, host: int = 0) -> None:
         self.budget, self.host, self._folder = budget, host, folder
-        self._taken = dict.fromkeys((HELD, HOSTED, WRITTEN), 0)  # bytes by place, as far as they were announced
+        self._taken = dict.fromkeys((HELD, HOSTED, WRITTEN), 0)  # announced bytes by location
         self.most_written = self.most_kept = 0
 
     @contextmanager
     def new_lists(self, count: int, size: int) -> Iterator[list[TensorList]]:
-        """Empty lists, within the context. size: bytes that each will hold; those that do not fit elsewhere are files."""
-        with self._room(count * size) as (place, folder):
+        """Create empty lists, whose memory or files are reserved within the context.
+
+        Args:
+            count: Number of lists, all stored in the same location.
+            size: Bytes that each will hold.
+        """
+        with self._reserve(count * size) as (location, folder):
             files = (DiskList(folder / str(number)) for number in range(count))
-            yield list(files) if place == WRITTEN else [[] if place == HELD else HostList() for _ in range(count)]
+            yield list(files) if location == WRITTEN else [[] if location == HELD else HostList() for _ in range(count)]
 
     def fits_on_device(self, size: int) -> bool:
-        """Whether there is room for so many bytes more where tensors are made."""
+        """Whether `size` more bytes fit into the budget of the device."""
         return self.budget is None or self._taken[HELD] + size <= self.budget
 
     @contextmanager
-    def _room(self, size: int) -> Iterator[tuple[str, Path]]:
-        """Where there is room, which is taken within the context; and a folder, which is there if that is in files."""
+    def _reserve(self, size: int) -> Iterator[tuple[str, Path]]:
+        """Reserve bytes in the first location with room; yields it, and the folder to write to if it is in files."""
         limits = {HELD: self.budget, HOSTED: self.host, WRITTEN: None}
-        place = next(where for where, limit in limits.items() if limit is None or self._taken[where] + size <= limit)
-        self._count(size, place)
+        location = next(name for name, limit in limits.items() if limit is None or self._taken[name] + size <= limit)
+        self._count(size, location)
         folder = Path()
         try:
-            if place == WRITTEN:
+            if location == WRITTEN:
                 if self._folder is not None:
                     self._folder.mkdir(parents=True, exist_ok=True)
                 folder = Path(tempfile.mkdtemp(prefix=ACTIVATIONS, dir=self._folder))
-            yield place, folder
+            yield location, folder
         finally:
-            self._count(-size, place)
+            self._count(-size, location)
             if folder != Path():
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _count(self, size: int, place: str) -> None:
-        """Bytes that are taken, or given back if negative."""
-        self._taken[place] += size
+    def _count(self, size: int, location: str) -> None:
+        """Add to the bytes reserved in a location; a negative size releases them."""
+        self._taken[location] += size
         self.most_written = max(self.most_written, self._taken[WRITTEN])
         self.most_kept = max(self.most_kept, sum(self._taken.values()))
 
 
 class RowSubset:
-    """Some rows of the tensors of a list, cut out when they are asked for; tensors of which no row is wanted are left out.
+    """A view of selected rows of a list's tensors, sliced on access; tensors without a selected row are left out.
 
-    wanted: rows by number, with a start, a stop and maybe a step. starts: the number of each tensor's first row, if they are
-    not counted over this list alone; afterwards, counted over the rows that are wanted.
+    Args:
+        source: The list.
+        wanted: Row indices over all tensors, as a slice with a start, a stop and an optional step.
+        starts: Index of each tensor's first row; by default, rows are counted over this list.
+
+    Attributes:
+        lengths: Number of selected rows of each tensor.
+        starts: Index of each tensor's first row among all selected rows.
     """
 
     def __init__(self, source: Tensors, wanted: slice, starts: Sequence[int] | None = None) -> None:
         self._source, step, sizes = source, wanted.step or 1, lengths(source)
-        self._cuts: list[tuple[int, slice]] = []
+        self._slices: list[tuple[int, slice]] = []
         self.lengths: list[int] = []
         self.starts: list[int] = []
-        for number, (length, before) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
-            first = max(wanted.start - before, (wanted.start - before) % step)
-            cut = slice(first, max(wanted.stop - before, 0), step)
-            if rows := len(range(length)[cut]):
-                self._cuts.append((number, cut))
-                self.lengths.append(rows)
-                self.starts.append(max(0, -((wanted.start - before) // step)))
+        for number, (length, offset) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
+            first = max(wanted.start - offset, (wanted.start - offset) % step)
+            rows = slice(first, max(wanted.stop - offset, 0), step)
+            if count := len(range(length)[rows]):
+                self._slices.append((number, rows))
+                self.lengths.append(count)
+                self.starts.append(max(0, -((wanted.start - offset) // step)))
 
     def __len__(self) -> int:
-        return len(self._cuts)
+        return len(self._slices)
 
     def __getitem__(self, index: int) -> Tensor:
-        number, cut = self._cuts[index]
-        return self._source[number][cut]
+        number, rows = self._slices[index]
+        return self._source[number][rows]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(len(self)))
 
 
 def lengths(source: Tensors) -> list[int]:
-    """How many rows each tensor of a list has; nothing is read for it."""
+    """Number of rows of each tensor of a list, without reading offloaded tensors."""
     if isinstance(source, (DiskList, HostList, RowSubset)):
         return source.lengths
-    return [len(some) for some in source]
+    return [len(tensor) for tensor in source]
 
 
 class HostList:
-    """A list of tensors in the processor's memory; a read gives a tensor of its own, on the device it came from.
+    """A list of tensors in CPU memory; reading one returns a copy on the device it came from.
 
-    A GPU's are in pinned memory, and have a stream of their own for copies: while one is worked on, the next is on its way and
-    the one before goes back. Whoever reads is at most a batch of work ahead of the device, so that what was read can be freed.
+    Tensors of a GPU are stored in pinned memory and copied in a separate stream: while one is processed, the next is fetched
+    and the previous one is written back. A read waits until the device has reached the previous read, so that at most one batch
+    of work is queued and earlier tensors can be freed.
     """
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
         self._devices: list[torch.device] = []
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._coming: tuple[int, Tensor, torch.Event | None] | None = None
-        self._read_before: torch.Event | None = None
+        self._prefetched: tuple[int, Tensor, torch.Event | None] | None = None
+        self._previous_read: torch.Event | None = None
 
     @property
     def lengths(self) -> list[int]:
-        """How many rows each tensor has."""
-        return [len(kept) for kept in self._kept]
+        """Number of rows of each tensor."""
+        return [len(tensor) for tensor in self._kept]
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -153,65 +170,65 @@ class HostList:
 
     def __getitem__(self, index: int) -> Tensor:
         number = range(len(self))[index]
-        coming = self._coming if self._coming is not None and self._coming[0] == number else self._fetch(number)
-        _, tensor, arrived = coming
-        if arrived is not None:
-            present = devices.work_stream(tensor.device)
-            present.wait_event(arrived)
-            tensor.record_stream(present)
-            if self._read_before is not None:
-                self._read_before.synchronize()
-            self._read_before = present.record_event()
-        self._coming = self._fetch(number + 1) if number + 1 < len(self) else None
+        prefetched = self._prefetched if self._prefetched is not None and self._prefetched[0] == number else None
+        _, tensor, copied = prefetched or self._fetch(number)
+        if copied is not None:
+            stream = devices.work_stream(tensor.device)
+            stream.wait_event(copied)
+            tensor.record_stream(stream)
+            if self._previous_read is not None:
+                self._previous_read.synchronize()
+            self._previous_read = stream.record_event()
+        self._prefetched = self._fetch(number + 1) if number + 1 < len(self) else None
         return tensor
 
     def __setitem__(self, index: int, value: Tensor) -> None:
         number = range(len(self))[index]
-        if self._coming is not None and self._coming[0] == number:
-            self._coming = None
-        kept = self._kept[number]
+        if self._prefetched is not None and self._prefetched[0] == number:
+            self._prefetched = None
+        old = self._kept[number]
         self._devices[number] = value.device
-        self._kept[number] = self._stored(value, kept if kept.shape == value.shape and kept.dtype == value.dtype else None)
+        self._kept[number] = self._store(value, old if old.shape == value.shape and old.dtype == value.dtype else None)
 
     def append(self, value: Tensor) -> None:
         """Add a tensor at the end."""
-        self._kept.append(self._stored(value))
+        self._kept.append(self._store(value))
         self._devices.append(value.device)
 
     def _fetch(self, number: int) -> tuple[int, Tensor, torch.Event | None]:
-        """A tensor on its way to its device, and what tells that it has arrived."""
-        kept, device = self._kept[number], self._devices[number]
+        """Start to copy a tensor to its device; returns its index, the copy, and the event that completes it, if any."""
+        stored, device = self._kept[number], self._devices[number]
         if not devices.has_own_memory(device):
-            return number, kept.to(device, copy=True), None
+            return number, stored.to(device, copy=True), None
         stream = self._stream(device)
         with devices.working_in(stream):
-            return number, kept.to(device, non_blocking=True), stream.record_event()
+            return number, stored.to(device, non_blocking=True), stream.record_event()
 
-    def _stored(self, value: Tensor, room: Tensor | None = None) -> Tensor:
-        """A tensor on its way to the processor's memory, to `room` if there is any: reads follow in the same stream."""
+    def _store(self, value: Tensor, out: Tensor | None = None) -> Tensor:
+        """Start to copy a tensor to CPU memory, into `out` if given; later reads are queued in the same stream."""
         value = value.detach()
         pinned = devices.has_own_memory(value.device)
-        room = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned) if room is None else room
+        out = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned) if out is None else out
         if not pinned:
-            return room.copy_(value)
+            return out.copy_(value)
         stream = self._stream(value.device)
         stream.wait_stream(devices.work_stream(value.device))
         with devices.working_in(stream):
-            room.copy_(value, non_blocking=True)
+            out.copy_(value, non_blocking=True)
         value.record_stream(stream)
-        return room
+        return out
 
     def _stream(self, device: torch.device) -> torch.Stream:
-        """The stream for copies from and to a device."""
+        """The stream for copies to and from a device."""
         if device not in self._streams:
             self._streams[device] = devices.copy_stream(device)
         return self._streams[device]
 
 
 class DiskList:
-    """A list of tensors with a safetensors file for each; a read gives a tensor of its own, on the device it came from.
+    """A list of tensors with one safetensors file each; reading one returns a copy on the device it came from.
 
-    Files are read and written as a whole, not mapped: what a mapping touches counts as the process's memory.
+    Files are read and written whole instead of memory-mapped, because mapped pages count as memory of the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -245,4 +262,4 @@ class DiskList:
         return self._folder / f"{number}.safetensors"
 
     def _write(self, number: int, value: Tensor) -> None:
-        self._file(number).write_bytes(save({"x": value.detach().contiguous()}))  # save_file hides what the system said
+        self._file(number).write_bytes(save({"x": value.detach().contiguous()}))  # save_file hides the OS error

@@ -1,7 +1,7 @@
-"""Two small bundled models, and the English they were trained on, so that `sparsellm demo` needs no network.
+"""Two small bundled models and their training text, so that `sparsellm demo` needs no network.
 
-The models (`models/opt`, `models/llama`) were made by `sparsellm.data.demo.train`. The text is read from the user's own Python
-by `sparsellm.data.demo.text`, so none of it is shipped.
+`sparsellm.data.demo.train` trained the models (`models/opt`, `models/llama`). `sparsellm.data.demo.text` collects the text from
+the running Python's standard library, so it is not part of the package.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ FAMILIES = ("opt", "llama")
 
 
 def model_path(family: str) -> Path:
-    """The folder of the bundled model of this `family`, ready for `from_pretrained`.
+    """Return the folder of a bundled model, for `from_pretrained`.
 
-    Raises `InvalidSetting` for a name outside `FAMILIES`, and `BadCheckpoint` when the installation lacks the model.
+    Args:
+        family: A name of `FAMILIES`.
+
+    Raises:
+        InvalidSetting: If the name is not in `FAMILIES`.
+        BadCheckpoint: If the installation does not include the model.
     """
     if family not in FAMILIES:
         raise InvalidSetting(f"`family` must be one of {', '.join(FAMILIES)}, got {family!r}.")
     path = Path(__file__).parent / "models" / family
     if not (path / "model.safetensors").is_file():
         raise BadCheckpoint(
-            f"The bundled {family} model is not at {path}: this installation lacks it. "
-            f"Reinstall sparsellm from its wheel, or train it anew: python -m sparsellm.data.demo.train {family} {path}"
+            f"The bundled {family} model is not at {path}: this installation does not include it. "
+            f"Reinstall sparsellm from its wheel, or train it again: python -m sparsellm.data.demo.train {family} {path}"
         )
     return path

@@ -1,7 +1,7 @@
-"""The English of Python's own standard library: the demo's text, gathered from the Python that runs it.
+"""The demo text: English documentation from the standard library of the running Python.
 
-Documentation topics (`help("assert")` and its like) and the docstrings of the library's modules: some two megabytes. Sources
-are parsed, never imported, so that gathering them runs none of their code.
+About two megabytes: documentation topics (such as `help("assert")`) and the docstrings of all modules. Sources are parsed, not
+imported, so none of their code runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal, get_args
 
 Split = Literal["train", "held-out"]
 
-# Not the library's own English: its tests, other people's packages, applications, and (pydoc_data) the topics themselves,
-# which are taken whole below.
+# Folders without documentation of the library: tests, third-party packages, applications, and pydoc_data, whose topics
+# `_topics` reads.
 SKIPPED = frozenset({
     "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "__pycache__", "site-packages",
     "dist-packages",
@@ -25,25 +25,27 @@ SKIPPED = frozenset({
 
 
 def documents(split: Split) -> list[str]:
-    """The texts of one `split`, in the order of their names: one a documentation topic, one a module with docstrings."""
+    """Texts of a split, sorted by name: one per documentation topic and one per module with docstrings."""
     return list(named_documents(split).values())
 
 
 def named_documents(split: Split) -> dict[str, str]:
-    """The texts of one `split` by name (`topic assert`, `asyncio.events`), in the order of their names.
+    """Texts of a split by name (`topic assert`, `asyncio.events`), sorted by name.
 
-    A name decides its own split, so a module is held out on every version of Python or on none. Takes about two seconds.
+    The split depends on the name only, so it is the same for every version of Python. Takes about two seconds.
 
-    Raises `ValueError` for an unknown split, `FileNotFoundError` when the running Python carries no sources or no topics.
+    Raises:
+        ValueError: If the split is unknown.
+        FileNotFoundError: If the running Python has no library sources or no topics.
     """
     if split not in get_args(Split):
         raise ValueError(f"`split` must be one of {', '.join(get_args(Split))}, got {split!r}.")
     library = Path(sysconfig.get_path("stdlib"))
-    chosen = {name: path for name, path in _modules(library) if is_held_out(name) == (split == "held-out")}
-    texts = {name: "\n\n".join(_docstrings(path)) for name, path in chosen.items()}
+    sources = {name: path for name, path in _modules(library) if is_held_out(name) == (split == "held-out")}
+    texts = {name: "\n\n".join(_docstrings(path)) for name, path in sources.items()}
     texts |= {name: text for name, text in _topics() if is_held_out(name) == (split == "held-out")}
     texts = {name: texts[name] for name in sorted(texts) if texts[name]}
-    if not any(name in texts for name in chosen):
+    if not any(name in texts for name in sources):
         raise FileNotFoundError(
             f"No docstrings in the standard library at {library}: this Python ships without its sources. "
             "The demo needs a full Python, such as one from python.org, conda or uv."
@@ -52,12 +54,12 @@ def named_documents(split: Split) -> dict[str, str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the text of this name is for measuring only: about one in ten is."""
+    """Whether a text belongs to the held-out split, about one in ten."""
     return zlib.crc32(name.encode()) % 10 == 0
 
 
 def _topics() -> Iterator[tuple[str, str]]:
-    """The names and texts of the language reference's topics, as `help()` shows them."""
+    """Names and texts of the documentation topics of `help()`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -70,11 +72,11 @@ def _topics() -> Iterator[tuple[str, str]]:
 
 
 def _modules(folder: Path, package: str = "") -> Iterator[tuple[str, Path]]:
-    """The dotted names and source files of the modules under `folder`."""
-    for path in folder.iterdir() if folder.is_dir() else ():  # a zipped library is no folder
+    """Dotted names and source files of the modules under `folder`."""
+    for path in folder.iterdir() if folder.is_dir() else ():  # not a folder if the library is zipped
         name = package + path.stem
         if path.name in SKIPPED or not path.stem.isidentifier():
-            continue  # names that are no identifiers (`config-3.12-x86_64-linux-gnu`, `lib-dynload`) cannot be imported
+            continue  # not importable: `config-3.12-x86_64-linux-gnu`, `lib-dynload`
         if path.is_dir():
             yield from _modules(path, f"{name}.")
         elif path.suffix == ".py":
@@ -82,13 +84,13 @@ def _modules(folder: Path, package: str = "") -> Iterator[tuple[str, Path]]:
 
 
 def _docstrings(path: Path) -> list[str]:
-    """The docstrings of a source file, in their order there, without their indentation."""
+    """Docstrings of a source file in source order, without indentation."""
     try:
         with tokenize.open(path) as file:
             tree = ast.parse(file.read())
-    except (SyntaxError, ValueError):  # broken on purpose, a template, or of another encoding than it says
+    except (SyntaxError, ValueError):  # test data, a template, or a wrong encoding declaration
         return []
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(tree) if isinstance(node, owners)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line of its own and comes first
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line number and comes first
     return [text.strip() for node in nodes if (text := ast.get_docstring(node))]

@@ -1,7 +1,7 @@
-"""Train a demo model anew: `python -m sparsellm.data.demo.train opt OUTPUT_DIR`.
+"""Train a demo model: `python -m sparsellm.data.demo.train opt OUTPUT_DIR`.
 
-How the bundled models were made, for whoever wants to check or to change them; their `training.json` say for how long. The
-defaults take about half an hour of a free core. The folder holds the best checkpoint so far at any time.
+This script trained the bundled models, whose `training.json` files record the settings and the duration. The defaults take
+about half an hour on one core. During training, the folder contains the best checkpoint so far.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from sparsellm.data.demo import FAMILIES
 from sparsellm.data.demo.text import named_documents
 from sparsellm.errors import OutputExists, SparseLLMError
 
-WINDOW = 256  # tokens a sequence, in training and in measuring
-BOS, PAD, EOS = "<s>", "<pad>", "</s>"  # with the ids 0, 1, 2
+WINDOW = 256  # tokens per sequence, in training and evaluation
+BOS, PAD, EOS = "<s>", "<pad>", "</s>"  # token ids 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained; the bundled ones differ in `minutes` alone."""
+    """Training settings; those of the bundled models differ in `minutes` only."""
 
     family: str
     steps: int = 5000
-    minutes: float = math.inf  # whichever of the two ends first; the learning rate follows the one further along
+    minutes: float = math.inf  # training ends at `steps` or `minutes`, and the schedule follows whichever is closer to its end
     seed: int = 0
-    batch: int = 4  # windows a step
-    peak: float = 2.5e-3  # learning rate
-    warmup: float = 0.03  # share of the run
+    batch: int = 4  # sequences per step
+    peak: float = 2.5e-3  # highest learning rate
+    warmup: float = 0.03  # fraction of the training
     weight_decay: float = 0.1
-    dropout: float = 0.1  # on what each half of a block adds to the residual stream
+    dropout: float = 0.1  # on the outputs of attention and feed-forward that are added to the residual stream
     vocabulary: int = 2048
-    check_every: int = 250  # steps between two looks at the validation loss
+    check_every: int = 250  # steps between evaluations of the validation loss
     validation_windows: int = 96
 
 
 @dataclass
 class Progress:
-    """Where a training stands."""
+    """Training progress."""
 
     step: int = 0
     minutes: float = 0.0
@@ -67,19 +67,20 @@ class Progress:
 
 
 def train(training: Training, output: Path) -> dict[str, object]:
-    """What `training.json` says of the model now in `output`.
+    """Train a model, save it to `output`, and return the contents of `training.json`.
 
-    Raises `OutputExists` when `output` exists.
+    Raises:
+        OutputExists: If `output` exists.
     """
     if output.exists():
-        raise OutputExists(f"{output} exists. Name a folder that does not; nothing is overwritten.")
+        raise OutputExists(f"{output} exists. Name a new folder; nothing is overwritten.")
     torch.manual_seed(training.seed)
     texts = named_documents("train")
     tokenizer = build_tokenizer(list(texts.values()), training.vocabulary)
-    # The stopping point is chosen on train modules too: what `documents("held-out")` gives is for measuring only.
+    # Validation texts come from the train split: the held-out split is used for the final evaluation only.
     validation = {name: text for name, text in texts.items() if is_validation(name)}
-    fitted = {name: text for name, text in texts.items() if name not in validation}
-    ids = encode(tokenizer, fitted.values())
+    remaining = {name: text for name, text in texts.items() if name not in validation}
+    ids = encode(tokenizer, remaining.values())
     checks = windows(encode(tokenizer, validation.values()))[: training.validation_windows]
     model = build_model(training)
     size = sum(weight.numel() for weight in model.parameters())
@@ -108,26 +109,26 @@ def train(training: Training, output: Path) -> dict[str, object]:
 
 
 def fit(model: PreTrainedModel, ids: Tensor, checks: Tensor, training: Training) -> Iterator[Progress]:
-    """Where the training stands after each look at the validation loss, while `model` is trained in place."""
-    named = dict(model.named_parameters())
-    positions = [weight for name, weight in named.items() if "embed_positions" in name]
-    matrices = [weight for name, weight in named.items() if weight.ndim == 2 and "embed_positions" not in name]
+    """Train `model` in place; yields the progress after each evaluation of the validation loss."""
+    weights = dict(model.named_parameters())
+    positions = [weight for name, weight in weights.items() if "embed_positions" in name]
+    matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed_positions" not in name]
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay, "pace": 1.0},
-        {"params": [weight for weight in named.values() if weight.ndim != 2], "weight_decay": 0.0, "pace": 1.0},
-        {"params": positions, "weight_decay": 0.0, "pace": 0.1},  # each is seen once a window: mostly noise
+        {"params": [weight for weight in weights.values() if weight.ndim != 2], "weight_decay": 0.0, "pace": 1.0},
+        {"params": positions, "weight_decay": 0.0, "pace": 0.1},  # noisy gradients: one token per sequence
     ]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=training.peak, betas=(0.9, 0.95))
-    draw = torch.Generator().manual_seed(training.seed)
+    generator = torch.Generator().manual_seed(training.seed)
     progress, start, share, loss_sum = Progress(), time.monotonic(), 0.0, 0.0
     drop_out_residuals(model, training.dropout)
     while share < 1:
         for group in optimizer.param_groups:
             group["lr"] = training.peak * group["pace"] * schedule(share, training.warmup)
-        offsets = torch.randint(len(ids) - WINDOW + 1, (training.batch, 1), generator=draw)
+        offsets = torch.randint(len(ids) - WINDOW + 1, (training.batch, 1), generator=generator)
         batch = ids[offsets + torch.arange(WINDOW)]
-        # One window in eight starts with the special token, so that a text may be continued after it as well.
-        batch[torch.rand(training.batch, generator=draw) < 1 / 8, 0] = 0
+        # One sequence in eight starts with the BOS token, so that the model can generate with and without it.
+        batch[torch.rand(training.batch, generator=generator) < 1 / 8, 0] = 0
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -140,26 +141,26 @@ def fit(model: PreTrainedModel, ids: Tensor, checks: Tensor, training: Training)
         loss_sum += loss.item()
         if progress.step % training.check_every and share < 1:
             continue
-        validation, since = mean_loss(model, checks), (progress.step - 1) % training.check_every + 1
+        validation, steps = mean_loss(model, checks), (progress.step - 1) % training.check_every + 1
         if validation < progress.best_validation:
             progress.best_step, progress.best_validation = progress.step, validation
         observer(
             f"step {progress.step}, {progress.minutes:.1f} min, {share:.0%}: "
-            f"loss {loss_sum / since:.4f}, validation {validation:.4f}"
+            f"loss {loss_sum / steps:.4f}, validation {validation:.4f}"
         )
         loss_sum = 0.0
         yield progress
 
 
 def schedule(share: float, warmup: float) -> float:
-    """The learning rate at this `share` of the run, as a share of its peak: up in a line, down along a cosine."""
+    """Learning rate relative to its peak after a `share` of the training: linear warm-up, then cosine decay."""
     if share < warmup:
         return (share + 1e-3) / (warmup + 1e-3)
     return 0.5 * (1 + math.cos(math.pi * (share - warmup) / (1 - warmup)))
 
 
 def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocabulary` entries, trained on `texts`; it adds no special tokens by itself."""
+    """Train a byte-level BPE tokenizer with `vocabulary` entries; it does not add special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -174,28 +175,28 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 
 
 def build_model(training: Training) -> PreTrainedModel:
-    """A fresh model of the family: four blocks of width 192, two million parameters, one for every character of the text."""
-    ends = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    """Initialise a model of four blocks of width 192, two million parameters: one per character of the text."""
+    special = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
     if training.family == "opt":
         model = OPTForCausalLM(OPTConfig(
             vocab_size=training.vocabulary, hidden_size=192, word_embed_proj_dim=192, num_hidden_layers=4, ffn_dim=768,
-            num_attention_heads=4, max_position_embeddings=WINDOW, dropout=0.0, tie_word_embeddings=True, **ends,
+            num_attention_heads=4, max_position_embeddings=WINDOW, dropout=0.0, tie_word_embeddings=True, **special,
         ))  # fmt: skip
         decoder = model.model.decoder
         tell_positions_from_tokens(decoder.embed_tokens.weight, decoder.embed_positions.weight)
         return model
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=training.vocabulary, hidden_size=192, num_hidden_layers=4, intermediate_size=576,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=WINDOW, tie_word_embeddings=True, **ends,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=WINDOW, tie_word_embeddings=True, **special,
     ))  # fmt: skip
 
 
 @torch.no_grad()
 def tell_positions_from_tokens(tokens: Tensor, positions: Tensor) -> None:
-    """Start OPT's embeddings so that the token is what stands out: positions as low waves, tokens well above them.
+    """Initialise OPT's embeddings: position embeddings as sinusoids of a smaller scale than the token embeddings.
 
-    At equal height, and with the noise that a high learning rate puts on them, positions drown the tokens: the loss then
-    stays for a thousand steps above what pairs of tokens give. Wavelengths run from 6 tokens to six windows.
+    At equal scale and a high learning rate, the noise of the position embeddings dominates the token embeddings, and the loss
+    stays above that of a bigram model for a thousand steps. Wavelengths range from 6 tokens to six sequences.
     """
     count, width = positions.shape
     angles = torch.arange(count)[:, None] * WINDOW ** -torch.linspace(0, 1, width // 2)
@@ -204,7 +205,7 @@ def tell_positions_from_tokens(tokens: Tensor, positions: Tensor) -> None:
 
 
 def drop_out_residuals(model: PreTrainedModel, probability: float) -> None:
-    """Hang dropout behind every layer that writes to the residual stream: Llama's own code has none, so both get this."""
+    """Apply dropout to every layer output that is added to the residual stream; Llama has no dropout of its own."""
 
     def drop(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return nn.functional.dropout(output, probability, module.training)
@@ -215,23 +216,23 @@ def drop_out_residuals(model: PreTrainedModel, probability: float) -> None:
 
 
 def is_validation(name: str) -> bool:
-    """Whether this document of the train split is kept back to choose the stopping point: about one in twenty."""
-    return zlib.crc32(name.encode()) // 10 % 20 == 0  # the last digit chose the split
+    """Whether a document of the train split is used for validation, about one in twenty."""
+    return zlib.crc32(name.encode()) // 10 % 20 == 0  # the last digit determines the split
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str]) -> Tensor:
-    """The token ids of `texts` joined by empty lines, `(tokens,)`."""
+    """Token ids of `texts` joined by empty lines, `(tokens,)`."""
     return torch.tensor(tokenizer("\n\n".join(texts), verbose=False)["input_ids"])
 
 
 def windows(ids: Tensor) -> Tensor:
-    """The ids cut into `(windows, WINDOW)`; the rest at the end is left out."""
+    """Split ids into `(sequences, WINDOW)`; a shorter remainder is dropped."""
     return ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
 
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, sequences: Tensor) -> float:
-    """The mean negative log-likelihood of each token given those before it in its window, in nats."""
+    """Mean negative log-likelihood per token given the previous tokens of its sequence, in nats."""
     training = model.training
     model.eval()
     losses = [float(model(input_ids=batch, labels=batch).loss) * len(batch) for batch in sequences.split(16)]
@@ -240,20 +241,17 @@ def mean_loss(model: PreTrainedModel, sequences: Tensor) -> float:
 
 
 def measure(model: PreTrainedModel, sequences: Tensor) -> dict[str, float]:
-    """The perplexity of the dense model, and with 50 % and 80 % of every decoder layer's smallest weights removed.
-
-    Prunes `model` in place.
-    """
-    found = {"dense": math.exp(mean_loss(model, sequences))}
+    """Perplexity of the dense model and after magnitude pruning to 50 % and 80 %, which changes `model` in place."""
+    perplexities = {"dense": math.exp(mean_loss(model, sequences))}
     for percent in (50, 80):
         prune_by_magnitude(model, percent / 100)
-        found[f"magnitude {percent}%"] = math.exp(mean_loss(model, sequences))
-    return {name: round(value, 3) for name, value in found.items()}
+        perplexities[f"magnitude {percent}%"] = math.exp(mean_loss(model, sequences))
+    return {name: round(value, 3) for name, value in perplexities.items()}
 
 
 @torch.no_grad()
 def prune_by_magnitude(model: PreTrainedModel, sparsity: float) -> None:
-    """Remove the smallest `sparsity` of each linear layer but the head, here without the package's own solvers."""
+    """Zero the smallest weights of each linear layer except the head, without the package's solvers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
             smallest = module.weight.abs().flatten().argsort()[: round(sparsity * module.weight.numel())]
@@ -261,7 +259,7 @@ def prune_by_magnitude(model: PreTrainedModel, sparsity: float) -> None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the model in bfloat16 and its tokenizer, over an earlier checkpoint of the same run."""
+    """Save the model in bfloat16 and its tokenizer, overwriting the previous checkpoint of the run."""
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     copy.to(torch.bfloat16).save_pretrained(output)
@@ -269,17 +267,17 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Pat
 
 
 def observer(line: str) -> None:
-    """Print a line of progress, out of the way of anything piped."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main(words: list[str] | None = None) -> None:
-    """Read the command line, train, print what `training.json` says."""
+    """Parse the command line, train, and print the contents of `training.json`."""
     parser = argparse.ArgumentParser(prog="python -m sparsellm.data.demo.train", description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="a folder that does not exist yet")
+    parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="a new folder")
     parser.add_argument("--steps", type=int, default=Training.steps)
-    parser.add_argument("--minutes", type=float, default=Training.minutes, help="end sooner than --steps if need be")
+    parser.add_argument("--minutes", type=float, default=Training.minutes, help="time limit; training may end before --steps")
     parser.add_argument("--seed", type=int, default=Training.seed)
     parser.add_argument("--peak", type=float, default=Training.peak, help="highest learning rate")
     parser.add_argument("--weight-decay", type=float, default=Training.weight_decay)
