@@ -139,7 +139,10 @@ class Gram(InputRMS):
         return self.matrix if self._final is None else self._final[0]
 
     def _upper(self, centre: Tensor | None, tokens: int | None = None) -> Tensor:
-        """(in, in), in the products' dtype: the mean of x xᵀ minus centre centreᵀ; only the upper triangle is set."""
+        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus centre centreᵀ.
+
+        Entries below the diagonal are undefined.
+        """
         self._reduction.wait()
         upper = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
         for (start, stop), products in zip(self._panels, self._products, strict=True):  # one float64 panel at a time
