@@ -1,4 +1,4 @@
-"""Training of the weights that are left, with masks held.
+"""Training of the remaining weights with fixed masks.
 
 Imports `methods` and the folders above it.
 """

@@ -1,7 +1,7 @@
-r"""The far end of Omega: the whole model as one problem, masks held.
+r"""Distillation of the dense model into the whole pruned model, with fixed masks.
 
-The paper's global goal is the distance of the pruned model's outputs from the dense model's, $\mathcal L(z_L, y)$. Here it is
-the KL divergence of its predictions, lowered by gradient steps over all pruned blocks at once.
+The paper's global objective is the distance of the pruned model's outputs from the dense model's, $\mathcal L(z_L, y)$. Here it
+is the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
 """
 
 from __future__ import annotations
@@ -24,92 +24,109 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TRAINING = MaskedAdam(300, 4e-3)
-"""The usual gradient steps over the whole model, for models of `TRAINING_WIDTH`."""
+"""Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
 
 TRAINING_WIDTH = 256
-"""The width of the models that the learning rate was chosen on."""
+"""Width of the models on which the learning rate was chosen."""
 
 PROMPT = 0.125
-"""How much of a window that the model writes is given, as a share of its length."""
+"""Length of the prompt of a generated sequence, as a fraction of the sequence length."""
 
 AT_A_TIME = 64
-"""Windows that are written side by side."""
+"""Number of sequences that are generated in parallel."""
 
 
 @torch.no_grad()
 def generate_samples(
     model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, compute: torch.dtype | None = None
 ) -> Tensor:
-    """More text, in the dense model's own words: (count, length) token numbers.
+    """Generate additional training sequences with the dense model.
 
-    Each begins with a stretch of a calibration window, an eighth of its length from a place drawn by `seed`, and goes on as the
-    model does, drawn from its predictions as they are (LLM-QAT, Liu et al., 2023, writes all of its text so). Real text is what
-    this stage soonest runs out of: on few windows it learns them by heart.
+    Each sequence starts with a prompt, an eighth of a calibration sequence from a random position, and is continued by sampling
+    from the model's predictions at temperature 1 (LLM-QAT, Liu et al., 2023, generates all of its data this way). With few
+    calibration sequences alone, training overfits.
 
-    windows: (samples, length). Cost: a forward pass of every token, one after the other, `AT_A_TIME` windows side by side.
+    Cost: a forward pass per token of a sequence, `AT_A_TIME` sequences in parallel.
+
+    Args:
+        model: The dense model.
+        windows: Calibration sequences, (samples, seq), of token ids.
+        count: Number of sequences to generate.
+        seed: Seed of the prompts and of the sampling.
+        compute: Dtype in which the model computes; None for its own.
+
+    Returns:
+        Token ids, (count, seq).
     """
     if count == 0:
         return windows[:0]
     samples, length = windows.shape
-    given = max(1, int(PROMPT * length))
+    prompt_length = max(1, int(PROMPT * length))
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(samples, (count, 1), generator=generator)
-    starts = torch.randint(length - given + 1, (count, 1), generator=generator)
-    prompts = windows[rows, starts + torch.arange(given)]
-    drawing = torch.Generator(device=model.device)
-    found: list[list[list[int]]] = []
-    pages = list(enumerate(prompts.split(AT_A_TIME)))
+    starts = torch.randint(length - prompt_length + 1, (count, 1), generator=generator)
+    prompts = windows[rows, starts + torch.arange(prompt_length)]
+    token_generator = torch.Generator(device=model.device)
+    local: list[list[list[int]]] = []  # this process's batches of sequences
+    batches = list(enumerate(prompts.split(AT_A_TIME)))
     with eval_mode(model), compute_dtype_context(model, compute):
-        for number, some in collectives.shard(pages):
-            drawing.manual_seed(seed * len(pages) + number)
-            pieces, past = [some.to(model.device)], None
-            while sum(piece.shape[1] for piece in pieces) < length:  # not `generate`: it would stop where a text ends
+        for number, prompt in collectives.shard(batches):
+            token_generator.manual_seed(seed * len(batches) + number)
+            pieces, past = [prompt.to(model.device)], None
+            while sum(piece.shape[1] for piece in pieces) < length:  # unlike `generate`, continues after an end-of-text token
                 output = model(input_ids=pieces[-1], past_key_values=past, use_cache=True)
                 past = output.past_key_values
-                pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=drawing))
-            found.append(torch.cat(pieces, 1).tolist())
-    return torch.tensor([window for page in collectives.all_gather(found) for window in page])
+                pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=token_generator))
+            local.append(torch.cat(pieces, 1).tolist())
+    return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
 
 
 def model_training(model: PreTrainedModel, steps: int) -> MaskedAdam:
-    """The descent for a model: the wider it is, the shorter Adam's steps (Yang et al., Tensor Programs V, 2022)."""
+    """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
     return replace(TRAINING, steps=steps, rate=TRAINING.rate * min(1.0, TRAINING_WIDTH / width))
 
 
 def count_held_out(windows: Tensor) -> int:
-    """How many of the calibration windows, the last, judge this stage; at least one."""
+    """Number of calibration sequences, the last ones, that are held out for validation; at least one."""
     return max(1, round(TRAINING.held * len(windows)))
 
 
 Group = tuple[Tensor, ...]
-"""What one step reads: tensors of windows, each as many as are computed at once; of several processes each has its own."""
+"""The sequences of one optimiser step, in batches that are computed at once; each process has its own."""
 
 
 def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple[list[Group], int]:
-    """Groups of windows to read, each (batch, length), and how many groups, the last, are to be held back: real text only. Of
-    several processes each gets its share of every group.
+    """Divide sequences into the groups of the optimiser steps, and each group over the processes and into batches.
 
-    windows: (samples, length), the calibration windows. more: what the model wrote. step: windows in a group. batch: of them,
-    at a time.
+    Only calibration sequences are held out; they form the last groups.
+
+    Args:
+        windows: Calibration sequences, (samples, seq).
+        more: Generated sequences, (count, seq).
+        step: Sequences in a group, over all processes.
+        batch: Maximum number of sequences in a batch.
+
+    Returns:
+        The groups, whose batches are (batch, seq), and the number of held-out groups.
     """
-    back = count_held_out(windows)
-    last = windows[-back:].split(step)
-    groups = (*more.split(step), *windows[:-back].split(step), *last)
+    held_out = count_held_out(windows)
+    held_out_groups = windows[-held_out:].split(step)
+    groups = (*more.split(step), *windows[:-held_out].split(step), *held_out_groups)
     batch = min(batch, -(-step // collectives.world()))
-    return [tuple(collectives.shard(some.split(batch))) for some in groups if len(some)], len(last)
+    return [tuple(collectives.shard(group.split(batch))) for group in groups if len(group)], len(held_out_groups)
 
 
 @torch.no_grad()
 def last_states(model: PreTrainedModel, groups: Sequence[Group], compute: torch.dtype | None = None) -> list[Group]:
-    """What the model's head reads, (batch, seq, model), for each batch: the dense model's predictions, before it is pruned."""
+    """The inputs of the dense model's output head, (batch, seq, model), for each batch; to be taken before pruning."""
 
-    def read(batch: Tensor) -> Tensor:
+    def forward(batch: Tensor) -> Tensor:
         states: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False).last_hidden_state
         return states
 
     with eval_mode(model), compute_dtype_context(model, compute):
-        return [tuple(read(batch) for batch in group) for group in groups]
+        return [tuple(forward(batch) for batch in group) for group in groups]
 
 
 def distill(
@@ -120,27 +137,35 @@ def distill(
     descent: MaskedAdam,
     back: int | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
-    r"""Lower $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$, nats a token, over the planned blocks' parameters, in place.
+    r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ over the planned blocks' parameters, in place.
 
-    groups: token numbers for each step, in tensors of (batch, seq). states: from `last_states`, of the dense model. plan: its
-    layers keep their zeros; other linear layers of these blocks stay as they are. back: how many groups, the last, are held
-    back. Returns what was gained, and the biases and norms that moved.
+    The loss is the mean over tokens, in nats. The blocks' activations are recomputed in the backward pass. Memory: see
+    `sparsellm.recovery.training_memory`.
 
-    Every block keeps only its inputs for the backward pass. Memory: see `sparsellm.runtime.memory`.
+    Args:
+        model: The pruned model.
+        groups: Token ids, (batch, seq) each, from `group_batches`.
+        states: Hidden states of the dense model for the same batches, from `last_states`.
+        plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
+        descent: The optimiser settings.
+        back: Number of held-out groups, the last ones; by default the fraction `descent.held`.
+
+    Returns:
+        The losses before and after, and the full names of the biases, norms and routers that changed.
     """
     blocks = [block for block in blocks_of(model) if any(block.full_name(name) in plan for name in block.layers)]
     parameters: dict[str, nn.Parameter] = {}
     keep: dict[str, Tensor] = {}
     for block in blocks:
-        fixed = block.parameters_of(name for name in block.layers if block.full_name(name) not in plan)
-        local = {name: parameter for name, parameter in block.module.named_parameters() if name not in fixed}
+        frozen = block.parameters_of(name for name in block.layers if block.full_name(name) not in plan)
+        trained = {name: parameter for name, parameter in block.module.named_parameters() if name not in frozen}
         masks = block.masks({name: block.layer(name).weight != 0 for name in planned_layers(block, plan)})
-        parameters |= {block.full_name(name): parameter for name, parameter in local.items()}
-        keep |= {block.full_name(name): mask for name, mask in masks.items() if name in local}
-    others = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
-    small = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in others}
-    shares = collectives.all_gather_object([sum(len(batch) for batch in group) for group in groups])
-    sizes = [sum(each) for each in zip(*shares, strict=True)]
+        parameters |= {block.full_name(name): parameter for name, parameter in trained.items()}
+        keep |= {block.full_name(name): mask for name, mask in masks.items() if name in trained}
+    unpruned = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
+    initial = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in unpruned}
+    counts = collectives.all_gather_object([sum(len(batch) for batch in group) for group in groups])
+    sizes = [sum(local) for local in zip(*counts, strict=True)]  # sequences of each group, over all processes
     head = model.get_output_embeddings()
     with (
         eval_mode(model),
@@ -150,23 +175,22 @@ def distill(
     ):
 
         def loss(number: int) -> Iterator[Tensor]:
-            windows = sizes[number]
             for batch, state in zip(groups[number], states[number], strict=True):
-                predicted = model(input_ids=batch.to(model.device), use_cache=False).logits
-                yield _divergence(head(state.float()), predicted) * (len(batch) / windows)
+                logits = model(input_ids=batch.to(model.device), use_cache=False).logits
+                yield _divergence(head(state.float()), logits) * (len(batch) / sizes[number])
 
-        found = descent.run(parameters, keep, loss, len(groups), seed=0, back=back)
+        result = descent.run(parameters, keep, loss, len(groups), seed=0, back=back)
         for block in blocks:
             block.round_to_storage_dtype()
-    return found, _moved(small, parameters)
+    return result, _changed_names(initial, parameters)
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """The mean over tokens of the KL divergence of two sets of logits, (batch, seq, vocabulary)."""
-    wanted, found = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (wanted.exp() * (wanted - found)).sum(-1).mean()
+    target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    return (target.exp() * (target - predicted)).sum(-1).mean()
 
 
-def _moved(before: Mapping[str, Tensor], after: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """The names of the tensors that are not what they were."""
+def _changed_names(before: Mapping[str, Tensor], after: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """The names of the tensors whose values changed."""
     return tuple(name for name, tensor in before.items() if not torch.equal(tensor.to(after[name].dtype), after[name]))

@@ -1,4 +1,4 @@
-"""Gradient steps with the masks held: on one block's outputs, or on the whole model's predictions."""
+"""Gradient steps with fixed masks: the optimiser, and its use on the outputs of one block."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.linalg import eigh
 
 VALIDATIONS = 10
-"""How often the held-back groups are looked at on the way."""
+"""Number of validations during training."""
 
 TOKENS_A_STEP = 4096
-"""About how many tokens a step over one block reads."""
+"""Approximate number of tokens per gradient step of a block."""
 
 Pieces = Callable[[int], Iterator[Tensor]]
-"""The loss of a group of windows by its number, in pieces that add up to it: each is as much as is computed at once."""
+"""Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
 
 
 def windows_a_step(samples: int, length: int) -> int:
-    """How many of the windows a step over one block reads: an eighth of all at most, to have some to hold back."""
+    """Number of sequences per gradient step of a block; at most an eighth of all, so that some can be held out."""
     return max(1, min(TOKENS_A_STEP // length, samples // 8))
 
 
 def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Windows (samples, length) in batches of at most `batch`, none of which lies astride two steps' groups.
+    """Divide sequences, (samples, seq), into batches of at most `batch` that do not cross the boundaries of gradient steps.
 
-    So what a step reads does not depend on how many windows travel together, unless more do than a step reads.
+    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step.
     """
     step = max(batch, windows_a_step(*windows.shape))
-    return tuple(piece for group in windows.split(step) for piece in group.split(batch))
+    return tuple(part for group in windows.split(step) for part in group.split(batch))
 
 
 @dataclass(frozen=True)
 class MaskedAdam:
-    """Adam with a rate that falls to 0, stopped where held-back groups of windows say so.
+    """Adam with fixed masks and a learning rate that falls linearly to 0; the state with the best validation loss is kept.
 
-    steps: at most; 0 for none. rate: the first learning rate. held: the share of groups held back, at least one.
+    Attributes:
+        steps: Number of steps; 0 for no training.
+        rate: Initial learning rate.
+        held: Fraction of the groups held out for validation; at least one group is.
     """
 
     steps: int
@@ -68,89 +71,98 @@ class MaskedAdam:
         seed: int,
         back: int | None = None,
     ) -> TrainingResult:
-        """Lower the loss of the groups over the parameters, in place; what is held back decides which state stays.
+        """Train the parameters in place and keep the state with the smallest mean loss of the held-out groups.
 
-        keep: masks by parameter name; what is False stays zero. loss: of several processes each gives the pieces of its own
-        windows, and steps go along the sum of the gradients. groups: how many; with fewer than two nothing is done. back:
-        how many of them, the last, are held back; by default the usual share.
-        The same for the same arguments: groups come in an order drawn from `seed`. A loss that is not finite ends the descent,
-        with the best state so far.
+        A non-finite loss ends the training. Equal arguments give equal results.
+
+        Args:
+            parameters: The trained parameters by name.
+            keep: Masks by parameter name, of the parameters' shapes; entries that are False stay zero.
+            loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
+            groups: Number of groups; with fewer than two there is no training.
+            seed: Seed of the order of the groups.
+            back: Number of held-out groups, the last ones; by default the fraction `held`.
+
+        Returns:
+            The validation losses before and after, the number of the step whose state is kept, and a note on failures.
         """
-        back = min(back or max(1, round(self.held * groups)), groups - 1)
+        held_out = min(back or max(1, round(self.held * groups)), groups - 1)
         if self.steps == 0 or groups < 2 or not parameters:
-            few = self.steps > 0 and groups < 2
-            return TrainingResult(
-                0.0, 0.0, 0, "not refined: there is only one group of windows, and none to hold back" if few else ""
-            )
+            too_few = self.steps > 0 and groups < 2
+            note = "not refined: there is only one group of sequences, and none can be held out" if too_few else ""
+            return TrainingResult(0.0, 0.0, 0, note)
         generator = torch.Generator().manual_seed(seed)
-        before = best = self._held(loss, groups - back, groups)
-        state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        training_groups = groups - held_out
+        before = best = self._validation_loss(loss, training_groups, groups)
+        best_state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         if not math.isfinite(before):
             return TrainingResult(before, before, 0, "not refined: the loss is not finite")
         optimizer = torch.optim.Adam(parameters.values(), lr=self.rate, betas=(0.9, 0.95))
-        taken, note = 0, ""
+        best_step, note = 0, ""
         order: list[int] = []
-        looks = {round(self.steps * (look + 1) / VALIDATIONS) for look in range(VALIDATIONS)}
+        validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
         for step in range(1, self.steps + 1):
-            order = order or torch.randperm(groups - back, generator=generator).tolist()
+            order = order or torch.randperm(training_groups, generator=generator).tolist()
             for group in optimizer.param_groups:
                 group["lr"] = self.rate * (1 - (step - 1) / self.steps)
-            value = _slope(loss(order.pop()), list(parameters.values()))
+            value = _compute_gradients(loss(order.pop()), list(parameters.values()))
             if not math.isfinite(value):
                 note = f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
                 break
             optimizer.step()
-            _mask(parameters, keep)
-            if step in looks and (now := self._held(loss, groups - back, groups)) < best:
-                best, taken = now, step
-                state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            _apply_masks(parameters, keep)
+            if step in validation_steps and (current := self._validation_loss(loss, training_groups, groups)) < best:
+                best, best_step = current, step
+                best_state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(state[name])
-        return TrainingResult(before, best, taken, note)
+                parameter.copy_(best_state[name])
+        return TrainingResult(before, best, best_step, note)
 
     @staticmethod
     @torch.no_grad()
-    def _held(loss: Pieces, start: int, end: int) -> float:
-        """The mean loss over the held-back groups."""
-        found = torch.tensor(sum(float(piece) for number in range(start, end) for piece in loss(number)), dtype=torch.float64)
-        collectives.all_reduce_(found)
-        return float(found) / (end - start)
+    def _validation_loss(loss: Pieces, start: int, end: int) -> float:
+        """The mean loss of the groups from `start` to `end` - 1, over all processes."""
+        total = torch.tensor(sum(float(term) for number in range(start, end) for term in loss(number)), dtype=torch.float64)
+        collectives.all_reduce_(total)
+        return float(total) / (end - start)
 
 
-def _slope(pieces: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> float:
-    """A loss, the sum of its pieces in all processes; gradients are left in the parameters, None where nothing depends on one.
+def _compute_gradients(terms: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> float:
+    """Set the gradients of the sum of all terms over all processes, None for parameters without one; return the sum.
 
-    Added up in float64, as in `sparsellm.solvers.statistics`.
+    Accumulates in float64, as `sparsellm.solvers.statistics` does.
     """
     value = 0.0
     sums: list[Tensor | None] = [None] * len(parameters)
     for parameter in parameters:
-        parameter.grad = None  # the last step's: its memory is needed
+        parameter.grad = None  # releases the memory of the previous step's gradient
     with torch.enable_grad():
-        for piece in pieces:
-            value += float(piece.detach())
-            for number, found in enumerate(torch.autograd.grad(piece, parameters, allow_unused=True)):
+        for term in terms:
+            value += float(term.detach())
+            for number, gradient in enumerate(torch.autograd.grad(term, parameters, allow_unused=True)):
                 total = sums[number]
-                if found is not None:
-                    sums[number] = found.to(devices.widest_float(found.device)) if total is None else total.add_(found)
+                if gradient is not None:
+                    wide = devices.widest_float(gradient.device)
+                    sums[number] = gradient.to(wide) if total is None else total.add_(gradient)
     if collectives.world() > 1:
-        message = torch.tensor([value, *(float(some is not None) for some in sums)], dtype=torch.float64)
-        every = [
-            torch.zeros_like(x, dtype=devices.widest_float(x.device)) if some is None else some
-            for some, x in zip(sums, parameters, strict=True)
+        # the loss, and for each parameter whether this process has a gradient
+        message = torch.tensor([value, *(float(total is not None) for total in sums)], dtype=torch.float64)
+        filled = [
+            torch.zeros_like(parameter, dtype=devices.widest_float(parameter.device)) if total is None else total
+            for total, parameter in zip(sums, parameters, strict=True)
         ]
-        collectives.all_reduce_(message, *every)
-        value, *known = message.tolist()
-        sums = [some if count else None for some, count in zip(every, known, strict=True)]
-    for parameter, some in zip(parameters, sums, strict=True):
-        parameter.grad = None if some is None else some.to(parameter.dtype)
+        collectives.all_reduce_(message, *filled)
+        value, *counts = message.tolist()
+        sums = [total if count else None for total, count in zip(filled, counts, strict=True)]
+    for parameter, total in zip(parameters, sums, strict=True):
+        parameter.grad = None if total is None else total.to(parameter.dtype)
     return value
 
 
 @torch.no_grad()
-def _mask(parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) -> None:
-    """Zero what is not kept."""
+def _apply_masks(parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) -> None:
+    """Set the pruned weights to zero."""
     for name, mask in keep.items():
         parameters[name].mul_(mask)
 
@@ -163,23 +175,37 @@ def refine_block(
     metric: Tensor | None,
     descent: MaskedAdam,
 ) -> TrainingResult:
-    r"""Lower $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over the block's own parameters, h the dense stream behind it.
+    r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
 
-    keep: masks by layer. names: which parameters of the block to train. metric: F, (model, model), or None for the identity.
-    A step reads `windows_a_step` windows, batch after batch, or one batch where that is more. The gradient is of one block
-    only; memory for the block in float32 seven times, and for one batch's backward pass.
+    h is the dense block's output and $\hat x$ the pruned stream's input. A step uses `windows_a_step` sequences, or one batch
+    if that is more. Memory: seven float32 copies of the block (`sparsellm.recovery.training_memory`), and the activations of
+    one batch.
+
+    Args:
+        block: The pruned block.
+        inputs: The activations at the block, with a dense stream.
+        keep: Masks by layer name, (out, in).
+        names: Names of the trained parameters, within the block.
+        metric: F, (model, model), positive semi-definite; None for the identity.
+        descent: The optimiser settings.
+
+    Returns:
+        The result; losses are relative to $E\lVert h \rVert_F^2$.
+
+    Raises:
+        TypeError: If the activations have no dense stream.
     """
     inputs.advance_dense()
     targets = inputs.dense
     if targets is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
-    root = None if metric is None else _root(metric)
-    had = torch.tensor(sum(float(_weighed(target.float(), root).square().sum()) for target in targets), dtype=torch.float64)
-    collectives.all_reduce_(had)
-    sizes = [windows for windows, _ in inputs.shapes]
-    power = float(had) / (sum(sizes) * targets[0][0].numel())
-    groups = _groups(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
-    local = {batch: place for place, batch in enumerate(collectives.shard(range(len(sizes))))}
+    root = None if metric is None else _square_root(metric)
+    energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
+    collectives.all_reduce_(energy)
+    sizes = [sequences for sequences, _ in inputs.shapes]  # of every batch, over all processes
+    power = float(energy) / (sum(sizes) * targets[0][0].numel())
+    groups = _group_batches(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
+    local = {batch: index for index, batch in enumerate(collectives.shard(range(len(sizes))))}
     with ExitStack() as context:
         context.enter_context(compute_dtype_context(block.module, torch.float32))
         parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
@@ -187,18 +213,17 @@ def refine_block(
         calls = inputs.calls(block, torch.float32)
 
         def loss(number: int) -> Iterator[Tensor]:
-            share = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
-            for place in (local[batch] for batch in groups[number] if batch in local):
-                missed = block(inputs.pruned[place].float(), calls[place]) - targets[place].float()
-                yield _weighed(missed, root).square().sum() * share
+            scale = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
+            for index in (local[batch] for batch in groups[number] if batch in local):
+                error = block(inputs.pruned[index].float(), calls[index]) - targets[index].float()
+                yield _apply_root(root, error).square().sum() * scale
 
         masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
         return descent.run(parameters, masks, loss, len(groups), seed=block.index)
 
 
-def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
-    """Batches by number, in groups of at least `step` windows: as `cut` made them, groups begin where batches do. All of all
-    processes."""
+def _group_batches(sizes: Sequence[int], step: int) -> list[list[int]]:
+    """Divide batches of these sizes into groups of at least `step` sequences; returns the batch numbers of each group."""
     groups: list[list[int]] = [[]]
     for number, _ in enumerate(sizes):
         if sum(sizes[batch] for batch in groups[-1]) >= step:
@@ -207,13 +232,13 @@ def _groups(sizes: Sequence[int], step: int) -> list[list[int]]:
     return groups
 
 
-def _root(metric: Tensor) -> Tensor:
-    """L with F = L Lᵀ, for a positive semi-definite F."""
-    heights, vectors = eigh(metric)
-    root: Tensor = vectors * heights.clamp(min=1e-3 * float(heights.mean())).sqrt()
+def _square_root(metric: Tensor) -> Tensor:
+    """L with F = L Lᵀ for a positive semi-definite F; eigenvalues are at least a thousandth of their mean."""
+    eigenvalues, vectors = eigh(metric)
+    root: Tensor = vectors * eigenvalues.clamp(min=1e-3 * float(eigenvalues.mean())).sqrt()
     return root
 
 
-def _weighed(errors: Tensor, root: Tensor | None) -> Tensor:
-    """Errors as they count."""
-    return errors if root is None else errors @ root
+def _apply_root(root: Tensor | None, states: Tensor) -> Tensor:
+    """Hidden states, (..., model), times the root of the metric, if there is one."""
+    return states if root is None else states @ root

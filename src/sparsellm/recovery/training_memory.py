@@ -1,4 +1,4 @@
-"""How much memory gradient steps take, known before they start."""
+"""Memory estimates for the gradient steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from collections.abc import Sequence
 from sparsellm.models.blocks import Block
 
 COPIES = 7
-"""float32 copies of what is trained: the weights, Adam's two moments, the best state so far, a batch's gradient, and, as two,
-the sum of all batches' in float64."""
+"""float32 copies of the trained parameters: the weights, Adam's two moments, the best state so far, the gradient of a batch,
+and the float64 sum of all batches' gradients, which counts as two."""
 
 
 def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
-    """What gradient steps hold: over the largest block, or over all of them together."""
+    """Bytes for the training of the largest block, or of all blocks at once if `together`."""
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
     return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
 
 
 def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
-    """What the model's stage holds besides: the dense model's last states, a batch's logits three times, the blocks' inputs."""
+    """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs.
+
+    Args:
+        tokens: Number of tokens over all sequences.
+        width: Size of the hidden states.
+        batch_tokens: Number of tokens in a batch.
+        vocabulary: Size of the vocabulary.
+        depth: Number of blocks.
+    """
     return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)

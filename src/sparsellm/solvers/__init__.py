@@ -1,4 +1,4 @@
-"""Solvers: each answers a LayerProblem with a pruned weight. One file per family."""
+"""Solvers: each finds the pruned weight of one `LayerProblem`. One file per family."""
 
 from __future__ import annotations
 
@@ -13,23 +13,36 @@ from sparsellm.solvers.statistics import TokenCount
 
 @runtime_checkable
 class LayerSolver(Protocol):
-    """What it takes to be a solver: a frozen record of plain numbers with these two.
+    """Interface of a solver: a frozen dataclass of plain numbers with these two members.
 
-    needs: the class of moments that `solve` reads; the driver builds that very class.
-    A field named `damping` is raised, and the value used recorded, where a factorisation fails at the value given.
+    If a solver has a field `damping` and a factorisation fails, the driver retries with larger values and reports the one used.
+
+    Attributes:
+        needs: The class of input statistics that `solve` reads; the driver accumulates exactly this class.
     """
 
     needs: ClassVar[type[TokenCount]]
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        """The pruned weight, (out, in), zero wherever `pattern` removes; the problem is not written to."""
+        """Compute the pruned weight without modifying `problem`.
+
+        Returns:
+            The weight, (out, in), zero wherever `pattern` removes.
+
+        Raises:
+            SingularGram: If a factorisation fails.
+        """
         ...
 
 
 @runtime_checkable
 class NonBlockingSolver(LayerSolver, Protocol):
-    """A solver that can also answer without a word from the device on how it went."""
+    """A solver that can also run without a device synchronisation."""
 
     def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
-        """As `solve`, with whether it succeeded, (), in place of SingularGram; nothing is waited for."""
+        """Like `solve`, but return success as a tensor instead of raising `SingularGram`.
+
+        Returns:
+            The weight, (out, in), and a bool tensor, (), True if every factorisation succeeded.
+        """
         ...

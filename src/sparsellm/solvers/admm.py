@@ -1,4 +1,4 @@
-"""What solvers that split the problem in two share: the units it is solved in, and the half without a pattern."""
+"""Shared parts of the ADMM solvers: the normalised problem and its linear system."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ from sparsellm.solvers.linalg import (
 from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 
 Keep = Callable[[Tensor], Tensor]
-"""The mask that scores of (out, in) decide."""
+"""Maps scores (out, in) to the mask of kept weights (out, in)."""
 
 Shifted = Callable[[Tensor], Tensor]
-"""Maps a right-hand side (out, in) to the W with S W G + rho W = that side, for one rho."""
+"""Maps a right-hand side R (out, in) to the solution W of S W G + rho W = R, for one rho."""
 
 
 @dataclass(frozen=True)
 class NormalizedProblem:
-    """A layer problem in the units in which its damped Gram, and its curvature if there is one, have a unit diagonal.
+    """A layer problem scaled so that its damped Gram matrix and its curvature, if any, have a unit diagonal.
 
-    target: W⋆, (out, in); dead inputs have no weights. gram: (in, in). curvature: (out, out), or None where outputs count
-    alike. scale: (in,) or (out, in), what a weight was multiplied by. damping: what was added to both diagonals.
+    Attributes:
+        target: W⋆, (out, in), in the scaled units; zero for dead inputs.
+        gram: G, (in, in).
+        curvature: S, (out, out), or None for the identity.
+        scale: (in,) or (out, in), the factor from a weight of the layer to a weight of this problem.
+        damping: Fraction of the mean added to the Gram diagonal, and to the curvature's (at least `MIN_CURVATURE`).
     """
 
     target: Tensor
@@ -42,23 +46,33 @@ class NormalizedProblem:
 
     @classmethod
     def of(cls, problem: LayerProblem, damping: float) -> NormalizedProblem:
+        """Damp and scale a layer problem."""
         gram = problem.gram
         dead = dead_inputs(gram)
         gram, scale = _unit_diagonal(add_diagonal_(gram, damping))
         curvature = problem.curvature
         if curvature is not None:
-            curvature, height = _unit_diagonal(add_curvature_diagonal(curvature, max(damping, MIN_CURVATURE)))
-            scale = height.unsqueeze(1) * scale
+            curvature, row_scale = _unit_diagonal(add_curvature_diagonal(curvature, max(damping, MIN_CURVATURE)))
+            scale = row_scale.unsqueeze(1) * scale
         return cls(problem.weight.masked_fill(dead, 0) * scale, gram, curvature, scale, damping)
 
     def shifted_solver(self) -> Callable[[float], Shifted]:
-        """For a rho, how S W G + rho W = side is solved."""
+        """A function that maps rho to a solver of S W G + rho W = R."""
         if self.curvature is None:
             return _shifted_by_cholesky(self.gram, self.damping)
         return _shifted_by_eigenvectors(self.curvature, self.gram)
 
     def refit(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
-        """The weight, zero outside `keep`, after some steps of conjugate gradients on it, in the units of the layer."""
+        """Fit a weight on its support by conjugate gradients.
+
+        Args:
+            weight: (out, in), the start, in the scaled units; zero outside `keep`.
+            keep: (out, in) bool, the support.
+            steps: Number of conjugate gradient steps.
+
+        Returns:
+            The fitted weight, (out, in), in the units of the layer.
+        """
         return conjugate_gradient_refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
 
 
@@ -76,30 +90,30 @@ def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) ->
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A positive definite matrix scaled to a unit diagonal, and the square roots of the diagonal that it had."""
+    """Scale a positive definite matrix to a unit diagonal; also return the square roots of its previous diagonal."""
     scale = matrix.diagonal().sqrt()
     return matrix / scale.outer(scale), scale
 
 
 def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shifted]:
-    """W (G + rho I) = rhs. By an inverse, not a solve: it is used several times, and the shift conditions it well."""
+    """Solver of W (G + rho I) = R. It forms the inverse, which is used several times; the shift conditions it well."""
 
-    def at(penalty: float) -> Shifted:
+    def with_penalty(penalty: float) -> Shifted:
         shifted = gram.clone()
         shifted.diagonal().add_(penalty)
         inverse = torch.cholesky_inverse(cholesky(shifted, damping))
-        return lambda side: side @ inverse
+        return lambda rhs: rhs @ inverse
 
-    return at
+    return with_penalty
 
 
 def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
-    """S W G + rho W = rhs, where both matrices are diagonal; one decomposition of each serves every penalty."""
-    heights, left = eigh(curvature)
-    widths, right = eigh(gram)
-    products = heights.clamp(min=0).outer(widths.clamp(min=0))
+    """Solver of S W G + rho W = R in the eigenvectors of S and G; one decomposition of each serves every penalty."""
+    curvature_values, left = eigh(curvature)
+    gram_values, right = eigh(gram)
+    products = curvature_values.clamp(min=0).outer(gram_values.clamp(min=0))
 
-    def at(penalty: float) -> Shifted:
-        return lambda side: left @ ((left.T @ side @ right) / (products + penalty)) @ right.T
+    def with_penalty(penalty: float) -> Shifted:
+        return lambda rhs: left @ ((left.T @ rhs @ right) / (products + penalty)) @ right.T
 
-    return at
+    return with_penalty

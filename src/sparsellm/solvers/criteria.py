@@ -1,4 +1,4 @@
-"""Solvers that only choose: a score for each weight, the largest stay, values unchanged."""
+"""Solvers that only select weights: the largest scores are kept, with their values unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 @dataclass(frozen=True)
 class Magnitude:
-    r"""Keep the weights with the largest $|W_{ij}|$ of the layer, as the papers' baseline does. Needs no data.
+    r"""Keep the layer's weights with the largest $|W_{ij}|$, the papers' baseline. Needs no calibration data.
 
     With a curvature, the largest $\sqrt{S_{ii}} |W_{ij}|$.
     """
@@ -36,7 +36,7 @@ class Wanda:
     r"""Keep the weights with the largest $|W_{ij}| \, \lVert x_j \rVert$ in each row.
 
     Follows Sun et al., A simple and effective pruning approach for large language models (ICLR 2024), eq. 1.
-    A curvature changes nothing: rows are not compared with one another.
+    A curvature has no effect, because scores are compared within a row only.
     """
 
     needs: ClassVar[type[TokenCount]] = InputRMS

@@ -1,4 +1,4 @@
-"""Swift: what a few steps of ADMM with one penalty find, for one factorisation."""
+"""FastADMM: a few ADMM steps with a constant penalty and a single factorisation."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from sparsellm.solvers.statistics import Gram, TokenCount
 
 @dataclass(frozen=True)
 class FastADMM:
-    r"""The first steps of ADMM, which find most of what all of them find, at a penalty that stays.
+    r"""A few ADMM steps with a constant penalty, which reach most of the accuracy of a full search.
 
-    On the problem scaled to a unit diagonal, as `sparsellm.ALPS` has it, with $U = V/\rho$ and a $\rho$ that neither rises nor
-    falls:
+    On the problem scaled to a unit diagonal, as in `sparsellm.ALPS`, with $U = V/\rho$ and a constant $\rho$:
 
     $$W \leftarrow W^\star + \rho \, A^{-1}(D - U - W^\star), \quad T \leftarrow \theta W + (1 - \theta) D + U, \quad
       D \leftarrow \text{project}(T), \quad U \leftarrow T - D$$
 
-    where $A$ maps $W$ to $S W G + \rho W$: one factorisation serves all steps, and $W^\star G$ is never made. It begins at
-    $T = W^\star$ and ends with conjugate gradients on the last mask, from the last $D$.
+    where $A$ maps $W$ to $S W G + \rho W$. One factorisation serves all steps, and $W^\star G$ is never computed. The first
+    projection is of $T = W^\star$; conjugate gradients on the last mask, starting at the last $D$, give the result.
 
-    steps: of ADMM. refit_steps: of conjugate gradients on the final mask. penalty: rho, where the Gram's diagonal is 1.
-    relaxation: theta, in (0, 2). damping: added to the Gram's diagonal (and the curvature's), as a share of its mean.
-    Cost: one factorisation of (in, in), and `steps` + `refit_steps` + 1 products of (out, in) by (in, in). With a full
-    curvature: two eigendecompositions, and for each step two such products and two of (out, out) by (out, in), for each step of
-    the fit one of either.
+    Cost: one (in, in) factorisation, and `steps` + `refit_steps` + 1 products of (out, in) by (in, in). With a full curvature:
+    two eigendecompositions, two such products and two of (out, out) by (out, in) per step, and one of each per refit step.
+
+    Attributes:
+        damping: Fraction of the mean added to the Gram diagonal (and to the curvature's).
+        steps: Number of ADMM steps.
+        refit_steps: Conjugate gradient steps on the final mask.
+        penalty: rho, for a Gram matrix with a unit diagonal.
+        relaxation: Over-relaxation theta, in (0, 2).
     """
 
     damping: float = 0.01
@@ -48,12 +51,12 @@ class FastADMM:
     def __post_init__(self) -> None:
         if not self.damping >= 0 or self.steps < 1 or self.refit_steps < 0:
             raise InvalidSetting(
-                f"Swift needs damping >= 0, steps >= 1 and refit_steps >= 0, "
+                f"FastADMM needs damping >= 0, steps >= 1 and refit_steps >= 0, "
                 f"got {self.damping}, {self.steps} and {self.refit_steps}."
             )
         if not 0 < self.penalty < float("inf") or not 0 < self.relaxation < 2:
             raise InvalidSetting(
-                f"Swift needs a finite penalty > 0 and relaxation in (0, 2), got {self.penalty} and {self.relaxation}."
+                f"FastADMM needs a finite penalty > 0 and relaxation in (0, 2), got {self.penalty} and {self.relaxation}."
             )
 
     def cost(self, curved: bool) -> SolverCost:
@@ -61,19 +64,19 @@ class FastADMM:
         return admm_cost(self.steps, self.refit_steps, 1, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        scaled = NormalizedProblem.of(problem, self.damping)
-        sparse, keep = self._search(scaled, partial(problem.keep, pattern))
-        return scaled.refit(sparse, keep, self.refit_steps)
+        normalized = NormalizedProblem.of(problem, self.damping)
+        sparse, keep = self._search(normalized, partial(problem.keep, pattern))
+        return normalized.refit(sparse, keep, self.refit_steps)
 
-    def _search(self, scaled: NormalizedProblem, kept: Keep) -> tuple[Tensor, Tensor]:
+    def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
         """The last D and its mask, both (out, in)."""
-        solve, target = scaled.shifted_solver()(self.penalty), scaled.target
-        moved = target
+        solve, target = normalized.shifted_solver()(self.penalty), normalized.target
+        unprojected = target  # T
         for _ in range(self.steps):
-            keep = kept(moved.abs())
-            sparse = moved * keep
-            dual = moved - sparse
+            keep = mask_of(unprojected.abs())
+            sparse = unprojected * keep
+            dual = unprojected - sparse
             weight = solve(sparse - dual - target).mul_(self.penalty).add_(target)
-            moved = torch.lerp(sparse, weight, self.relaxation).add_(dual)
-        keep = kept(moved.abs())
-        return moved * keep, keep
+            unprojected = torch.lerp(sparse, weight, self.relaxation).add_(dual)
+        keep = mask_of(unprojected.abs())
+        return unprojected * keep, keep

@@ -1,4 +1,4 @@
-"""What solvers share: damping, factorisations, conjugate gradients on a support."""
+"""Linear algebra of the solvers: damping, factorisations, conjugate gradients on a support."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ from sparsellm.errors import SingularGram
 from sparsellm.runtime import devices
 
 QUADRATIC_PANEL = 384
-"""Columns of a quadratic form's matrix that are read at once."""
+"""Columns of the matrix of a quadratic form that are multiplied at once."""
 
 LEAF = 96
-"""Triangular matrices up to this size are inverted at once."""
+"""Largest triangular matrix that is inverted without splitting."""
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no entry is infinite or NaN. One pass without a copy, unless there is one or the sum itself overflows."""
+    """Whether no entry is infinite or NaN. One pass without a copy, and a second pass only if the sum is not finite."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 def squares_finite(hidden: Tensor) -> Tensor:
-    """Whether the sum of squares of every row of (..., features) is finite in float32, as a tensor of one bool.
+    """Whether the sum of squares of every row of (..., features) is finite in float32, as a bool tensor, ().
 
-    A norm layer divides by the root of that sum: where it overflows, the norm of a finite row is zero.
+    A normalisation layer divides by the root of this sum: if it overflows, the output for a finite row is zero.
     """
     return hidden.float().square().sum(-1).isfinite().all()
 
 
 def count_zeros(weight: Tensor) -> int:
-    """How many entries are exactly zero. Without a copy: the sum of a comparison would take eight bytes for each entry."""
+    """Number of entries that are exactly zero. Makes no copy; the sum of a comparison would take eight bytes an entry."""
     return weight.numel() - int(weight.count_nonzero())
 
 
 def dead_inputs(gram: Tensor) -> Tensor:
-    """(in,) bool: True for inputs that were zero on every token. Their weights do nothing."""
+    """(in,) bool: True for inputs that were zero on every token. Their weights have no effect."""
     return gram.diagonal() == 0
 
 
 def add_diagonal(gram: Tensor, damping: float) -> Tensor:
-    """The Gram matrix with `damping` times the mean of its diagonal added to the diagonal.
+    """Add `damping` times the mean of the diagonal to the diagonal of a Gram matrix, (in, in).
 
-    Dead inputs get that mean as their diagonal (1 where all are dead): they couple to nothing, and nothing is divided by zero.
+    Dead inputs get the mean as their diagonal entry (1 if all inputs are dead), which avoids divisions by zero; their other
+    entries are zero.
     """
     return add_diagonal_(gram.clone(), damping)
 
 
 def add_diagonal_(gram: Tensor, damping: float) -> Tensor:
-    """As `damped`, in place: of a Gram matrix that nobody else reads."""
+    """`add_diagonal` in place."""
     diagonal = gram.diagonal()
     dead = dead_inputs(gram)
     mean = diagonal.mean()
@@ -57,7 +58,7 @@ def add_diagonal_(gram: Tensor, damping: float) -> Tensor:
 
 
 def add_curvature_diagonal(curvature: Tensor, share: float) -> Tensor:
-    """A curvature with `share` times its diagonal's mean added to the diagonal: positive definite, dead rows nearly free."""
+    """Add `share` times the mean of the diagonal to the diagonal of a curvature, (out, out); 1 if the mean is zero."""
     result = curvature.clone()
     mean = result.diagonal().mean()
     result.diagonal().add_(torch.where(mean > 0, share * mean, torch.ones_like(mean)))
@@ -65,10 +66,16 @@ def add_curvature_diagonal(curvature: Tensor, share: float) -> Tensor:
 
 
 def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures: list[Tensor] | None = None) -> Tensor:
-    """The lower Cholesky factor of a symmetric matrix; SingularGram when it is not positive definite.
+    """The lower Cholesky factor of a symmetric matrix.
 
-    damping: what was added to the matrix already, and setting: what it is called; for the message only. failures: where given,
-    whether it failed is put there, (), and nothing is raised nor waited for.
+    Args:
+        matrix: (n, n), symmetric.
+        damping: The value already added to the diagonal; for the error message only.
+        setting: The name of the setting that holds `damping`; for the error message only.
+        failures: If given, a bool tensor, (), True on failure, is appended instead of raising; no device synchronisation.
+
+    Raises:
+        SingularGram: If the matrix is not positive definite and `failures` is None.
     """
     lower, info = torch.linalg.cholesky_ex(matrix)
     failed = (info != 0) | ~lower.diagonal().isfinite().all()
@@ -83,22 +90,22 @@ def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures:
 
 
 def upper_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
-    r"""The upper triangular $R$ with $M = R R^\top$: with $P$ the reversal, $PMP = LL^\top$ makes $R = PLP$.
+    r"""The upper triangular $R$ with $M = R R^\top$; $R = PLP$, where $P$ reverses the order and $PMP = LL^\top$.
 
-    failures: as for `cholesky`.
+    The other arguments are those of `cholesky`.
     """
-    turned = matrix.flip(0, 1)
-    del matrix  # each of these is as large as a layer's largest: what is no longer read is given back, if the caller lets it
-    lower = cholesky(turned, damping, failures=failures)
-    del turned
+    reversed_matrix = matrix.flip(0, 1)
+    del matrix  # lowers the peak memory by one (n, n) matrix if the caller holds no reference
+    lower = cholesky(reversed_matrix, damping, failures=failures)
+    del reversed_matrix
     return lower.flip(0, 1)
 
 
 def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
-    r"""The upper triangular $U$ with $M^{-1} = U^\top U$: the inverse of the `reversed_factor`.
+    r"""The upper triangular $U$ with $M^{-1} = U^\top U$: the inverse of the `upper_factor`.
 
-    A third of the operations of "factor, invert, factor again", and $M^{-1}$ itself, whose rounding would enter twice, is never
-    formed. failures: as for `cholesky`.
+    Takes a third of the operations of factorising, inverting and factorising again, and avoids the rounding errors of an
+    explicit $M^{-1}$. The other arguments are those of `cholesky`.
     """
     return invert_triangular(upper_factor(matrix, damping, failures))
 
@@ -111,7 +118,7 @@ def invert_triangular(upper: Tensor) -> Tensor:
 
 
 def _invert_triangular_into(upper: Tensor, inverse: Tensor) -> None:
-    """Write the inverse of an upper triangular matrix; halves of halves, so that products do most of its n³/3 operations."""
+    """Write the inverse of an upper triangular matrix by recursive halving, so that products do most of the n³/3 operations."""
     size = len(upper)
     if size <= LEAF:
         eye = torch.eye(size, dtype=upper.dtype, device=upper.device)
@@ -124,32 +131,36 @@ def _invert_triangular_into(upper: Tensor, inverse: Tensor) -> None:
 
 
 def dot_float64(one: Tensor, other: Tensor) -> float:
-    """The sum of products of two matrices, added up in float64: errors are differences of large sums."""
+    """The inner product of two tensors, accumulated in float64, because errors are small differences of large sums."""
     return float((devices.full_precision(one) * devices.full_precision(other)).sum())
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; on the processor for Apple's GPUs, which
-    have no such routine."""
-    there = matrix.device
-    values, vectors = torch.linalg.eigh(matrix.cpu() if there.type == "mps" else matrix)
-    return values.to(there), vectors.to(there)
+    """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; computed on the CPU for MPS devices."""
+    device = matrix.device
+    values, vectors = torch.linalg.eigh(matrix.cpu() if device.type == "mps" else matrix)
+    return values.to(device), vectors.to(device)
 
 
 def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
-    """tr L G Rᵀ for a symmetric G, and L = S R with a symmetric S: half of G is enough.
+    """tr L G Rᵀ for a symmetric G and L = S R with a symmetric S.
 
-    left, right: (out, in). gram: (in, in). Added up as precisely as the device can: in float64, but on Apple's GPUs.
-    Cost: one product of (out, in) by (in, in) over two.
+    Reads only the upper half of G, and accumulates in the widest float dtype of the device. Cost: half a product of (out, in)
+    by (in, in).
+
+    Args:
+        left: L, (out, in).
+        gram: G, (in, in).
+        right: R, (out, in).
     """
     wide = devices.widest_float(gram.device)
     total = torch.zeros((), dtype=wide, device=gram.device)
     for start in range(0, len(gram), QUADRATIC_PANEL):
         end = start + QUADRATIC_PANEL
-        here = right[:, start:end]
-        total += ((here @ gram[start:end, start:end]) * left[:, start:end]).sum(dtype=wide)
+        panel = right[:, start:end]
+        total += ((panel @ gram[start:end, start:end]) * left[:, start:end]).sum(dtype=wide)
         if end < len(gram):
-            total += 2 * ((here @ gram[start:end, end:]) * left[:, end:]).sum(dtype=wide)
+            total += 2 * ((panel @ gram[start:end, end:]) * left[:, end:]).sum(dtype=wide)
     return total
 
 
@@ -162,16 +173,23 @@ def conjugate_gradient_refit(
     tolerance: float = 1e-4,
     curvature: Tensor | None = None,
 ) -> Tensor:
-    r"""The weight after conjugate gradients on $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$, W zero outside `keep`.
+    r"""Minimise $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$ over W with support `keep` by conjugate gradients.
 
-    Preconditioned by the diagonals. Without a curvature all rows are problems of their own, solved at once: a row stops moving
-    once its residual has fallen by `tolerance` (relative). With one, they are a single problem.
+    Preconditioned by the diagonals of S and G. Without a curvature each row is a separate problem, and all rows are solved in
+    parallel; with one, they form a single problem. Cost: `steps` + 1 products of (out, in) by (in, in), and, with a curvature,
+    as many of (out, out) by (out, in).
 
-    weight: (out, in), the start, zero outside `keep`. target: (out, in), W⋆. gram: (in, in), positive definite.
-    curvature: S, (out, out), positive definite; None for the identity.
-    Returns a new (out, in) tensor, zero outside `keep`, with every row's error at most that of the start (with a curvature: the
-    sum's).
-    Cost: `steps` + 1 products of (out, in) by (in, in), and as many of (out, out) by (out, in).
+    Args:
+        weight: (out, in), the start, zero outside `keep`.
+        target: W⋆, (out, in).
+        gram: G, (in, in), positive definite.
+        keep: (out, in) bool.
+        steps: Maximum number of steps.
+        tolerance: Relative residual at which a problem counts as solved.
+        curvature: S, (out, out), positive definite; None for the identity.
+
+    Returns:
+        A new tensor, (out, in), zero outside `keep`. The error of each problem is at most that of the start.
     """
 
     def gradient(change: Tensor) -> Tensor:
@@ -186,19 +204,19 @@ def conjugate_gradient_refit(
     residual = gradient(target - weight)
     direction = residual * scale
     energy = total(residual * direction)
-    enough = energy * tolerance**2
+    threshold = energy * tolerance**2
     weight = weight.clone()
     for _ in range(steps):
-        moving = energy > enough
-        if not bool(moving.any()):
+        active = energy > threshold
+        if not bool(active.any()):
             break
         product = gradient(direction)
-        bend = total(direction * product)
-        length = torch.where(moving & (bend > 0), energy / bend, 0)
-        weight += length * direction
-        residual -= length * product
+        quadratic = total(direction * product)
+        step_size = torch.where(active & (quadratic > 0), energy / quadratic, 0)
+        weight += step_size * direction
+        residual -= step_size * product
         preconditioned = residual * scale
-        fresh = total(residual * preconditioned)
-        direction = preconditioned + torch.where(moving, fresh / energy, 0) * direction
-        energy = torch.where(moving, fresh, energy)
+        new_energy = total(residual * preconditioned)
+        direction = preconditioned + torch.where(active, new_energy / energy, 0) * direction
+        energy = torch.where(active, new_energy, energy)
     return weight

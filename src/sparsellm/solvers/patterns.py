@@ -1,6 +1,6 @@
-"""Which weights of a layer may stay: any share of them (`Unstructured`), or some of every few along a row (`NM`).
+"""Sparsity patterns: a fraction of a layer's weights (`Unstructured`), or N of every M weights along a row (`NM`).
 
-"N:M" reads as in the SparseGPT and SparseLLM papers: N of every M consecutive weights are REMOVED, so 3:4 is 75 %.
+"N:M" is meant as in the SparseGPT and SparseLLM papers: N of every M consecutive weights are REMOVED, so 3:4 is 75 %.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ EXAMPLES = "Write 70%, 0.7, 2:4, 3:4 or 4:8."
 
 @dataclass(frozen=True)
 class Unstructured:
-    """A share of a layer's weights is removed, wherever they stand.
+    """Remove a fraction of a layer's weights, at any positions.
 
-    sparsity: the fraction removed, in [0, 1). Exactly ``round(sparsity * count)`` weights of a layer go.
+    Attributes:
+        sparsity: The fraction removed, in [0, 1). Exactly ``round(sparsity * count)`` weights of a layer are removed.
     """
 
     sparsity: float
@@ -39,39 +40,48 @@ class Unstructured:
 
     @property
     def column_span(self) -> int | None:
-        """How many columns are decided together: None, for all of them."""
+        """Number of columns whose mask is chosen together; None for all columns."""
         return None
 
     def describe(self) -> str:
-        """The pattern in words."""
+        """A description for messages and reports."""
         return f"{100 * self.sparsity:.10g} % removed, unstructured"
 
     def check(self, shape: tuple[int, int]) -> None:
-        """Raise InvalidSetting when a layer of this (out, in) shape cannot have the pattern; any can."""
+        """Accept any (out, in) shape."""
 
     def count_removed(self, count: int) -> int:
-        """How many of `count` weights go."""
+        """Number of weights removed out of `count`."""
         return round(self.sparsity * count)
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
-        """True where a weight stays: the largest scores of the whole layer, or of each row.
+        """Select the largest scores of the whole layer, or of each row. Of equal scores the later position is kept.
 
-        score: (out, in), finite. Of equal scores the later position stays.
-        per_row: every row loses the same number, give or take one so that the layer's total is exact.
+        Args:
+            score: (out, in), finite.
+            per_row: Remove the same number of weights from every row, within one, so that the layer's total is exact.
+
+        Returns:
+            (out, in) bool, True where a weight is kept.
         """
         total = self.count_removed(score.numel())
         if not per_row:
             return keep_largest(score, total)
         rows = score.shape[0]
-        ends = torch.arange(rows + 1, device=score.device) * total // rows
+        removed = (torch.arange(rows + 1, device=score.device) * total // rows).diff()  # (out,)
         order = score.argsort(dim=1, stable=True)
-        stays = torch.arange(score.shape[1], device=score.device) >= ends.diff().unsqueeze(1)
-        return torch.empty_like(stays).scatter_(1, order, stays)
+        keep = torch.arange(score.shape[1], device=score.device) >= removed.unsqueeze(1)
+        return torch.empty_like(keep).scatter_(1, order, keep)
 
 
 @dataclass(frozen=True)
 class NM:
-    """`zeros` of every `group` consecutive weights along a row are removed."""
+    """Remove N of every M consecutive weights along a row.
+
+    Attributes:
+        zeros: N, the number of weights removed from a group.
+        group: M, the number of weights in a group.
+    """
 
     zeros: int
     group: int
@@ -79,7 +89,7 @@ class NM:
     def __post_init__(self) -> None:
         if not 0 < self.zeros < self.group:
             raise InvalidSetting(
-                f"In N:M, N weights of every M are removed, so 0 < N < M; got {self.zeros}:{self.group}. {EXAMPLES}"
+                f"N:M removes N of every M weights and needs 0 < N < M; got {self.zeros}:{self.group}. {EXAMPLES}"
             )
 
     def __str__(self) -> str:
@@ -92,37 +102,42 @@ class NM:
 
     @property
     def column_span(self) -> int | None:
-        """How many columns are decided together: one group."""
+        """Number of columns whose mask is chosen together: one group."""
         return self.group
 
     def describe(self) -> str:
-        """The pattern in words."""
+        """A description for messages and reports."""
         return f"{self} ({self.zeros} of every {self.group} removed, {100 * self.sparsity:.1f} %)"
 
     def check(self, shape: tuple[int, int]) -> None:
-        """Raise InvalidSetting when the inputs of a layer of this (out, in) shape do not divide into groups."""
+        """Raise InvalidSetting if `group` does not divide the number of inputs of an (out, in) shape."""
         if shape[1] % self.group:
             raise InvalidSetting(
-                f"{self} needs a number of inputs that {self.group} divides, got {shape[1]}. "
+                f"{self} needs a number of inputs divisible by {self.group}, got {shape[1]}. "
                 "Leave the layer out with --exclude, or use an unstructured sparsity."
             )
 
     def count_removed(self, count: int) -> int:
-        """How many of `count` weights go."""
+        """Number of weights removed out of `count`."""
         return count * self.zeros // self.group
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
-        """True where a weight stays: the largest scores of each group. Of equal scores the later position stays.
+        """Select the largest scores of each group. Of equal scores the later position is kept.
 
-        score: (out, in), finite; `group` divides in. per_row: no difference, a group lies within a row.
+        Args:
+            score: (out, in), finite; `in` is a multiple of `group`.
+            per_row: No effect, because a group lies within a row.
+
+        Returns:
+            (out, in) bool, True where a weight is kept.
         """
         self.check((score.shape[0], score.shape[1]))
         groups = score.unflatten(1, (-1, self.group))
         position = torch.arange(self.group, device=score.device)
         rank = torch.zeros_like(groups, dtype=torch.int16)
-        for other in range(self.group):  # the rank within a group, without sorting: how many come before
-            rival = groups[..., other : other + 1]
-            rank += (rival < groups) | ((rival == groups) & (other < position))
+        for other in range(self.group):  # the rank within a group by pairwise comparison, without sorting
+            compared = groups[..., other : other + 1]
+            rank += (compared < groups) | ((compared == groups) & (other < position))
         return (rank >= self.zeros).flatten(1)
 
 
@@ -130,39 +145,51 @@ Pattern = Unstructured | NM
 
 
 def keep_largest(score: Tensor, removed: int) -> Tensor:
-    """True on all of `score` (any shape, finite) but the `removed` smallest; of equals the earlier positions go."""
+    """The mask, True for all but the `removed` smallest scores; of equal scores the earlier positions are removed.
+
+    Args:
+        score: Scores of any shape, finite.
+        removed: Number of False entries in the mask.
+    """
     if removed <= 0:
         return torch.ones_like(score, dtype=torch.bool)
     flat = score.flatten()
-    if devices.queued(flat.device):  # a threshold and its ties would be waited for
+    if devices.queued(flat.device):  # a threshold would need a synchronisation
         return (
             torch.ones_like(flat, dtype=torch.bool).index_fill_(0, flat.argsort(stable=True)[:removed], False).view(score.shape)
         )
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
-    spare = flat.numel() - removed - int(keep.sum())  # of those equal to the threshold, how many stay
-    if spare:
+    kept_ties = flat.numel() - removed - int(keep.sum())  # number of scores equal to the threshold that are kept
+    if kept_ties:
         ties = (flat == threshold).nonzero().squeeze(1)
-        keep[ties[-spare:]] = True
+        keep[ties[-kept_ties:]] = True
     return keep.view(score.shape)
 
 
 def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
-    """The k-th smallest entry, k from 1; by numpy, whose partition is several times faster than kthvalue."""
+    """The k-th smallest entry, k from 1. NumPy's partition is several times faster than `kthvalue`."""
     if flat.dtype in (torch.float32, torch.float64):
         return float(np.partition(flat.detach().numpy(), k - 1)[k - 1])
     return flat.kthvalue(k).values
 
 
 def parse_pattern(text: str | float) -> Pattern:
-    """The pattern that a text means: "70%", "0.7", "2:4". A number is a fraction removed."""
-    word = str(text).strip()
-    if match := re.fullmatch(r"(\d+)\s*:\s*(\d+)", word):
+    """Parse a sparsity pattern.
+
+    Args:
+        text: "70%", "0.7" or 0.7 for an unstructured fraction removed, "2:4" for N:M.
+
+    Raises:
+        InvalidSetting: If the text is no pattern, or its numbers are out of range.
+    """
+    stripped = str(text).strip()
+    if match := re.fullmatch(r"(\d+)\s*:\s*(\d+)", stripped):
         return NM(int(match[1]), int(match[2]))
     try:
-        number = float(word.removesuffix("%"))
+        number = float(stripped.removesuffix("%"))
     except ValueError:
-        raise InvalidSetting(f"`sparsity` is a share or N:M, got {word!r}. {EXAMPLES}") from None
-    if not math.isfinite(number) or (word.endswith("%") and not 0 <= number < 100):
-        raise InvalidSetting(f"`sparsity` must be in [0, 1), got {word!r}. {EXAMPLES}")
-    return Unstructured(number / 100 if word.endswith("%") else number)
+        raise InvalidSetting(f"`sparsity` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}") from None
+    if not math.isfinite(number) or (stripped.endswith("%") and not 0 <= number < 100):
+        raise InvalidSetting(f"`sparsity` must be in [0, 1), got {stripped!r}. {EXAMPLES}")
+    return Unstructured(number / 100 if stripped.endswith("%") else number)

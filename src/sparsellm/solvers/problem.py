@@ -1,4 +1,4 @@
-"""The one question that every solver answers."""
+"""`LayerProblem`: the optimisation problem that every solver solves."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 MIN_CURVATURE = 1e-6
-"""The least curvature of a row, as a share of the mean."""
+"""Smallest curvature of a row, as a fraction of the mean curvature."""
 
 MIN_ENERGY = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
-"""Below it the products that an energy is summed from lose digits, and then all of them."""
+"""Energies below this value are inaccurate, because the float32 products that they sum are subnormal or zero."""
 
 MAX_EXPONENT = 126
-"""Of a power of two that float32 holds, with its reciprocal."""
+"""Largest exponent for which a power of two and its reciprocal are normal float32 numbers."""
 
 
 @dataclass(frozen=True)
 class LayerProblem:
-    r"""Which weights stay, and with what values?
+    r"""The pruning problem of one linear layer.
 
     $$\min_{W \in \text{pattern}} E\lVert W^\star x - W x \rVert_S^2 = \mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$$
 
-    weight: (out, in) float32, the target $W^\star$: the dense weight for local pruning (paper eq. 2).
-    inputs: what is known of x, at least what the solver `needs`.
-    curvature: S, what errors of the outputs cost further down: (out, out), positive semi-definite; None where all count alike.
-    gone: (out, in) bool, weights that are removed already and stay so; None where there are none.
+    Attributes:
+        weight: $W^\star$, (out, in) float32, the target: the dense weight for local pruning (paper eq. 2).
+        inputs: Statistics of the inputs x, of the class that the solver `needs` or a subclass.
+        curvature: $S$, (out, out), positive semi-definite: the effect of output errors on the model's predictions. None for
+            the identity.
+        pruned_mask: (out, in) bool, True for weights that are already removed and stay zero; None if there are none.
     """
 
     weight: Tensor
@@ -45,51 +47,65 @@ class LayerProblem:
     def from_targets(
         cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float, curvature: Tensor | None = None
     ) -> LayerProblem:
-        r"""The problem whose outputs should match another signal y, pulled toward a prior weight.
+        r"""The problem of matching another signal y, regularised toward a prior weight $W_0$.
 
         $W^\star = (C + \lambda W_0)(G + \lambda I)^{-1}$ with $C = E[y x^\top]$ and $\lambda$ = `ridge` × mean diag $G$, by
         Cholesky: $E\lVert y - Wx \rVert^2 = E\lVert y - W^\star x \rVert^2 + \mathrm{tr}\,(W - W^\star) G (W - W^\star)^\top$,
-        so pruning toward y is pruning $W^\star$ (Algorithm 1 of the paper, without its pseudo-inverse of the activations).
+        so matching y is equivalent to pruning $W^\star$ (Algorithm 1 of the paper, without its pseudo-inverse of the
+        activations).
 
-        cross: (out, in). prior: (out, in), the weight at hand. ridge: at least 0; 1e-3 keeps masks stable against rounding.
-        curvature: as it comes.
+        Args:
+            cross: $C$, (out, in).
+            inputs: Statistics of x, with $G$, (in, in).
+            prior: $W_0$, (out, in).
+            ridge: At least 0, as a fraction of the mean of the Gram diagonal; 1e-3 makes masks robust against rounding.
+            curvature: The curvature of the problem; it does not affect the target.
+
+        Raises:
+            SingularGram: If the damped Gram matrix is not positive definite.
         """
         gram = inputs.matrix.to(prior.dtype)
-        # The prior enters through the defect C - W0 G: where y is W0 x the answer is W0, whatever the rounding of the solve.
-        defect = cross.to(prior.dtype) - prior @ gram
+        # Solving for the correction W* - W0 returns exactly W0 if y = W0 x, whatever the rounding of the solve.
+        residual = cross.to(prior.dtype) - prior @ gram
         lower = cholesky(add_diagonal(gram, ridge), ridge, "ridge")
-        return cls(prior + torch.cholesky_solve(defect.T, lower).T, inputs, curvature)
+        return cls(prior + torch.cholesky_solve(residual.T, lower).T, inputs, curvature)
 
     def keep(self, pattern: Pattern, score: Tensor, *, per_row: bool = False) -> Tensor:
-        """`pattern.keep` of a score, (out, in), at least 0, but what is gone is the first to be removed and never stays."""
+        """`pattern.keep` that removes the weights of `pruned_mask` first and never keeps them.
+
+        Args:
+            pattern: The sparsity pattern.
+            score: (out, in), finite, at least 0.
+            per_row: See `Unstructured.keep`.
+        """
         if self.pruned_mask is None:
             return pattern.keep(score, per_row=per_row)
         return pattern.keep(score.masked_fill(self.pruned_mask, -1), per_row=per_row) & ~self.pruned_mask
 
     @property
     def gram(self) -> Tensor:
-        """(in, in), in the weight's dtype, fresh: raises InvalidSetting where the inputs are known less well."""
+        """G, (in, in), in the weight's dtype, a copy. Raises InvalidSetting if the statistics are not a `Gram`."""
         if not isinstance(self.inputs, Gram):
             raise InvalidSetting(f"This solver needs a Gram matrix, got {type(self.inputs).__name__}.")
         return self.inputs.matrix.to(self.weight.dtype)
 
     @property
     def gram_view(self) -> Tensor:
-        """As `gram`, for reading only."""
+        """`gram` without the copy where possible; read only."""
         return self.inputs.view.to(self.weight.dtype) if isinstance(self.inputs, Gram) else self.gram
 
     @property
     def rms(self) -> Tensor:
-        """(in,), in the weight's dtype: raises InvalidSetting where the inputs are unknown."""
+        """(in,), in the weight's dtype: RMS of the inputs. Raises InvalidSetting if the statistics are only a `TokenCount`."""
         if not isinstance(self.inputs, InputRMS):
-            raise InvalidSetting(f"This solver needs input norms, got {type(self.inputs).__name__}.")
+            raise InvalidSetting(f"This solver needs the RMS of the inputs, got {type(self.inputs).__name__}.")
         return self.inputs.rms.to(self.weight.dtype)
 
     @property
     def row_scale(self) -> Tensor | None:
-        r"""(out, 1): $\sqrt{S_{ii}}$, by which a row's errors count, where the mean of $S_{ii}$ is 1; None for all alike.
+        r"""(out, 1): $\sqrt{S_{ii}}$ relative to a mean of 1, the weight of a row's errors; None without a curvature.
 
-        At least a thousandth: a row that nothing reads still has a best weight.
+        At least $10^{-3}$, so that a row without effect on the predictions still has a solution.
         """
         if self.curvature is None:
             return None
@@ -99,35 +115,50 @@ class LayerProblem:
         return relative.clamp(min=MIN_CURVATURE).sqrt().unsqueeze(1)
 
     def error(self, weight: Tensor) -> float:
-        """The output error of `weight` (out, in) relative to the target's output, by all that is known of the inputs.
+        """The output error of `weight`, (out, in), relative to the target's output, in the metric of the curvature.
 
-        With a Gram it is exact; with norms, inputs count as uncorrelated; without, as white. In the metric of the curvature.
-        Raises NonFinite where an energy overflows float32. Weights so small that their squares vanish are scaled first, by a
-        power of two, which changes no digit.
+        Exact for a `Gram`. An `InputRMS` takes the inputs as uncorrelated, a `TokenCount` as white. If the squares underflow,
+        the weights are first multiplied by a power of two, which is exact.
+
+        Raises:
+            NonFinite: If an energy overflows float32.
         """
-        lost, had = devices.to_python(self.energies(weight))
-        largest = float(self.weight.abs().max()) if 0 <= had < MIN_ENERGY else 0.0
+        error, power = devices.to_python(self.energies(weight))
+        largest = float(self.weight.abs().max()) if 0 <= power < MIN_ENERGY else 0.0
         if largest > 0:
             factor = 2.0 ** min(-math.floor(math.log2(largest)), MAX_EXPONENT)
-            lost, had = devices.to_python(replace(self, weight=self.weight * factor).energies(weight * factor))
-        return relative_error(lost, had)
+            error, power = devices.to_python(replace(self, weight=self.weight * factor).energies(weight * factor))
+        return relative_error(error, power)
 
     def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What the output of `weight` (out, in) lacks of the target's, and what the target's has; not waited for."""
+        """The energies of the output error of `weight`, (out, in), and of the target's output, as tensors, ()."""
         gram = self.gram_view if isinstance(self.inputs, Gram) else None
         return self.energy(weight - self.weight, gram), self.energy(self.weight, gram)
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
-        """tr S W G Wᵀ. gram: G, where the caller has it at hand."""
-        counted = weight if self.curvature is None else self.curvature @ weight
+        """The energy tr S W G Wᵀ of the output of a weight, as a tensor, ().
+
+        Args:
+            weight: W, (out, in).
+            gram: G, (in, in), to avoid a copy; by default that of the problem.
+        """
+        left = weight if self.curvature is None else self.curvature @ weight  # S W
         if isinstance(self.inputs, Gram):
-            return quadratic_form(counted, self.gram if gram is None else gram, weight)
-        reached = weight * self.rms.square() if isinstance(self.inputs, InputRMS) else weight
-        return (reached * counted).sum()
+            return quadratic_form(left, self.gram if gram is None else gram, weight)
+        right = weight * self.rms.square() if isinstance(self.inputs, InputRMS) else weight  # W diag(G)
+        return (right * left).sum()
 
 
 def relative_error(lost: float, had: float) -> float:
-    """A relative error from two energies; nothing is lost of nothing. Raises NonFinite where one of them overflowed."""
+    """The relative error from two energies; 0 if the target's energy is 0.
+
+    Args:
+        lost: Energy of the output error.
+        had: Energy of the target's output.
+
+    Raises:
+        NonFinite: If an energy is not finite.
+    """
     if not is_finite_pair(lost, had):
         raise NonFinite("The energy of the layer's output overflows float32. Look for weights that are far too large.")
     return max(lost, 0.0) / had if had > 0 else 0.0

@@ -1,4 +1,4 @@
-"""SparseGPT: columns left to right, each column's error spread over the columns still to come."""
+"""SparseGPT: prunes columns from left to right and compensates the error of each column in the columns to its right."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 PANEL = 16
-"""Columns whose errors are spread one by one, over each other; beyond them all together, by a product."""
+"""Columns whose errors are propagated one by one within the panel; columns to its right are updated by one matrix product."""
 
 
 @dataclass(frozen=True)
 class SparseGPT:
-    r"""Remove the weights that cost least, and let the columns to their right make good.
+    r"""Prune the weights with the smallest error increase, and update the weights to their right to compensate.
 
     With $U$ upper triangular, $G^{-1} = U^\top U$, column by column:
 
@@ -31,16 +31,18 @@ class SparseGPT:
       w_{i,k} \leftarrow w_{i,k} - \frac{w_{ij} - \hat w_{ij}}{U_{jj}} U_{jk} \quad (k > j)$$
 
     Follows Frantar & Alistarh, SparseGPT: massive language models can be accurately pruned in one-shot (ICML 2023),
-    Algorithm 1.
-    Departs from its code: an unstructured block loses exactly its share (the code removes one weight too many per block), and
-    one factorisation serves instead of three, $G = R R^\top$ with $R = U^{-1}$. Of $U$ only diagonal blocks are made: a block B
-    takes in what the columns A before it lost when its turn comes, $w_B \leftarrow w_B - (\hat w_A - w_A) R_{AB} R_{BB}^{-1}$.
-    With a curvature the scores of row i are multiplied by $1 / [S^{-1}]_{ii}$: what is left of $S_{ii}$ once the other rows
-    make good.
+    Algorithm 1. Differences from the authors' code: an unstructured block loses exactly its fraction (the code removes one
+    weight too many per block), and one factorisation, $G = R R^\top$ with $R = U^{-1}$, replaces three. Only the diagonal
+    blocks of $U$ are computed: before a block B is pruned, it is updated for the changes of the columns A to its left,
+    $w_B \leftarrow w_B - (\hat w_A - w_A) R_{AB} R_{BB}^{-1}$. With a curvature, the scores of row i are multiplied by
+    $1 / [S^{-1}]_{ii}$, the part of $S_{ii}$ that the other rows cannot compensate.
 
-    damping: added to the Gram's diagonal, as a share of its mean. block: columns whose unstructured mask is chosen at once.
-    Cost: one Cholesky of (in, in), and out · in² / 2 multiply-adds. A block's columns are one kernel on
-    NVIDIA GPUs (`column_loop`), a loop elsewhere.
+    Cost: one (in, in) Cholesky factorisation and out · in² / 2 multiply-adds. The columns of a block are pruned by one kernel
+    on NVIDIA GPUs (`sparsegpt_triton`), and by a loop elsewhere.
+
+    Attributes:
+        damping: Fraction of the mean added to the Gram diagonal (and to the curvature's).
+        block: Number of columns whose unstructured mask is chosen at once.
     """
 
     damping: float = 0.01
@@ -61,42 +63,36 @@ class SparseGPT:
         return weight, ~torch.stack(failures).any()
 
     def _pruned(self, problem: LayerProblem, pattern: Pattern, failures: list[Tensor] | None = None) -> Tensor:
-        """The answer. failures: as for `cholesky`."""
+        """The pruned weight, (out, in); for `failures` see `cholesky`."""
         dead = problem.rms == 0
-        # Columns are rows here: the loop then reads and writes contiguous memory.
-        columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()
-        moved = torch.empty_like(columns)  # what was taken from each weight so far
+        columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()  # (in, out): each column is contiguous
+        changes = torch.empty_like(columns)  # pruned minus dense, for the columns done
         factor = upper_factor(add_diagonal_(problem.gram, self.damping), self.damping, failures)
-        height = self._row_factor(problem, failures)
+        row_factor = self._row_factor(problem, failures)
         inputs, outputs = columns.shape
-        # A group of N:M must not straddle two blocks.
-        block = (
-            self.block
-            if pattern.column_span is None
-            else max(pattern.column_span, self.block // pattern.column_span * pattern.column_span)
-        )
+        block = _multiple_of_span(self.block, pattern)
         for start in range(0, inputs, block):
             end = min(start + block, inputs)
-            here, dense = columns[start:end], columns[start:end].clone()
+            block_columns, dense = columns[start:end], columns[start:end].clone()
             pruned_mask = None if problem.pruned_mask is None else problem.pruned_mask.T[start:end]
-            diagonal_block = invert_triangular(factor[start:end, start:end])
-            here -= diagonal_block.T @ (factor[:start, start:end].T @ moved[:start])
+            block_factor = invert_triangular(factor[start:end, start:end])
+            block_columns -= block_factor.T @ (factor[:start, start:end].T @ changes[:start])
             keep = None
             if pattern.column_span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.count_removed(outputs * end) - pattern.count_removed(outputs * start)
                 keep = _keep_with_pruned(
-                    pruned_mask, _scores(here, diagonal_block) * height, partial(keep_largest, removed=removed)
+                    pruned_mask, _scores(block_columns, block_factor) * row_factor, partial(keep_largest, removed=removed)
                 )
-            if pruned_mask is None and sparsegpt_triton.is_supported(here, pattern):
-                sparsegpt_triton.prune_columns(here, diagonal_block, keep, pattern)
+            if pruned_mask is None and sparsegpt_triton.is_supported(block_columns, pattern):
+                sparsegpt_triton.prune_columns(block_columns, block_factor, keep, pattern)
             else:
-                _sweep(here, diagonal_block, keep, pattern, pruned_mask)
-            torch.sub(here, dense, out=moved[start:end])
+                _sweep(block_columns, block_factor, keep, pattern, pruned_mask)
+            torch.sub(block_columns, dense, out=changes[start:end])
         return columns.T.contiguous()
 
     def _row_factor(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
-        """(out,): the factor on each row's scores; it only matters where rows compete, in an unstructured pattern."""
+        """(out,): factor on the scores of each row; affects unstructured patterns only, which compare rows."""
         if problem.curvature is None:
             return 1.0
         factor = inverse_factor(
@@ -105,48 +101,56 @@ class SparseGPT:
         return factor.square().sum(0).reciprocal()
 
 
+def _multiple_of_span(columns: int, pattern: Pattern) -> int:
+    """The largest multiple of the pattern's column span up to `columns`, at least one span: no N:M group is split."""
+    span = pattern.column_span or 1
+    return max(span, columns // span * span)
+
+
 def _scores(columns: Tensor, factor: Tensor) -> Tensor:
-    """(columns, out): what the removal of each weight costs, given the columns to its left."""
+    """(columns, out): error increase from removing each weight, with the columns to its left fixed."""
     return (columns / factor.diagonal().unsqueeze(1)).square()
 
 
-def _keep_with_pruned(pruned_mask: Tensor | None, score: Tensor, kept: Callable[[Tensor], Tensor]) -> Tensor:
-    """What is kept by a score, where what is gone counts first among the removed and never stays."""
-    return kept(score) if pruned_mask is None else kept(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
+def _keep_with_pruned(pruned_mask: Tensor | None, score: Tensor, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """The mask of kept weights; weights in `pruned_mask` are removed first and never kept."""
+    return mask_of(score) if pruned_mask is None else mask_of(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
 
 
 def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None = None) -> None:
-    """Prune a block of columns (columns, out) in place.
+    """Prune a block of columns in place.
 
-    keep: the block's mask, or None where `pattern` (N:M) decides each group as it is reached, on the weights as they then are.
-    gone: what is removed already, (columns, out).
+    Args:
+        columns: (columns, out).
+        factor: The diagonal block of U, (columns, columns).
+        keep: (columns, out) bool, or None to choose the mask of each N:M group when it is reached, from its updated weights.
+        pattern: The pattern, read if `keep` is None.
+        pruned_mask: (columns, out) bool, weights already removed.
     """
     errors = torch.empty_like(columns)
-    step = (
-        PANEL if pattern.column_span is None else max(pattern.column_span, PANEL // pattern.column_span * pattern.column_span)
-    )
+    step = _multiple_of_span(PANEL, pattern)
     for start in range(0, len(columns), step):
         panel, rest = slice(start, start + step), slice(start + step, None)
-        mask, lost = (None if some is None else some[panel] for some in (keep, pruned_mask))
-        _sweep_panel(columns[panel], factor[panel, panel], mask, pattern, lost, errors[panel])
+        panel_keep, panel_pruned = (None if mask is None else mask[panel] for mask in (keep, pruned_mask))
+        _sweep_panel(columns[panel], factor[panel, panel], panel_keep, pattern, panel_pruned, errors[panel])
         columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
 
 
 def _sweep_panel(
     columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None, errors: Tensor
 ) -> None:
-    """As `_sweep`, for few enough columns that each one's error goes to all the others at once. errors: is written."""
-    span = pattern.column_span or len(columns)  # a mask at hand is one decision
+    """`_sweep` for one panel, where each column updates all later ones at once. Writes the scaled errors to `errors`."""
+    span = pattern.column_span or len(columns)
     for start in range(0, len(columns), span):
         group = slice(start, start + span)
-        here = columns[group]
         if keep is None:
-            score, lost = _scores(here, factor[group, group]), None if pruned_mask is None else pruned_mask[group]
-            stays = _keep_with_pruned(lost, score, lambda some: pattern.keep(some.T).T)
+            group_pruned = None if pruned_mask is None else pruned_mask[group]
+            score = _scores(columns[group], factor[group, group])
+            group_keep = _keep_with_pruned(group_pruned, score, lambda scores: pattern.keep(scores.T).T)
         else:
-            stays = keep
-        shares = (~stays).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
-        for j, share in enumerate(shares, start):
-            torch.mul(columns[j], share, out=errors[j])
+            group_keep = keep
+        error_scales = (~group_keep).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
+        for j, error_scale in enumerate(error_scales, start):
+            torch.mul(columns[j], error_scale, out=errors[j])
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
-        here.masked_fill_(~stays, 0)
+        columns[group].masked_fill_(~group_keep, 0)

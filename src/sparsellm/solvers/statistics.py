@@ -1,10 +1,11 @@
-"""Streaming statistics of a layer's inputs. Each class knows what the one before knows, and more.
+"""Streaming statistics of a layer's inputs.
 
-A solver names the class that it needs, and the driver builds that one: ``NoInputs < InputNorms < Gram``.
+Each class extends the one before: ``TokenCount < InputRMS < Gram``. A solver names the class that it needs, and the driver
+accumulates an instance of it.
 
-A batch's products are made in float32 and added up in float64: the sums, rounded to float32, are then the same in whatever
-order batches come, and however they are dealt to processes. With `unit`, the tokens of a window, the products are a window's,
-and the sums the same however many windows a batch has.
+Products of a batch are computed in float32 and accumulated in float64. The sums, rounded to float32, then do not depend on the
+order of the batches or on their distribution over processes. If `unit` is the number of tokens of a sequence, each product
+covers one sequence, and the sums do not depend on the batch size either.
 """
 
 from __future__ import annotations
@@ -15,56 +16,64 @@ from torch import Tensor
 from sparsellm.runtime import collectives, devices
 
 CONSTANT = 3e-5
-"""The share of an input's power, as its variance, below which the input counts as constant: float32 sums know no better."""
+"""Variance, as a fraction of the mean square, below which an input counts as constant; float32 products resolve no less."""
 
 PANELS = 8
-"""In how many panels of rows matrices are made, kept, added up and read. Of a symmetric one each panel begins at the diagonal:
-9/16 of it remains, and what lives for a moment is an eighth, also in the miniature by which a run is foreseen."""
+"""Number of row panels in which matrices are computed, stored, accumulated and read.
+
+Panels of a symmetric matrix start at the diagonal, so that 9/16 of its entries are stored. A temporary is an eighth of the
+matrix, whatever its size; memory estimates from a smaller model rely on that.
+"""
 
 MIN_PANEL_ROWS = 16
-"""Rows of a panel at least: a product of fewer is added up token by token, with twenty times the rounding."""
+"""Minimum number of rows of a panel; products of fewer rows are accumulated token by token, at 20 times the rounding error."""
 
 ASYNC_PANEL_ROWS = 512
-"""The same on a GPU, which fewer rows would not fill; not measured."""
+"""Minimum number of rows of a panel on a GPU, to occupy the device; not measured."""
 
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes whose products are exact in float32."""
 
 
 class TokenCount:
-    """Only how many tokens went by."""
+    """The number of tokens.
+
+    Args:
+        features: Number of inputs of the layer.
+        device: Device of the sums.
+        unit: Tokens that are multiplied and summed at a time in float32; None for all tokens of a batch.
+    """
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
-        """unit: how many tokens are multiplied and summed at a time in float32; None takes all of a batch."""
         self.features, self.unit = features, unit
         self._device = torch.device(device)
-        self._tokens = 0  # not on the device: whoever divides by it would wait
-        self._sum = collectives.AllReduce()
+        self._tokens = 0  # a Python int: dividing by it needs no synchronisation
+        self._reduction = collectives.AllReduce()
 
     @property
     def tokens(self) -> int:
-        """How many tokens were seen."""
+        """Number of tokens accumulated."""
         return self._tokens
 
     def update(self, inputs: Tensor) -> None:
-        """Take in a batch of inputs, (..., in), of any floating dtype."""
+        """Add a batch of inputs, (..., in), of any floating dtype."""
         self._tokens += inputs.numel() // self.features
 
     def _rows(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """A batch, (..., in), as the rows that are summed at a time."""
+        """Split a batch, (..., in), into the rows, (tokens, in), that are summed at a time."""
         rows = inputs.reshape(-1, self.features)
         return rows.split(self.unit) if self.unit else (rows,)
 
     def reduce(self) -> None:
-        """Sum over all processes, nothing when alone. What is read of it waits for the sums; other work need not."""
+        """Start the sum over all processes. Reading a statistic waits for it to complete."""
         self._tokens = collectives.all_reduce_count(self._tokens, self._device)
 
     def finalize(self) -> None:
-        """All is summed: keep no more than what will be read. It takes in nothing from then on."""
+        """Release the memory that only accumulation needs; no further update is possible."""
 
 
 class InputRMS(TokenCount):
-    """The size of every input."""
+    """The root mean square of each input."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         super().__init__(features, device, unit)
@@ -72,8 +81,8 @@ class InputRMS(TokenCount):
 
     @property
     def rms(self) -> Tensor:
-        """(in,) float32: the root mean square of each input over the tokens. Wanda's norm but for one common factor."""
-        self._sum.wait()
+        """(in,) float32: RMS of each input over the tokens; Wanda's norm divided by the root of the number of tokens."""
+        self._reduction.wait()
         return (self._squares / max(self.tokens, 1)).sqrt().float()
 
     def update(self, inputs: Tensor) -> None:
@@ -83,14 +92,19 @@ class InputRMS(TokenCount):
 
     def reduce(self) -> None:
         super().reduce()
-        self._sum = collectives.AllReduce(self._squares)
+        self._reduction = collectives.AllReduce(self._squares)
 
 
 class Gram(InputRMS):
-    r"""The second moments of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
+    r"""The Gram matrix of the inputs, $G = E[x x^\top]$; the "Hessian" of the papers is $2G$.
 
-    dtype: of the products; float32 is enough for every solver here, float64 serves as a reference.
-    Cost: 9/16 in² doubles, and as many multiply-adds for every token.
+    Cost: 9/16 in² float64 numbers, and as many multiply-adds per token.
+
+    Args:
+        features: Number of inputs of the layer.
+        device: Device of the sums.
+        unit: Tokens that are multiplied and summed at a time; None for all tokens of a batch.
+        dtype: Dtype of the products. float32 is sufficient for all solvers; float64 serves as a reference.
     """
 
     def __init__(
@@ -101,110 +115,113 @@ class Gram(InputRMS):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(features, device, unit)
-        self._dtype, wide = dtype, devices.widest_float(self._device)
-        self._places = _panels(features, self._device)
+        self._dtype, sum_dtype = dtype, devices.widest_float(self._device)
+        self._panels = _panel_bounds(features, self._device)
         self._products = [
-            torch.zeros(stop - start, features - start, dtype=wide, device=device) for start, stop in self._places
+            torch.zeros(stop - start, features - start, dtype=sum_dtype, device=device) for start, stop in self._panels
         ]
-        self._sums = torch.zeros(features, dtype=wide, device=device)
-        self._settled: tuple[Tensor, Tensor] | None = None  # the matrix and the norms, once they are all that is kept
-        self._central: _CenteredGram | None = None
+        self._sums = torch.zeros(features, dtype=sum_dtype, device=device)
+        self._final: tuple[Tensor, Tensor] | None = None  # the matrix and the RMS, after `finalize`
+        self._centered: _CenteredGram | None = None
 
     @property
     def matrix(self) -> Tensor:
-        """(in, in), symmetric to the bit: the mean of x xᵀ over the tokens. A fresh tensor: the caller may write into it."""
-        return symmetrize_(self._upper(None)) if self._settled is None else self._settled[0].clone()
+        """(in, in), exactly symmetric: the mean of x xᵀ over the tokens. A new tensor."""
+        return symmetrize_(self._upper(None)) if self._final is None else self._final[0].clone()
 
     def mean_over(self, tokens: int) -> Tensor:
-        """The same over so many tokens, where all others are zeros; not of a Gram that is settled."""
+        """`matrix` divided by `tokens` instead of the number accumulated; not available after `finalize`."""
         return symmetrize_(self._upper(None, tokens))
 
     @property
     def view(self) -> Tensor:
-        """The same for reading only: no fresh one once it is settled."""
-        return self.matrix if self._settled is None else self._settled[0]
+        """`matrix` for reading only, without a copy after `finalize`."""
+        return self.matrix if self._final is None else self._final[0]
 
     def _upper(self, centre: Tensor | None, tokens: int | None = None) -> Tensor:
-        """(in, in) float32, or as the products: the mean of x xᵀ, less centre centreᵀ; below the diagonal anything.
+        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus centre centreᵀ.
 
-        tokens: that the mean is over, if not all that were seen.
+        Entries below the diagonal are undefined.
         """
-        self._sum.wait()
-        found = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
-        for (start, stop), products in zip(self._places, self._products, strict=True):  # the doubles stay few
+        self._reduction.wait()
+        upper = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
+        for (start, stop), products in zip(self._panels, self._products, strict=True):  # one float64 panel at a time
             panel = products / max(self.tokens if tokens is None else tokens, 1)
             if centre is not None:
                 panel -= centre[start:stop].outer(centre[start:])
-            found[start:stop, start:] = panel
-        return found
+            upper[start:stop, start:] = panel
+        return upper
 
     @property
     def rms(self) -> Tensor:
-        if self._settled is not None:
-            return self._settled[1]
-        self._sum.wait()
+        if self._final is not None:
+            return self._final[1]
+        self._reduction.wait()
         squares = torch.cat([products.diagonal() for products in self._products])
         return (squares / max(self.tokens, 1)).sqrt().float()
 
     @property
     def mean(self) -> Tensor:
-        """(in,): the mean of every input over the tokens, in the products' dtype."""
+        """(in,): the mean of each input over the tokens, in the products' dtype."""
         return self.centre.to(self._dtype)
 
     @property
     def centre(self) -> Tensor:
-        """The same in the sums' dtype."""
-        self._sum.wait()
+        """`mean` in the sums' dtype."""
+        self._reduction.wait()
         return self._sums / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
-        if self._settled is not None:
-            raise TypeError("A Gram that is settled, or centred, takes in nothing more.")
-        self._central = None
+        if self._final is not None:
+            raise TypeError("A finalized or centred Gram matrix cannot be updated.")
+        self._centered = None
         TokenCount.update(self, inputs)
         for rows in self._rows(inputs):
-            x = _multiplied_as(rows, self._dtype)
-            for (start, stop), products in zip(self._places, self._products, strict=True):
-                made = _product(x[:, start:stop], x[:, start:], self._dtype)
-                for first, last in _panels(len(made), x.device):  # added bit by bit: what is cast for it stays small
-                    products[first:last] += made[first:last]
+            x = _as_factor(rows, self._dtype)
+            for (start, stop), products in zip(self._panels, self._products, strict=True):
+                batch_products = _product(x[:, start:stop], x[:, start:], self._dtype)
+                for first, last in _panel_bounds(len(batch_products), x.device):  # limits the temporary of the cast to float64
+                    products[first:last] += batch_products[first:last]
             self._sums += x.sum(0, dtype=self._dtype)
 
     def reduce(self) -> None:
         TokenCount.reduce(self)
-        self._central = None
-        self._sum = collectives.AllReduce(*self._products, self._sums)
+        self._centered = None
+        self._reduction = collectives.AllReduce(*self._products, self._sums)
 
     def finalize(self) -> None:
-        """Keep the matrix in the products' dtype, half of what its sums take; it can no longer be centred."""
-        if self._settled is None:
-            self._settled = self.matrix, self.rms
+        """Replace the sums by the matrix in the products' dtype; it can no longer be centred."""
+        if self._final is None:
+            self._final = self.matrix, self.rms
             self._products.clear()
 
     def centered(self) -> Gram:
-        r"""The second moments about the mean, $E[(x - \mu)(x - \mu)^\top]$: what a layer sees whose bias is fitted too.
+        r"""The Gram matrix about the mean, $E[(x - \mu)(x - \mu)^\top]$, for layers whose bias is fitted.
 
-        Kept until more is taken in: layers that share their inputs share this too.
+        Cached until the next update, so that layers with the same inputs share it.
+
+        Raises:
+            TypeError: After `finalize`.
         """
-        if self._settled is not None:
-            raise TypeError("A settled Gram cannot be centred: its sums are gone.")
-        if self._central is None:
-            self._central = _CenteredGram(self)
-        return self._central
+        if self._final is not None:
+            raise TypeError("A finalized Gram matrix cannot be centred, because its sums are released.")
+        if self._centered is None:
+            self._centered = _CenteredGram(self)
+        return self._centered
 
 
 class _CenteredGram(Gram):
-    """A Gram about the mean, settled from the start."""
+    """A finalized Gram matrix about the mean."""
 
     def __init__(self, gram: Gram) -> None:
         super().__init__(0, gram._device, dtype=gram._dtype)
         self.features, self._tokens = gram.features, gram._tokens
-        moments = symmetrize_(gram._upper(gram.centre))
-        # What is left of an input that never changes is rounding, of either sign: it is dead.
-        dead = moments.diagonal() <= CONSTANT * gram.rms.square()
-        moments[dead] = 0
-        moments[:, dead] = 0
-        self._settled = moments, moments.diagonal().sqrt().float()
+        matrix = symmetrize_(gram._upper(gram.centre))
+        # The variance of a constant input is a rounding error of either sign: treat the input as dead.
+        dead = matrix.diagonal() <= CONSTANT * gram.rms.square()
+        matrix[dead] = 0
+        matrix[:, dead] = 0
+        self._final = matrix, matrix.diagonal().sqrt().float()
 
     @property
     def mean(self) -> Tensor:
@@ -212,8 +229,8 @@ class _CenteredGram(Gram):
 
 
 def symmetrize_(matrix: Tensor) -> Tensor:
-    """A square matrix with its upper half below the diagonal too; in place."""
-    for start, stop in _panels(len(matrix), matrix.device):  # the temporaries stay small
+    """Copy the upper triangle of a square matrix to the lower one, in place."""
+    for start, stop in _panel_bounds(len(matrix), matrix.device):  # limits the temporaries
         matrix[start:stop, :start] = matrix[:start, start:stop].T
         block = matrix[start:stop, start:stop]
         block.copy_(block.triu() + block.triu(1).T)
@@ -221,10 +238,16 @@ def symmetrize_(matrix: Tensor) -> Tensor:
 
 
 class CrossMoment:
-    r"""The products of a target signal with the inputs, $C = E[y x^\top]$, (out, in)."""
+    r"""The products of targets with inputs, $C = E[y x^\top]$, (out, in).
+
+    Args:
+        outputs: Number of targets.
+        features: Number of inputs.
+        device: Device of the sums.
+        unit: Tokens that are multiplied and summed at a time in float32; None for all tokens of a batch.
+    """
 
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
-        """unit: as for `NoInputs`."""
         self._device, self.unit = torch.device(device), unit
         self._tokens = 0
         self._products = torch.zeros(outputs, features, dtype=devices.widest_float(self._device), device=device)
@@ -235,45 +258,50 @@ class CrossMoment:
         return self.centered_matrix(None, None)
 
     def centered_matrix(self, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-        """(out, in) float32: the mean of y xᵀ over the tokens, less an outer product of doubles."""
-        found = torch.empty(self._products.shape, device=self._device)
-        for start, stop in _panels(len(found), self._device):
+        """(out, in) float32: the mean of y xᵀ over the tokens, minus the outer product of two means.
+
+        Args:
+            outputs: (out,), the mean of y; None for no centring.
+            inputs: (in,), the mean of x; None for no centring.
+        """
+        matrix = torch.empty(self._products.shape, device=self._device)
+        for start, stop in _panel_bounds(len(matrix), self._device):
             panel = self._products[start:stop] / max(self._tokens, 1)
             if outputs is not None and inputs is not None:
                 panel -= outputs[start:stop].outer(inputs)
-            found[start:stop] = panel
-        return found
+            matrix[start:stop] = panel
+        return matrix
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
-        """Take in a batch: targets (tokens, out) and inputs (tokens, in)."""
+        """Add a batch of targets (tokens, out) and inputs (tokens, in)."""
         self._tokens += len(inputs)
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
         size = self.unit or max(len(inputs), 1)
-        for rows, columns in zip(targets.split(size), inputs.split(size), strict=True):
-            y, x = (_multiplied_as(some, torch.float32) for some in (rows, columns))
-            made = _product(y, x, torch.float32)
-            for start, stop in _panels(len(made), self._device):
-                self._products[start:stop] += made[start:stop]
+        for target_rows, input_rows in zip(targets.split(size), inputs.split(size), strict=True):
+            y, x = _as_factor(target_rows, torch.float32), _as_factor(input_rows, torch.float32)
+            batch_products = _product(y, x, torch.float32)
+            for start, stop in _panel_bounds(len(batch_products), self._device):
+                self._products[start:stop] += batch_products[start:stop]
 
     def reduce(self) -> None:
-        """Sum over all processes; nothing when alone."""
+        """Sum over all processes."""
         self._tokens = collectives.all_reduce_count(self._tokens, self._device)
         collectives.all_reduce_(self._products)
 
 
-def _panels(rows: int, device: torch.device) -> list[tuple[int, int]]:
-    """From which row to which each panel goes."""
+def _panel_bounds(rows: int, device: torch.device) -> list[tuple[int, int]]:
+    """The first row and the end of each panel."""
     height = max(-(-rows // PANELS), ASYNC_PANEL_ROWS if devices.queued(device) else MIN_PANEL_ROWS)
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
-def _multiplied_as(some: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is multiplied for sums in `dtype`: 16-bit numbers as they are, where the device adds them up in float32."""
-    exact = some.dtype in HALF and dtype == torch.float32 and devices.mixed_products(some.device)
-    return some if exact else some.to(dtype)
+def _as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to `dtype` for a product; 16-bit numbers stay as they are if the device accumulates their products in float32."""
+    exact = rows.dtype in HALF and dtype == torch.float32 and devices.mixed_products(rows.device)
+    return rows if exact else rows.to(dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """leftᵀ right, added up in this dtype."""
+    """leftᵀ right, accumulated in `dtype`."""
     return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)

@@ -265,8 +265,8 @@ def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
     [(name, bad) for name, most in (("penalty_growth", 1.01), ("relaxation", 2.0)) for bad in (0.0, -0.5, most, float("nan"))],
 )
 def test_paces_refused(name: str, value: float) -> None:
-    """Paces and relaxations that cannot be raise at once and name the limits; so they do from the thorough settings on."""
+    """A penalty growth or relaxation out of range raises InvalidSetting with the limits, from the accurate settings too."""
     assert (ALPS.accurate().penalty_growth, ALPS.accurate().relaxation) == (0.5, 1.6)
     for settings in (ALPS(), ALPS.accurate()):
-        with pytest.raises(InvalidSetting, match=r"pace in \(0, 1\] and relaxation in \(0, 2\)"):
+        with pytest.raises(InvalidSetting, match=r"penalty_growth in \(0, 1\] and relaxation in \(0, 2\)"):
             replace(settings, **{name: value})  # type: ignore[arg-type]

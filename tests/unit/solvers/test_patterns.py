@@ -43,14 +43,14 @@ REFUSED = [
     ("nan", "must be in"),
     ("inf", "must be in"),
     (math.nan, "must be in"),
-    ("", "share or N:M, got ''"),
-    ("%", "share or N:M, got '%'"),
-    ("half", "share or N:M, got 'half'"),
-    ("2:4:8", "share or N:M, got '2:4:8'"),
-    ("2:", "share or N:M"),
-    (":4", "share or N:M"),
-    ("-1:4", "share or N:M"),
-    ("2.5:4", "share or N:M"),
+    ("", "percentage or N:M, got ''"),
+    ("%", "percentage or N:M, got '%'"),
+    ("half", "percentage or N:M, got 'half'"),
+    ("2:4:8", "percentage or N:M, got '2:4:8'"),
+    ("2:", "percentage or N:M"),
+    (":4", "percentage or N:M"),
+    ("-1:4", "percentage or N:M"),
+    ("2.5:4", "percentage or N:M"),
     ("0:4", "0 < N < M; got 0:4"),
     ("4:4", "0 < N < M; got 4:4"),
     ("8:4", "0 < N < M; got 8:4"),
@@ -180,7 +180,7 @@ def test_other_dtypes_count_exactly(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("pattern", "width"), [(NM(2, 4), 6), (NM(3, 4), 3), (NM(4, 8), 12)])
 def test_indivisible_widths_name_the_numbers(pattern: NM, width: int) -> None:
     """check() and keep() refuse a width that the group does not divide, and name pattern, group and width."""
-    message = rf"{pattern} needs a number of inputs that {pattern.group} divides, got {width}"
+    message = rf"{pattern} needs a number of inputs divisible by {pattern.group}, got {width}"
     with pytest.raises(InvalidSetting, match=message):
         pattern.check((5, width))
     with pytest.raises(InvalidSetting, match=message):
