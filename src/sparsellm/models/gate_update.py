@@ -101,7 +101,7 @@ def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFun
 
 
 def _cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """The objective, entry by entry."""
+    """The objective, elementwise."""
     return (s - m).square() + ratio * (p - curve.value(s) * z).square()
 
 
