@@ -235,7 +235,7 @@ def test_models_of_the_wrong_kind(damaged: Path, tmp_path: Path, command: Comman
 
 
 LAYERS = "blocks: model.layers\n"
-PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {reader: mlp.up_proj, writer: mlp.down_proj}\n"
+PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {up: mlp.up_proj, out_proj: mlp.down_proj}\n"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {reader: mlp.up
         (f"{LAYERS}groups: [[1]]\n", ("must be text", "1")),
         (f"{LAYERS}groups: [[mlp.up_porj]]\n", ("'mlp.up_porj'", "'mlp.up_proj'")),
         ("blocks: model.layer\ngroups: [[mlp.up_proj]]\n", ("no model.layer",)),
-        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{reader: a}}\n", ("reader and a writer",)),
-        (f"{LAYERS}groups: [[a]]\nfeed_forward: {{reader: a, writer: b}}\n", ("'b'", "in no group")),
+        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{up: a}}\n", ("`up` and `out_proj`",)),
+        (f"{LAYERS}groups: [[a]]\nfeed_forward: {{up: a, out_proj: b}}\n", ("'b'", "in no group")),
         (f"{LAYERS}{PLAIN}", ("needs `activation`",)),
         (f"{LAYERS}{PLAIN}activation: hidden_akt\n", ("'hidden_akt'", "relu, silu")),
         (f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: 3}}\n", ("`splits` of mlp.up_proj", "3")),

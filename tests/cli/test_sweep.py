@@ -172,8 +172,8 @@ def test_what_the_dense_model_shows_is_found_once(
 
         return counted
 
-    monkeypatch.setattr(stages, "each_sensitivity", count("sensitivities", each))
-    monkeypatch.setattr(stages, "share_out", count("shares", share))
+    monkeypatch.setattr(stages, "iterate_output_sensitivities", count("sensitivities", each))
+    monkeypatch.setattr(stages, "allocate", count("shares", share))
     monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"

@@ -251,7 +251,7 @@ def test_messages_agree(
         raise error
 
     if stage == cause == "verification":
-        monkeypatch.setattr("sparsellm.runs.verification.zeros_in", lambda _: -1)
+        monkeypatch.setattr("sparsellm.runs.verification.count_zeros", lambda _: -1)
     elif stage == "verification":
         monkeypatch.setattr("sparsellm.runs.export.check_written", fail)
     else:

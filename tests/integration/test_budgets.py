@@ -112,7 +112,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[tuple[Curves, li
         seen.append((curves, levels))
         return {name: 0.1 + 0.01 * number for number, name in enumerate(plan)}
 
-    monkeypatch.setattr(allocation, "balanced", balanced)
+    monkeypatch.setattr(allocation, "allocate_by_curves", balanced)
     return seen
 
 

@@ -52,7 +52,7 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(devices, "queued", lambda device: True)
-        monkeypatch.setattr(statistics, "QUEUED_PANEL", statistics.MIN_PANEL_ROWS)
+        monkeypatch.setattr(statistics, "ASYNC_PANEL_ROWS", statistics.MIN_PANEL_ROWS)
 
     return begin
 
@@ -184,7 +184,7 @@ def counted_blocks(model: PreTrainedModel, pattern: str, monkeypatch: pytest.Mon
         reads += 1
         return reading(numbers)
 
-    monkeypatch.setattr(devices, "read", read)
+    monkeypatch.setattr(devices, "to_python", read)
     method, plan = LayerWise(SparseGPT()), uniform_plan(blocks_of(model), parse_pattern(pattern))
     with Waits() as waits:
         for step in prune_blocks(model, batches(), method, plan):
@@ -225,7 +225,7 @@ def test_apples_gpus_have_no_float64(queued: Callable[[], None], monkeypatch: py
     one, other = model_of("llama"), model_of("llama")
     said = results(one, "60%")
     queued()
-    monkeypatch.setattr(devices, "widest", lambda device: torch.float32)
+    monkeypatch.setattr(devices, "widest_float", lambda device: torch.float32)
     with NoDoubles():
         told = results(other, "60%")
     for mine, its in zip(one.parameters(), other.parameters(), strict=True):
@@ -251,7 +251,7 @@ def test_a_gpu_is_never_waited_for(pattern: str, monkeypatch: pytest.MonkeyPatch
     model = model_of("llama").cuda()
     method, plan = LayerWise(SparseGPT()), uniform_plan(blocks_of(model), parse_pattern(pattern))
     list(prune_blocks(model_of("llama").cuda(), batches(), method, plan))  # what is made once, and libraries', is made here
-    monkeypatch.setattr(devices, "read", read)
+    monkeypatch.setattr(devices, "to_python", read)
     try:
         for _ in prune_blocks(model, batches(), method, plan):
             torch.cuda.set_sync_debug_mode(

@@ -406,7 +406,7 @@ def test_true_sequential_order_is_the_same_without_recall(name: str, monkeypatch
     for recalls in (True, False):
         model = tiny(name)
         if not recalls:
-            monkeypatch.setattr(Activations, "expect", lambda self, block, *modules: None)
+            monkeypatch.setattr(Activations, "schedule_cache", lambda self, block, *modules: None)
         method, blocks = LayerWise(SparseGPT(), true_sequential=True), blocks_of(model)
         list(prune_blocks(model, batches(), method, uniform_plan(blocks, parse_pattern("50%"))))
         for block in blocks:

@@ -58,7 +58,7 @@ def test_a_type_is_pruned_to_its_coverage_or_refused_in_a_sentence(kind: str, fa
     found = MEASURED["types"][kind]
     outcomes = {found[method]["outcome"] for method in families.METHODS}
     if families.PRUNED in outcomes:
-        assert found["coverage"] >= families.LEAST
+        assert found["coverage"] >= families.MIN_COVERAGE
     for method in families.METHODS:
         said = found[method].get("said", "")
         assert (found[method]["outcome"] == families.PRUNED) == (not said)

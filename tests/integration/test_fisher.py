@@ -129,7 +129,7 @@ def test_which_windows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that no window is dealt to: it has nothing to add, and says so for every layer."""
-    monkeypatch.setattr("sparsellm.runtime.collectives.dealt", lambda things: [])
+    monkeypatch.setattr("sparsellm.runtime.collectives.shard", lambda things: [])
     found = costs_of(three_blocks("llama"), batches())
     assert len(found) == 21
     assert not any(bool(costs.any()) for costs in found.values())

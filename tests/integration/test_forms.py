@@ -172,7 +172,7 @@ groups:
   - [self_attn.o_proj]
   - [mlp.c_fc]
   - [mlp.c_proj]
-feed_forward: {reader: mlp.c_fc, writer: mlp.c_proj}
+feed_forward: {up: mlp.c_fc, out_proj: mlp.c_proj}
 activation: hidden_act
 """
 
@@ -202,7 +202,7 @@ groups:
   - [self_attn.o_proj]
   - [mlp.gate_up_proj.gate, mlp.gate_up_proj.up]
   - [mlp.down_proj]
-feed_forward: {gate: mlp.gate_up_proj.gate, up: mlp.gate_up_proj.up, writer: mlp.down_proj}
+feed_forward: {gate: mlp.gate_up_proj.gate, up: mlp.gate_up_proj.up, out_proj: mlp.down_proj}
 activation: hidden_act
 splits:
   self_attn.qkv_proj: {shares: {q: num_attention_heads, k: num_key_value_heads, v: num_key_value_heads}}
@@ -215,7 +215,7 @@ groups:
   - [attention.dense]
   - [mlp.dense_h_to_4h]
   - [mlp.dense_4h_to_h]
-feed_forward: {reader: mlp.dense_h_to_4h, writer: mlp.dense_4h_to_h}
+feed_forward: {up: mlp.dense_h_to_4h, out_proj: mlp.dense_4h_to_h}
 activation: hidden_act
 splits: {attention.query_key_value: {shares: {q: 1, k: 1, v: 1}, repeated: num_attention_heads}}
 """,

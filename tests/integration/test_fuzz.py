@@ -212,7 +212,7 @@ def test_architectures(copied: Path, tmp_path: Path) -> None:
     file = tmp_path / "form.yaml"
     texts = [
         "blocks: model.layers\ngroups: [[self_attn.q_proj], [mlp.up_proj], [mlp.down_proj]]\n"
-        "feed_forward: {reader: mlp.up_proj, writer: mlp.down_proj}\nactivation: hidden_act\n",
+        "feed_forward: {up: mlp.up_proj, out_proj: mlp.down_proj}\nactivation: hidden_act\n",
         "blocks: model.layers\ngroups: [[self_attn.q_proj.a, self_attn.q_proj.b]]\n"
         "splits: {self_attn.q_proj: {shares: {a: 4, b: hidden_size}, repeated: 1}}\n",
     ]

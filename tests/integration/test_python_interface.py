@@ -131,7 +131,7 @@ def test_damping_is_raised_only_as_recorded(tiny: dict[str, Path], monkeypatch: 
     def reluctant(gram: torch.Tensor, damping: float) -> torch.Tensor:
         return real(gram, damping) if damping > 0.5 else -gram
 
-    monkeypatch.setattr(sparsegpt, "damped_", reluctant)
+    monkeypatch.setattr(sparsegpt, "add_diagonal_", reluctant)
     tokens = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
     report = sparsellm.prune(model, method="sparsegpt", calibration=tokens).report

@@ -95,7 +95,7 @@ def test_pruning_is_the_same_without(family: str, couple: Any, monkeypatch: pyte
         for block in blocks_of(model):
             block.module_of("self_attn.q_proj").register_forward_hook(lambda *_, recalls=recalls: ran.update([recalls]))
         if not recalls:
-            monkeypatch.setattr(Activations, "alone", lambda self, writer: None)
+            monkeypatch.setattr(Activations, "cacheable_module", lambda self, writer: None)
         list(prune_blocks(model, batches(), method, uniform_plan(blocks_of(model), parse_pattern("60%"))))
         found[recalls] = [parameter.detach().clone() for parameter in model.parameters()]
     assert all(torch.equal(one, two) for one, two in zip(*found.values(), strict=True))

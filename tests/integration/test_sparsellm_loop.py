@@ -112,7 +112,7 @@ def test_a_step_too_long_is_halved(family: str, factor: float, accepted: bool, m
         return {name: (factor * weight, None if bias is None else factor * bias) for name, (weight, bias) in steps.items()}
 
     start, _ = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=0), chosen=frozenset({0}))
-    monkeypatch.setattr(FeedForwardProblem, "newton", far_off)
+    monkeypatch.setattr(FeedForwardProblem, "gauss_newton_step", far_off)
     model, steps = prune(family, SparseLLM(SparseGPT(), gauss_newton_steps=3), chosen=frozenset({0}))
     rounds = [epoch for epoch in epochs_of(steps) if epoch.step == "newton"]
     assert rounds[0].accepted == accepted

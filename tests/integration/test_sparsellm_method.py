@@ -253,7 +253,7 @@ def test_writers_repair_the_stream(family: str, monkeypatch: pytest.MonkeyPatch)
     missed, wanted = {}, signals(tiny(family))
     for repaired in (True, False):
         if not repaired:
-            monkeypatch.setattr(Activations, "adds", lambda *_: False)
+            monkeypatch.setattr(Activations, "is_residual_sum", lambda *_: False)
         model = tiny(family)
         block = blocks_of(model)[0]
         plan = uniform_plan([block], Unstructured(0)) | uniform_plan([block], Unstructured(0.9), include=["self_attn.*"])

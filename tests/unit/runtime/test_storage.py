@@ -89,12 +89,12 @@ def test_a_gpu_has_the_processors_memory_too(tmp_path: Path) -> None:
             return [type(some).__name__ for some in kept]
 
     assert kinds(2) == ["list"] * 2
-    assert kinds(3) == ["OnHost"] * 3
-    assert kinds(4) == ["OnFile"] * 4
+    assert kinds(3) == ["HostList"] * 3
+    assert kinds(4) == ["DiskList"] * 4
     with storage.new_lists(1, 60):
         with storage.new_lists(1, 60) as (kept,):
             assert isinstance(kept, HostList)
-            assert kinds(2) == ["OnFile"] * 2
+            assert kinds(2) == ["DiskList"] * 2
         assert storage.most_kept == 60 + 60 + 100
         assert storage.most_written == 4 * 50
     assert kinds(2) == ["list"] * 2

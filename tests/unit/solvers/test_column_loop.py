@@ -92,9 +92,9 @@ def test_a_whole_layer(text: str, shape: tuple[int, int], block: int, monkeypatc
         swept += 1
         sweep(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sparsegpt_triton, "sweep", counted)
+    monkeypatch.setattr(sparsegpt_triton, "prune_columns", counted)
     for serves in (False, True):
-        monkeypatch.setattr(sparsegpt_triton, "serves", lambda *_, serves=serves: serves)
+        monkeypatch.setattr(sparsegpt_triton, "is_supported", lambda *_, serves=serves: serves)
         answers.append(SparseGPT(block=block).solve(problem, pattern))
     assert swept == -(-shape[1] // block)
     assert torch.equal(answers[0] == 0, answers[1] == 0)
@@ -117,7 +117,7 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sparsegpt_triton.passes_self_test(torch.device(DEVICE))
     assert sparsegpt_triton.compiler_version().startswith("triton ")
     for broken in (lambda *_: 1 / 0, lambda columns, *_: columns):
-        monkeypatch.setattr(sparsegpt_triton, "sweep", broken)
+        monkeypatch.setattr(sparsegpt_triton, "prune_columns", broken)
         assert not sparsegpt_triton.passes_self_test(torch.device(DEVICE))
 
 
@@ -125,10 +125,10 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.solvers.sparsegpt_triton import LANES, MOST_COLUMNS, _kernel
+from sparsellm.solvers.sparsegpt_triton import MAX_COLUMNS, ROWS_PER_PROGRAM, _kernel
 for keep, group in (("*u8", 0), ("*fp32", 4)):
     types = dict(columns="*fp32", factor="*fp32", keep=keep, count="i32", outputs="i32")
-    fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MOST_COLUMNS, LANES=LANES)
+    fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MAX_COLUMNS, LANES=ROWS_PER_PROGRAM)
     source = ASTSource(_kernel, types | dict.fromkeys(fixed, "constexpr"), fixed)
     made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 1})
     print(len(made.asm["cubin"]) > 0)

@@ -262,7 +262,7 @@ def test_rows_that_cost_nothing_go_first(solver: LayerSolver) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(name, bad) for name, most in (("pace", 1.01), ("relaxation", 2.0)) for bad in (0.0, -0.5, most, float("nan"))],
+    [(name, bad) for name, most in (("penalty_growth", 1.01), ("relaxation", 2.0)) for bad in (0.0, -0.5, most, float("nan"))],
 )
 def test_paces_refused(name: str, value: float) -> None:
     """Paces and relaxations that cannot be raise at once and name the limits; so they do from the thorough settings on."""

@@ -244,7 +244,7 @@ def test_where_there_is_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = random(30, 40, dtype=torch.float32) + 1e4, random(30, 40, 6, torch.float32) - 1e4
     wanted = float((one.double() * other.double()).sum())
     assert dot_float64(one, other) == wanted
-    monkeypatch.setattr("sparsellm.runtime.devices.widest", lambda device: torch.float32)
+    monkeypatch.setattr("sparsellm.runtime.devices.widest_float", lambda device: torch.float32)
     assert dot_float64(one, other) == wanted
     assert abs(float((one * other).sum()) - wanted) > 1e-9 * abs(wanted)
     gram = gram_of(12)
