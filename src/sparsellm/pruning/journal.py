@@ -92,7 +92,7 @@ class Journal:
         lines, complete = _read_lines(journal.file)
         if not lines:
             journal = cls.begin(folder, fingerprint)
-            journal.lost = "the first line of the journal is not as it was written: no block counts as finished"
+            journal.lost = "the first line of the journal is damaged: no block counts as finished"
             return journal
         _check_fingerprint(fingerprint, lines[0]["fingerprint"])
         journal._chain = lines[0]["chain"]
@@ -103,7 +103,7 @@ class Journal:
             journal._add(line)
             valid.append(line)
         else:
-            damage = "" if complete else f"line {len(lines) + 1} of the journal is not as it was written"
+            damage = "" if complete else f"line {len(lines) + 1} of the journal is damaged"
         if damage:
             count = len(journal._blocks)
             journal.lost = f"{damage}: {count} blocks count as finished, later ones are pruned again"
@@ -192,7 +192,7 @@ class Journal:
         except OSError as error:
             raise BadCheckpoint(f"{file} cannot be read ({error.strerror}). Check the disk.") from error
         if hashlib.sha256(data).hexdigest() != stored["digest"]:
-            raise BadCheckpoint(f"{file} is not as it was written by this run. Check the disk.")
+            raise BadCheckpoint(f"{file} differs from what this run wrote. Check the disk.")
         return data
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -274,7 +274,7 @@ def _file_damage(folder: Path, line: Mapping[str, Any]) -> str:
             intact = hashlib.file_digest(stream, "sha256").hexdigest() == line["digest"]
     except OSError as error:
         return f"{line['file']} cannot be read ({error.strerror})"
-    return "" if intact else f"{line['file']} is not as it was written"
+    return "" if intact else f"{line['file']} is damaged"
 
 
 def _remove_partial_files(folder: Path) -> None:
