@@ -18,35 +18,50 @@ import sparsellm
 from sparsellm.runs.meter import PRODUCT, _tensors, _work
 
 MOMENTS = (
-    "moments:Gram.update",
-    "moments:Cross.update",
-    "moments:InputNorms.update",
-    "regression:Summed.update",
-    "regression:Twins.update",
+    "solvers.statistics:Gram.update",
+    "solvers.statistics:CrossMoment.update",
+    "solvers.statistics:InputRMS.update",
+    "solvers.regression:TargetRegression.update",
+    "solvers.regression:PairedStatistics.update",
 )
 """Sums over tokens."""
 
 PHASES: dict[str, tuple[str, ...]] = {
-    "forward": ("blocks:Block.__call__", "recall:Recall.writes"),
+    "forward": ("models.blocks:Block.__call__", "activations.output_cache:OutputCache.mark_final"),
     "moments": MOMENTS,
     "factorisation": (
-        "linalg:cholesky",
-        "linalg:reversed_factor",
-        "linalg:inverse_upper",
+        "solvers.linalg:cholesky",
+        "solvers.linalg:upper_factor",
+        "solvers.linalg:invert_triangular",
         "solvers.admm:_shifted_by_eigenvectors",
     ),
-    "regression": ("problem:LayerProblem.toward",),
+    "regression": ("solvers.problem:LayerProblem.from_targets",),
     "column loop": ("solvers.sparsegpt:SparseGPT.solve",),
-    "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
-    "refit": ("linalg:refit",),
-    "errors": ("problem:LayerProblem.error", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error"),
-    "gate": ("gate:best_gate",),
-    "Gauss-Newton": ("methods.part:Part.newton",),
-    "writer's sums": ("methods.part:Part.regression", "methods.part:Part.curvatures"),
-    "layers' sensitivities": ("sensitivity:layer_sensitivities",),
-    "refinement": ("refinement:refine_block",),
-    "files": ("storage:OnFile._read", "storage:OnFile._write", "journal:Journal.keep", "weights:OnDisk.read"),
+    "ADMM": ("solvers.alps:ALPS._search", "solvers.fast_admm:FastADMM._search"),
+    "refit": ("solvers.linalg:conjugate_gradient_refit",),
+    "errors": (
+        "solvers.problem:LayerProblem.error",
+        "solvers.regression:Regression.error",
+        "methods.feedforward_problem:FeedForwardProblem.error",
+    ),
+    "auxiliary updates": (
+        "methods.auxiliary_signals:AuxiliarySignals.refit",
+        "methods.auxiliary_signals:AuxiliarySignals.error",
+    ),
+    "gate": ("models.gate_update:solve_gate",),
+    "Gauss-Newton": ("methods.feedforward_problem:FeedForwardProblem.gauss_newton_step",),
+    "writer's sums": (
+        "methods.feedforward_problem:FeedForwardProblem.regression",
+        "methods.feedforward_problem:FeedForwardProblem.curvatures",
+    ),
+    "layers' sensitivities": ("activations.sensitivity:layer_sensitivities",),
+    "refinement": ("recovery.masked_training:refine_block",),
+    "files": (
+        "runtime.offload:DiskList.__getitem__",
+        "runtime.offload:DiskList._write",
+        "pruning.journal:Journal.keep",
+        "checkpoints.block_loader:DiskWeights.read",
+    ),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""
 

@@ -57,18 +57,25 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 """Each with the seconds that it is to stay under."""
 
 PHASES: dict[str, tuple[str, ...]] = {
-    "forward": ("blocks:Block.__call__",),
+    "forward": ("models.blocks:Block.__call__",),
     "moments": MOMENTS,
-    "factorisation": ("linalg:cholesky", "linalg:reversed_factor", "linalg:inverse_upper"),
-    "regression": ("problem:LayerProblem.toward",),
-    "masks": ("patterns:keep_largest",),
-    "column loop": ("solvers.sparsegpt:_sweep", "solvers.column_loop:sweep"),
+    "factorisation": ("solvers.linalg:cholesky", "solvers.linalg:upper_factor", "solvers.linalg:invert_triangular"),
+    "regression": ("solvers.problem:LayerProblem.from_targets",),
+    "masks": ("solvers.patterns:keep_largest",),
+    "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt_triton:prune_columns"),
     "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._pruned",),
-    "ADMM": ("solvers.alps:ALPS._search", "solvers.swift:Swift._search"),
-    "refit": ("linalg:refit",),
-    "errors": ("problem:LayerProblem.energies", "regression:Regression.error", "methods.part:Part.error"),
-    "auxiliary updates": ("methods.signals:Signals.refit", "methods.signals:Signals.error"),
-    "gate": ("gate:best_gate",),
+    "ADMM": ("solvers.alps:ALPS._search", "solvers.fast_admm:FastADMM._search"),
+    "refit": ("solvers.linalg:conjugate_gradient_refit",),
+    "errors": (
+        "solvers.problem:LayerProblem.energies",
+        "solvers.regression:Regression.error",
+        "methods.feedforward_problem:FeedForwardProblem.error",
+    ),
+    "auxiliary updates": (
+        "methods.auxiliary_signals:AuxiliarySignals.refit",
+        "methods.auxiliary_signals:AuxiliarySignals.error",
+    ),
+    "gate": ("models.gate_update:solve_gate",),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""
 

@@ -35,14 +35,14 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     clock, layerwise = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layerwise")
     linalg, solver = importlib.import_module("sparsellm.solvers.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
-    before = linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve
+    before = linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve
     phases = clock.Phases(operations=False)
     with clock.watched(phases.telling, clock.PHASES):
-        assert solver.reversed_factor is linalg.reversed_factor is not before[0]
-        solver.reversed_factor(torch.eye(3), 0.0)
+        assert solver.upper_factor is linalg.upper_factor is not before[0]
+        solver.upper_factor(torch.eye(3), 0.0)
         assert phases.seconds["factorisation"] > 0
-    assert (linalg.reversed_factor, solver.SparseGPT.solve, layerwise.solve) == before
-    assert solver.reversed_factor is before[0]
+    assert (linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve) == before
+    assert solver.upper_factor is before[0]
 
 
 @pytest.mark.parametrize(("name", "benchmark"), [("rounding", "rounding"), ("memory", "memory_budget")])
