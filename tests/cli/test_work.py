@@ -197,7 +197,7 @@ def test_a_changed_file_is_not_gone_on_with(
     assert old in text
     file.write_text(text.replace(old, new, 1))
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    refused(command(*base, "--resume"), "This is not the run that was begun", "--restart")
+    refused(command(*base, "--resume"), "This is not the run that was started", "--restart")
     file.write_text(text)
     assert command(*base, "--resume").exit_code == 0
 
@@ -227,7 +227,7 @@ def test_a_damaged_journal_is_reported(words: tuple[object, ...], tmp_path: Path
         stream.write("null\n")
     ran = command("prune", model, tmp_path / "out", *base, "--resume")
     assert ran.exit_code == 0
-    assert "of the journal is not as it was written: 2 blocks count as finished" in " ".join(ran.stderr.split())
+    assert "of the journal is damaged: 2 blocks count as finished" in " ".join(ran.stderr.split())
     assert same(tmp_path / "out", tmp_path / "whole")
 
 

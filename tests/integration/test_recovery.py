@@ -236,7 +236,7 @@ def test_another_pruned_checkpoint_is_another_run(
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")
-    refused(command("recover", *words, "--resume"), "not the run that was begun", "pruned checkpoint")
+    refused(command("recover", *words, "--resume"), "not the run that was started", "pruned checkpoint")
 
 
 def damaged(folder: Path) -> Path:

@@ -1,4 +1,8 @@
-"""Activations that fall once and then rise: value, slope, curvature, and where they meet a value. SiLU and the GELUs."""
+"""SiLU and the GELUs: value, first and second derivative, and inverse.
+
+Each of these functions decreases to a single minimum and increases after it, so it takes a value at most twice: once on the
+left branch and once on the right.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,26 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 BISECTIONS = 24
-"""Of a meeting's bracket, which is 30 wide at most: to 2e-6. Newton steps begin there."""
+"""Bisection steps of an inverse. The bracket is at most 30 wide, so the result is within 2e-6; Newton steps refine it."""
 
 TANH_SCALE, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
-"""The constants of GELU's approximation by tanh (Hendrycks & Gimpel, 2016)."""
+"""Constants of the tanh approximation of GELU (Hendrycks & Gimpel, 2016)."""
 
 QUICK = 1.702
-"""The constant of GELU's approximation by a sigmoid, from the same paper."""
+"""Constant of the sigmoid approximation of GELU, from the same paper."""
 
 
 @dataclass(frozen=True)
 class ActivationFunction:
-    """An activation that falls until `lowest`, where it is `floor`, and rises after it; far to the right it is s itself.
+    """An activation function with one minimum that approaches the identity for large inputs.
 
-    value: entry by entry. bends: value, slope and curvature, entry by entry. steepest, sharpest: bounds on the slope and on the
-    curvature, in absolute value; the tests measure them.
+    Attributes:
+        value: The function, elementwise.
+        curvature: Value, first and second derivative, elementwise.
+        lowest: Where the minimum is.
+        floor: The value there.
+        steepest: Bound on the absolute first derivative.
+        sharpest: Bound on the absolute second derivative.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -36,7 +45,7 @@ class ActivationFunction:
     sharpest: float
 
     def right_meeting(self, target: Tensor) -> Tensor:
-        """Roughly the s >= lowest where the value is `target`; lowest where that is out of reach."""
+        """Approximate the s >= lowest with value `target`; `lowest` where `target` is below `floor`."""
         low, high = torch.full_like(target, self.lowest), target.clamp(min=0) + 0.5
         for _ in range(BISECTIONS):
             middle = 0.5 * (low + high)
@@ -45,7 +54,7 @@ class ActivationFunction:
         return high
 
     def left_meeting(self, target: Tensor) -> Tensor:
-        """Roughly the s <= lowest where the value is `target`, for target in (floor, 0); lowest for others."""
+        """Approximate the s <= lowest with value `target`, for targets in (floor, 0); `lowest` for all others."""
         inside = (target > self.floor) & (target < 0)
         low, high = torch.full_like(target, -30.0), torch.full_like(target, self.lowest)
         for _ in range(BISECTIONS):
@@ -57,17 +66,17 @@ class ActivationFunction:
 
 @dataclass(frozen=True)
 class SiLU(ActivationFunction):
-    """s times its sigmoid. Its meetings have closed starts, which are quicker than bisection."""
+    """s sigmoid(s). Newton steps from closed-form initial values invert it faster than bisection."""
 
     def right_meeting(self, target: Tensor) -> Tensor:
         gap = (target - self.floor).clamp(min=0)
-        # Near the lowest place a parabola of curvature 0.22; far to the right s itself: blend, then two Newton steps.
+        # Near the minimum a parabola of curvature 0.22, far to the right s itself; then two Newton steps.
         near = self.lowest + (gap / 0.22).sqrt() * (1 + 0.12 * gap)
         s = torch.where(gap < 0.6, near, target + 0.9 * torch.exp(-target.clamp(min=0)))
         for _ in range(2):
             sigma = torch.sigmoid(s)
-            rise = (sigma * (1 + s * (1 - sigma))).clamp(min=1e-3)
-            s = (s - (s * sigma - target) / rise).clamp(min=self.lowest)
+            slope = (sigma * (1 + s * (1 - sigma))).clamp(min=1e-3)
+            s = (s - (s * sigma - target) / slope).clamp(min=self.lowest)
         return s
 
     def left_meeting(self, target: Tensor) -> Tensor:
@@ -77,8 +86,8 @@ class SiLU(ActivationFunction):
         s = torch.minimum(s, self.lowest - ((target - self.floor).clamp(min=0) / 0.22).sqrt() * 0.5)
         for _ in range(3):
             sigma = torch.sigmoid(s)
-            rise = (sigma * (1 + s * (1 - sigma))).clamp(max=-1e-6)
-            s = (s - ((s * sigma - target) / rise).clamp(-2, 2)).clamp(min=-30, max=self.lowest)
+            slope = (sigma * (1 + s * (1 - sigma))).clamp(max=-1e-6)
+            s = (s - ((s * sigma - target) / slope).clamp(-2, 2)).clamp(min=-30, max=self.lowest)
         return torch.where(inside, s, self.lowest)
 
 
@@ -88,23 +97,23 @@ def _silu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    share = 0.5 * (1 + torch.erf(s * math.sqrt(0.5)))
+    probability = 0.5 * (1 + torch.erf(s * math.sqrt(0.5)))
     density = torch.exp(-0.5 * s.square()) * (1 / math.sqrt(2 * math.pi))
-    return s * share, share + s * density, density * (2 - s.square())
+    return s * probability, probability + s * density, density * (2 - s.square())
 
 
 def _gelu_tanh(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     square = s.square()
     t = torch.tanh(TANH_SCALE * s * (1 + TANH_CUBIC * square))
-    inner, inner_slope = TANH_SCALE * (1 + 3 * TANH_CUBIC * square), 6 * TANH_SCALE * TANH_CUBIC * s
-    steep = 1 - t.square()
-    bend = steep * inner + 0.5 * s * steep * (inner_slope - 2 * t * inner.square())
-    return 0.5 * s * (1 + t), 0.5 * (1 + t) + 0.5 * s * steep * inner, bend
+    inner_slope, inner_curvature = TANH_SCALE * (1 + 3 * TANH_CUBIC * square), 6 * TANH_SCALE * TANH_CUBIC * s
+    tanh_slope = 1 - t.square()
+    curvature = tanh_slope * inner_slope + 0.5 * s * tanh_slope * (inner_curvature - 2 * t * inner_slope.square())
+    return 0.5 * s * (1 + t), 0.5 * (1 + t) + 0.5 * s * tanh_slope * inner_slope, curvature
 
 
 def _quick_gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    value, slope, bend = _silu(QUICK * s)
-    return value / QUICK, slope, QUICK * bend
+    value, slope, curvature = _silu(QUICK * s)
+    return value / QUICK, slope, QUICK * curvature
 
 
 SILU = SiLU(silu, _silu, lowest=-1.2784645, floor=-0.2784645, steepest=1.1, sharpest=0.5)
@@ -132,4 +141,4 @@ ACTIVATION_FUNCTIONS = {
     "gelu_accurate": GELU_TANH,
     "quick_gelu": QUICK_GELU,
 }
-"""By the activation's name in a configuration."""
+"""Activation functions by their name in a model's configuration."""

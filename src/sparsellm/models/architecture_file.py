@@ -1,4 +1,4 @@
-"""A model's form as its user describes it, in a file of YAML: the same fields as a line of the table."""
+"""Architectures that users describe in a YAML file with the fields of `Architecture`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from sparsellm.models.architectures import Architecture, Split
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 
 FIELDS = ("blocks", "groups", "feed_forward", "activation", "splits", "experts")
-"""What a file may hold; `blocks` and `groups` it must."""
+"""Fields of the file; `blocks` and `groups` are required."""
 
 ADVICE = "docs/families.md has an example."
 
 
 def read_architecture(path: str | Path) -> Architecture:
-    """The form that a file describes.
+    """Read an architecture from a YAML file.
 
-    Raises InvalidSetting for a file that cannot be read, a field that is unknown, missing or of another shape than it must be,
-    and a feed-forward part whose layers are in no group.
+    Raises:
+        InvalidSetting: The file cannot be read, a field is unknown, missing or malformed, or the feed-forward part names a
+            layer that is in no group.
     """
     content = read_mapping(Path(path), "architecture", ADVICE)
     for field in content:
@@ -37,7 +38,7 @@ def read_architecture(path: str | Path) -> Architecture:
 
 
 def _architecture(content: dict[str, Any]) -> Architecture:
-    """The form from a file's content."""
+    """Build the architecture from the content of a file."""
     groups = content["groups"]
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
         raise InvalidSetting("`groups` must be lists of layers, in running order, those that share an input in one.")
@@ -45,15 +46,15 @@ def _architecture(content: dict[str, Any]) -> Architecture:
     if not isinstance(splits, dict):
         raise InvalidSetting(f"`splits` must name fused layers, each with its pieces, got {splits!r}.")
     layers = [_text("groups", name) for group in groups for name in group]
-    part = None
+    feed_forward = None
     if content.get("feed_forward") is not None:
-        part = _feed_forward(content["feed_forward"], layers)
+        feed_forward = _feed_forward(content["feed_forward"], layers)
         if "activation" not in content:
             raise InvalidSetting("`feed_forward` needs `activation`: its name, or the configuration's key that names it.")
     return Architecture(
         blocks=_text("blocks", content["blocks"]),
         groups=tuple(tuple(str(name) for name in group) for group in groups),
-        feed_forward=part,
+        feed_forward=feed_forward,
         activation=_text("activation", content.get("activation", "none")),
         splits={str(name): _split(name, value) for name, value in splits.items()},
         experts=_text("experts", content.get("experts", "")),
@@ -61,20 +62,20 @@ def _architecture(content: dict[str, Any]) -> Architecture:
 
 
 def _feed_forward(value: Any, layers: Iterable[str]) -> FeedForward:
-    """A plain or a gated part."""
-    forms = {("up", "out_proj"): PlainFeedForward, ("gate", "up", "out_proj"): GatedFeedForward}
-    form = next((form for keys, form in forms.items() if isinstance(value, dict) and set(value) == set(keys)), None)
-    if form is None:
+    """Build a plain or a gated feed-forward part; the keys of `value` are the fields of its class."""
+    classes = {("up", "out_proj"): PlainFeedForward, ("gate", "up", "out_proj"): GatedFeedForward}
+    cls = next((cls for keys, cls in classes.items() if isinstance(value, dict) and set(value) == set(keys)), None)
+    if cls is None:
         raise InvalidSetting(f"`feed_forward` must name `up` and `out_proj`, or `gate`, `up` and `out_proj`, got {value!r}.")
     for name in value.values():
         if name not in layers:
             raise InvalidSetting(f"`feed_forward` names {name!r}, which is in no group. {nearest(str(name), layers)}")
-    found: FeedForward = form(**value)
-    return found
+    feed_forward: FeedForward = cls(**value)
+    return feed_forward
 
 
 def _split(name: str, value: Any) -> Split:
-    """What a fused layer holds: a list of pieces, or their shares by name and how often they take turns."""
+    """Build the split of a fused layer from a list of pieces, or from `shares` by piece and `repeated`."""
     if isinstance(value, list) and value:
         return Split(tuple(_text("splits", piece) for piece in value))
     shares = value.get("shares") if isinstance(value, dict) else None
@@ -89,7 +90,7 @@ def _split(name: str, value: Any) -> Split:
 
 
 def _text(field: str, value: Any) -> str:
-    """A field's value that must be text."""
+    """Return the value of a field that must be a string."""
     if not isinstance(value, str):
         raise InvalidSetting(f"`{field}` must be text, got {value!r}.")
     return value

@@ -1,7 +1,7 @@
-"""The table of model families: where the blocks are, which layers they hold, and what their feed-forward part computes.
+"""Model families: the path of their blocks, the linear layers of a block, and its feed-forward part.
 
-A family is a line of data. `groups` lists the linear layers of a block in the order in which they run; the layers of one group
-read the same input and share its moments. A family that the table lacks still has blocks and linear layers: `discovered`.
+Each family is one `Architecture` in the table `ARCHITECTURES`. `discover_architecture` finds the blocks and linear layers of
+families that are not in the table.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""What the modules are called that choose experts: they are left as they are, with all that is in them."""
+"""Names of modules that route tokens to experts. They are not pruned, nor is anything inside them."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A layer that holds several, whose outputs are, `repeated` times over, so many of each piece.
+    """How the outputs of a fused layer divide into pieces: `repeated` runs, each with `shares` outputs of every piece.
 
-    pieces: their names; "qkv_proj" with a piece "q" holds the layer "qkv_proj.q". shares: how many outputs of each, in
-    proportion; equal ones by default. A word is a number in the configuration.
+    A string in `shares` or `repeated` is the name of a number in the model's configuration.
+
+    Attributes:
+        pieces: Names of the pieces; piece "q" of "qkv_proj" is the layer "qkv_proj.q".
+        shares: Relative number of outputs of each piece; equal by default.
+        repeated: Number of runs, such as the number of heads.
     """
 
     pieces: tuple[str, ...]
@@ -37,13 +41,13 @@ class Split:
     repeated: str | int = 1
 
     def resolved(self, config: Any) -> Split:
-        """With the configuration's numbers."""
+        """Replace names by the configuration's numbers."""
         shares = tuple(_number(config, share) for share in self.shares) or (1,) * len(self.pieces)
         return replace(self, shares=shares, repeated=_number(config, self.repeated))
 
 
 def _number(config: Any, value: str | int) -> int:
-    """A number, or the configuration's number of that name. Raises InvalidSetting for what is none, or not above 0."""
+    """Return a positive integer, given directly or by its name in the configuration; raise InvalidSetting for others."""
     number = getattr(config, value, None) if isinstance(value, str) else value
     if not isinstance(number, int) or number < 1:
         raise InvalidSetting(f"`splits` needs whole numbers above 0, or the configuration's keys for them, got {value!r}.")
@@ -52,14 +56,18 @@ def _number(config: Any, value: str | int) -> int:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a family keeps what this package prunes; every name but `blocks` is relative to a block.
+    """The layers of a model family. Every name but `blocks` is relative to a block.
 
-    blocks: path of the module list of decoder blocks. groups: linear layers that share an input, in running order: attention's
-    readers, its writer, then the feed-forward's. A group of which a block has none is left out there.
-    feed_forward: the part that SparseLLM couples, or None where its activation is none that is solved.
-    activation: the configuration's key that names the activation, or its name where the family has only one.
-    splits: layers that hold several, by name. experts: the module that holds experts as three-dimensional tensors, or nothing.
-    known: whether the table or a user describes the family; if not, blocks and layers are what was found.
+    Attributes:
+        blocks: Path of the module list of decoder blocks.
+        groups: Linear layers that share an input and its statistics, in running order: attention's input projections, its
+            output projection, then the feed-forward layers. A block skips groups of which it has no layer.
+        feed_forward: The layers that SparseLLM prunes together; None where their activation function is not supported.
+        activation: The configuration's key that names the activation function, or the name itself.
+        splits: Fused layers by name.
+        experts: The module that holds the experts as three-dimensional parameters; empty for none.
+        known: Whether the table or the user describes the family; False for a discovered architecture.
+        expert_parts: The feed-forward layers of each expert; set by `of`.
     """
 
     blocks: str
@@ -73,18 +81,21 @@ class Architecture:
 
     @property
     def feed_forward_parts(self) -> tuple[FeedForward, ...]:
-        """The feed-forward parts that SparseLLM couples, each by itself: the block's own, or each expert's."""
+        """The feed-forward parts that SparseLLM prunes: the block's own, then each expert's."""
         return (*((self.feed_forward,) if self.feed_forward else ()), *self.expert_parts)
 
     @property
     def residual_writers(self) -> tuple[str, ...]:
-        """What writes to the stream: attention's writer, then the feed-forward's or all experts' module. None where unknown."""
+        """The modules that add to the residual stream: attention's output projection, then that of the feed-forward part.
+
+        The second is the module of all experts where a block has experts. Empty for a discovered architecture.
+        """
         if not self.known or len(self.groups) < 2:
             return ()
         return self.groups[1][0], self.experts.rpartition(".")[0] if self.experts else self.groups[-1][0]
 
     def resolved(self, config: Any) -> Architecture:
-        """With what the configuration says: its activation, and its numbers in `splits`."""
+        """Replace names by the configuration's activation function and numbers."""
         activation = getattr(config, self.activation, self.activation)
         return replace(
             self,
@@ -94,39 +105,44 @@ class Architecture:
         )
 
     def of(self, block: nn.Module) -> Architecture:
-        """As far as a block has it: blocks of one model may differ, some with experts and some without."""
-        experts = self.experts
-        there = dict(block.named_modules())
+        """Return the architecture of one block: blocks of a model may differ, some with experts and some without.
+
+        Raises:
+            UnsupportedModel: The experts are not stored in a supported form.
+        """
+        path = self.experts
+        modules = dict(block.named_modules())
         if not self.known:
-            experts = next((name for name, module in there.items() if experts_of(module)), "")
-        elif experts not in there:
-            experts = ""
-        held = experts_of(there[experts]) if experts else None
-        if experts and held is None:
+            path = next((name for name, module in modules.items() if experts_of(module)), "")
+        elif path not in modules:
+            path = ""
+        experts = experts_of(modules[path]) if path else None
+        if path and experts is None:
             form = "three-dimensional parameters gate_up_proj, or up_proj, and down_proj"
-            message = f"Its experts are a {type(there[experts]).__name__}, which is none of the forms that are pruned"
+            message = f"Its experts are a {type(modules[path]).__name__}, which is none of the forms that are pruned"
             raise UnsupportedModel(f"{message}: {form}.")
-        groups = self.groups if self.known else tuple((name,) for name in _linear_names(there))
-        groups = tuple(group for group in groups if any(_module_of(name, self.splits) in there for name in group))
-        part = self.feed_forward
-        parts: tuple[FeedForward, ...] = ()
-        if part and not any(part.out_proj in group for group in groups):
-            part = None
-        if held is not None:
-            names = [tuple(f"{experts}.{number}.{name}" for name in held.names) for number in range(held.count)]
-            groups += tuple(group for *readers, writer in names for group in (tuple(readers), (writer,)))
-            made = (_with_activation(_part(*name), self.activation) for name in names)
-            parts = tuple(part for part in made if part) if self.known and held.known else ()
-        return replace(self, groups=groups, feed_forward=part, experts=experts, expert_parts=parts)
+        groups = self.groups if self.known else tuple((name,) for name in _linear_names(modules))
+        groups = tuple(group for group in groups if any(_module_name(name, self.splits) in modules for name in group))
+        feed_forward = self.feed_forward
+        expert_parts: tuple[FeedForward, ...] = ()
+        if feed_forward and not any(feed_forward.out_proj in group for group in groups):
+            feed_forward = None
+        if experts is not None:
+            layers = [tuple(f"{path}.{number}.{name}" for name in experts.names) for number in range(experts.count)]
+            groups += tuple(group for *in_proj, out_proj in layers for group in (tuple(in_proj), (out_proj,)))
+            if self.known and experts.known:
+                parts = (_with_activation(_feed_forward(*names), self.activation) for names in layers)
+                expert_parts = tuple(part for part in parts if part)
+        return replace(self, groups=groups, feed_forward=feed_forward, experts=path, expert_parts=expert_parts)
 
 
-def _part(*names: str) -> FeedForward:
-    """A feed-forward part of these layers: one reader or two, and a writer."""
+def _feed_forward(*names: str) -> FeedForward:
+    """Build a feed-forward part from one or two input projections and an output projection."""
     return GatedFeedForward(*names) if len(names) == len(GATED) else PlainFeedForward(*names)
 
 
 def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
-    """A feed-forward part with the activation that a configuration names; None where that one is not solved."""
+    """Set the activation function of a feed-forward part; None where it is not supported."""
     if isinstance(part, PlainFeedForward) and (activation == "relu" or activation in ACTIVATION_FUNCTIONS):
         return replace(part, activation=activation)
     if isinstance(part, GatedFeedForward) and activation in ACTIVATION_FUNCTIONS:
@@ -134,24 +150,24 @@ def _with_activation(part: FeedForward | None, activation: str) -> FeedForward |
     return None
 
 
-def _module_of(name: str, splits: Mapping[str, Split]) -> str:
-    """The module that holds a layer."""
-    whole, _, piece = name.rpartition(".")
-    return whole if whole in splits and piece in splits[whole].pieces else name
+def _module_name(name: str, splits: Mapping[str, Split]) -> str:
+    """Return the name of the module that holds a layer: the fused layer of a piece, otherwise the layer."""
+    fused, _, piece = name.rpartition(".")
+    return fused if fused in splits and piece in splits[fused].pieces else name
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer, whichever way its weight lies."""
+    """Whether a module is a plain linear layer, with a weight of (out, in) or, as in `Conv1D`, (in, out)."""
     return type(module) is nn.Linear or type(module).__name__ in ("FalconLinear", "Conv1D")
 
 
 def _linear_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The linear layers among a block's modules, in the order in which they stand there; routers are none."""
+    """Return the names of the linear layers among a block's modules, in order of definition, without routers."""
     return [name for name, module in modules.items() if is_linear(module) and not {*name.split(".")} & {*ROUTERS}]
 
 
-def _projections(path: str) -> tuple[tuple[str, ...], ...]:
-    """The groups of a gated feed-forward part at that path."""
+def _gated_groups(path: str) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of the gated feed-forward part at a path."""
     return (f"{path}.gate_proj", f"{path}.up_proj"), (f"{path}.down_proj",)
 
 
@@ -160,7 +176,7 @@ _LLAMA = Architecture(
     groups=(
         ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         ("self_attn.o_proj",),
-        *_projections("mlp"),
+        *_gated_groups("mlp"),
     ),
     feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", out_proj="mlp.down_proj"),
     activation="hidden_act",
@@ -171,14 +187,14 @@ _QKV = ("q", "k", "v")
 
 
 def _plain(
-    blocks: str, attention: str, fused: str, out: str, reader: str, writer: str, activation: str, heads: str | int = 1
+    blocks: str, attention: str, fused: str, out: str, up: str, down: str, activation: str, heads: str | int = 1
 ) -> Architecture:
-    """A family of GPT's form: one layer for queries, keys and values, head by head or one after the other, and a plain part."""
+    """Build a GPT-like family: one layer for queries, keys and values, fused head by head or in turn, and a plain part."""
     qkv = f"{attention}.{fused}"
     return Architecture(
         blocks=blocks,
-        groups=(tuple(f"{qkv}.{piece}" for piece in _QKV), (f"{attention}.{out}",), (reader,), (writer,)),
-        feed_forward=PlainFeedForward(up=reader, out_proj=writer),
+        groups=(tuple(f"{qkv}.{piece}" for piece in _QKV), (f"{attention}.{out}",), (up,), (down,)),
+        feed_forward=PlainFeedForward(up=up, out_proj=down),
         activation=activation,
         splits={qkv: Split(_QKV, repeated=heads)},
     )
@@ -219,10 +235,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS,  # its experts' activation, with clamped inputs, is none that is solved
+    "gpt_oss": _EXPERTS,  # the activation function of its experts, with clamped inputs, is not supported
     "llama4_text": replace(
         _LLAMA,
-        groups=(*_LLAMA.groups[:2], *_projections("feed_forward.shared_expert"), *_projections("feed_forward")),
+        groups=(*_LLAMA.groups[:2], *_gated_groups("feed_forward.shared_expert"), *_gated_groups("feed_forward")),
         feed_forward=GatedFeedForward("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
         experts="feed_forward.experts",
     ),
@@ -260,7 +276,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         feed_forward=PlainFeedForward(up="mlp.fc_in", out_proj="mlp.fc_out"),
         activation="activation_function",
     ),
-    "falcon": Architecture(  # how its three forms fuse queries, keys and values differs: that layer stays one
+    "falcon": Architecture(  # its three variants fuse queries, keys and values differently: pruned as one layer
         blocks="transformer.h",
         groups=(("self_attention.query_key_value",), ("self_attention.dense",), _WIDE[:1], _WIDE[1:]),
         feed_forward=PlainFeedForward(*_WIDE),
@@ -270,34 +286,36 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture | None:
-    """The table's line for a model's configuration, with its numbers and activation; None for a family that it lacks.
+    """Look up the architecture of a configuration, resolved with its values; None for a family that is not in the table.
 
-    For a model that sees, the line of its language tower.
+    For a multimodal model it is the architecture of the language model.
     """
-    text = config.get_text_config()
-    found = ARCHITECTURES.get(text.model_type) or ARCHITECTURES.get(config.model_type)
-    return found.resolved(text) if found else None
+    text_config = config.get_text_config()
+    architecture = ARCHITECTURES.get(text_config.model_type) or ARCHITECTURES.get(config.model_type)
+    return architecture.resolved(text_config) if architecture else None
 
 
 def discover_architecture(model: PreTrainedModel) -> Architecture:
-    """What can be told of a model of an unknown family: its blocks are the longest list of modules that all hold linear layers.
+    """Find the blocks of a model of an unknown family: the longest module list whose items all hold linear layers.
 
-    Of a model that sees, the longest within its language tower; lists within another's modules, as of experts, are none.
-    Raises UnsupportedModel where there is no such list.
+    In a multimodal model only the language model is searched. Lists nested in such a list, as of experts, do not count.
+
+    Raises:
+        UnsupportedModel: There is no such list.
     """
-    tower = model if model.config.get_text_config() is model.config else model.get_decoder()
-    inside = {id(module) for module in tower.modules()}
-    best, length, outer = "", 0, ""
+    language_model = model if model.config.get_text_config() is model.config else model.get_decoder()
+    candidates = {id(module) for module in language_model.modules()}
+    longest, length, outer = "", 0, ""
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or id(module) not in inside or (outer and name.startswith(outer)):
+        if not isinstance(module, nn.ModuleList) or id(module) not in candidates or (outer and name.startswith(outer)):
             continue
         if len(module) and all(any(is_linear(part) or experts_of(part) for part in child.modules()) for child in module):
             outer = f"{name}."
             if len(module) > length:
-                best, length = name, len(module)
-    if not best:
+                longest, length = name, len(module)
+    if not longest:
         raise UnsupportedModel(
             f"A {type(model).__name__} has no list of modules that all hold linear layers, so its blocks are not found. "
             "Describe it with --architecture file.yaml (docs/families.md)."
         )
-    return Architecture(blocks=best, groups=(), feed_forward=None, activation="", known=False)
+    return Architecture(blocks=longest, groups=(), feed_forward=None, activation="", known=False)

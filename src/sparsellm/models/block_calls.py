@@ -1,4 +1,4 @@
-"""What a block is called with besides the hidden states: recorded once, cast once, shared where calls are alike."""
+"""Arguments of a block other than the hidden states: recording, casting, comparing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """What a block is called with besides the hidden states; passed on untouched."""
+    """The arguments that a block is called with after the hidden states."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """The same value with its floating tensors in `dtype`."""
+    """Cast the floating-point tensors in a value, a container or a `Call` to `dtype`; None leaves the value as it is."""
     if dtype is None:
         return value
     if isinstance(value, Tensor):
@@ -34,7 +34,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def equal_calls(one: Any, other: Any) -> bool:
-    """Whether two calls hold equal values, so that one can stand for both: masks are large and mostly alike."""
+    """Whether two calls hold equal values, so that one copy serves both: masks are large and mostly equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
     if isinstance(one, Call) and isinstance(other, Call):

@@ -1,4 +1,4 @@
-"""A decoder block, seen by the names of its parts."""
+"""Decoder blocks: access to their linear layers by name, and their parameters in the stored dtype."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ if TYPE_CHECKING:
 
 
 TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "language_model.model.")
-"""Where the language model is in a model that sees: the path of its blocks begins anew there."""
+"""Path prefixes of the language model; in multimodal models they replace the "model." of `Architecture.blocks`."""
 
 ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
-"""The attribute of a model that holds what its user says of its form."""
+"""Attribute of a model that holds the architecture that its user describes."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder block of a model.
+    """One decoder block of a model. Layers are addressed by their name within the block.
 
-    index: from 0. name: its path in the model. module: what runs. architecture: the family's line of the table, as far as the
-    block has it. dtypes: what each parameter is stored in, which may be less than what the block is computed in. views: by
-    name, the layers that are part of a parameter.
+    Attributes:
+        index: Number of the block, from 0.
+        name: Its path in the model.
+        module: The module of the model.
+        architecture: The family's architecture, restricted to the layers of this block.
+        dtypes: Dtype in which each parameter is stored, by name; the block may compute in a wider one.
+        views: The layers that are part of a parameter, by name.
     """
 
     index: int
@@ -49,16 +53,20 @@ class Block:
 
     @property
     def layers(self) -> dict[str, Layer]:
-        """The linear layers by their name within the block, in running order."""
+        """The linear layers by name, in running order."""
         return {name: self.layer(name) for group in self.architecture.groups for name in group}
 
     @property
     def device(self) -> torch.device:
-        """Where the block computes."""
+        """The device of the block's parameters."""
         return next(self.module.parameters()).device
 
     def layer(self, name: str) -> Layer:
-        """The layer of that name within the block; raises UnsupportedModel for anything but a plain linear layer."""
+        """Return a layer by name.
+
+        Raises:
+            UnsupportedModel: There is no such module, or it is not a plain linear layer.
+        """
         if name in self.views:
             return self.views[name]
         try:
@@ -74,57 +82,56 @@ class Block:
         return layer
 
     def module_of(self, name: str) -> nn.Module:
-        """The layer or the module of that name within the block: what can be hooked."""
+        """Return the module to hook for a layer or submodule of the block."""
         return self.views[name] if name in self.views else self.module.get_submodule(name)
 
     def parameter(self, name: str) -> str:
-        """The name, within the block, of the parameter that holds a layer's weight."""
+        """Return the name, within the block, of the parameter that holds a layer's weight."""
         view = self.views.get(name)
-        if view is None:
-            return f"{name}.weight"
-        return f"{self._owner(view)}.{view.stored}"
+        return f"{name}.weight" if view is None else f"{self._owner_path(view)}.{view.stored}"
 
     def bias(self, name: str) -> str:
-        """The name, within the block, of the parameter that holds a layer's bias, if it has one."""
+        """Return the name, within the block, that the parameter of a layer's bias has if it exists."""
         view = self.views.get(name)
-        return f"{name}.bias" if view is None else f"{self._owner(view)}.{view.stored_bias}"
+        return f"{name}.bias" if view is None else f"{self._owner_path(view)}.{view.stored_bias}"
 
-    def _owner(self, view: LinearView) -> str:
-        """The path, within the block, of the module that holds a view's parameter."""
-        found: str = next(path for path, module in self.module.named_modules() if module is view.owner)
-        return found
+    def _owner_path(self, view: LinearView) -> str:
+        """Return the path, within the block, of the module that holds a view's parameter."""
+        owner_path: str = next(path for path, module in self.module.named_modules() if module is view.owner)
+        return owner_path
 
     def linear_view(self, name: str, whole: Tensor) -> Tensor:
-        """A layer's part, (out, in), of a tensor that is shaped as the parameter that holds it."""
+        """Return a layer's entries, (out, in), of a tensor shaped like the parameter that holds the layer."""
         view = self.views.get(name)
         return whole if view is None else view.slice_of(whole)
 
     def masks(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By parameter, the masks of all its layers together, from those by layer; True where a parameter has no layer."""
-        found: dict[str, Tensor] = {}
+        """Combine masks by layer, each (out, in), into masks by parameter; True where no layer of `keep` has an entry."""
+        masks: dict[str, Tensor] = {}
         parameters = dict(self.module.named_parameters())
         for name, mask in keep.items():
             parameter = self.parameter(name)
             if name not in self.views:
-                found[parameter] = mask
+                masks[parameter] = mask
                 continue
-            whole = found.setdefault(parameter, torch.ones_like(parameters[parameter], dtype=torch.bool))
-            self.views[name].assign(whole, mask)
-        return found
+            parameter_mask = masks.setdefault(parameter, torch.ones_like(parameters[parameter], dtype=torch.bool))
+            self.views[name].assign(parameter_mask, mask)
+        return masks
 
     def parameters_of(self, names: Iterable[str]) -> set[str]:
-        """The parameters that hold these layers, weights and biases, by name within the block."""
+        """Return the names, within the block, of the parameters that hold the weights and biases of layers."""
         return {parameter for name in names for parameter in (self.parameter(name), self.bias(name))}
 
     def unpruned_parameters(self) -> dict[str, nn.Parameter]:
-        """By name, the parameters that hold no layer's weight: biases, norms, routers."""
+        """Return the parameters that hold no layer's weight, by name: biases, norms, routers."""
         weights = {self.parameter(name) for name in self.layers}
         return {name: tensor for name, tensor in self.module.named_parameters() if name not in weights}
 
     def write(self, name: str, weight: Tensor) -> None:
-        """Put a weight, (out, in), into a layer, rounded to the dtype in which it will be stored.
+        """Write a weight, (out, in), into a layer, rounded to the layer's storage dtype.
 
-        Raises NonFinite, naming the layer, where that dtype cannot hold it.
+        Raises:
+            NonFinite: The weight overflows that dtype.
         """
         rounded = self.rounded_to_storage(name, weight)
         if not all_finite(rounded):
@@ -132,11 +139,11 @@ class Block:
         self.assign(name, rounded)
 
     def rounded_to_storage(self, name: str, weight: Tensor) -> Tensor:
-        """A weight in the dtype in which the layer's will be stored."""
+        """Cast a weight to the storage dtype of a layer."""
         return weight.to(self.dtypes[self.parameter(name)])
 
     def assign(self, name: str, weight: Tensor) -> None:
-        """Put a weight, (out, in), into a layer as it is."""
+        """Copy a weight, (out, in), into a layer without rounding it to the storage dtype."""
         layer = self.layer(name)
         with torch.no_grad():
             if isinstance(layer, LinearView):
@@ -145,7 +152,7 @@ class Block:
                 layer.weight.copy_(weight)
 
     def write_bias(self, name: str, bias: Tensor) -> None:
-        """Put a bias, (out,), into a layer that has one, rounded as its weight is."""
+        """Write a bias, (out,), into a layer that has one, rounded to its storage dtype."""
         layer = self.layer(name)
         rounded = bias.to(self.dtypes[self.bias(name)])
         with torch.no_grad():
@@ -156,9 +163,13 @@ class Block:
 
     @contextmanager
     def expose_layers(self, names: Iterable[str], rows: Rows | None = None) -> Iterator[None]:
-        """Within the context hooks on these layers are called: modules that hold layers as views run layer by layer.
+        """Context in which every one of these layers is called as a module, so that its hooks run.
 
-        rows: which tokens each expert is shown, if not those that are routed to it.
+        Modules with fused layers or experts run layer by layer.
+
+        Args:
+            names: The layers.
+            rows: Chooses the tokens that each expert runs on; the tokens routed to it by default.
         """
         modules = {id(self.views[name].module): self.views[name].module for name in names if name in self.views}
         with ExitStack() as stack:
@@ -172,32 +183,37 @@ class Block:
             yield
 
     def round_to_storage_dtype(self) -> None:
-        """Round every parameter to the dtype in which it will be stored, so that what travels on is what will be written."""
+        """Round every parameter to its storage dtype, so that the block computes with the values that are saved."""
         with torch.no_grad():
             for name, tensor in self.module.named_parameters():
                 tensor.copy_(tensor.to(self.dtypes[name]))
 
     def copy(self) -> Block:
-        """The block as it stands, with weights of its own."""
+        """Copy the block, its weights included."""
+        # deepcopy refuses tensors with a gradient history, which a pass may leave in attributes of a module.
         states = (value for module in self.module.modules() for value in vars(module).values() if isinstance(value, Tensor))
         memo: dict[int, Any] = {id(state): state.detach().clone() for state in states if not state.is_leaf}
-        module = copy.deepcopy(self.module, memo)  # which refuses what a pass with gradients left in a module
+        module = copy.deepcopy(self.module, memo)
         return replace(self, module=module, views=_views(module, self.architecture))
 
     def full_name(self, name: str) -> str:
-        """The layer's path in the model."""
+        """Return a layer's path in the model."""
         return f"{self.name}.{name}"
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
-        """The block's output for hidden states of (batch, seq, model)."""
+        """Run the block on hidden states of (batch, seq, model)."""
         output: Tensor | Sequence[Tensor] = self.module(hidden, *call.arguments, **call.keywords)
         return output if isinstance(output, Tensor) else output[0]
 
 
 def blocks_of(model: PreTrainedModel) -> list[Block]:
-    """All decoder blocks of a model, in order; of a model that sees, its language tower's.
+    """Return the decoder blocks of a model, in order; of a multimodal model, those of its language model.
 
-    Their form is what the user says (`describe`), or the table, or what can be found. Raises UnsupportedModel where none is.
+    The architecture is the user's (`describe`), else the family's in the table, else a discovered one.
+
+    Raises:
+        UnsupportedModel: No blocks are found, they do not have the described layers, or two of them share weights.
+        InvalidSetting: The user's architecture names layers that no block has.
     """
     architecture = getattr(model, ARCHITECTURE_ATTRIBUTE, None) or architecture_of(model.config) or discover_architecture(model)
     paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
@@ -208,12 +224,12 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
     blocks: list[Block] = []
     for index, module in enumerate(modules[path].children()):
         dtypes = {name: tensor.dtype for name, tensor in module.named_parameters()}
-        own = architecture.of(module)
+        block_architecture = architecture.of(module)
         try:
-            views = _views(module, own)
+            views = _views(module, block_architecture)
         except (AttributeError, ValueError) as error:
             raise UnsupportedModel(f"{path}.{index} is not of the form that is described: {error}.") from None
-        blocks.append(Block(index, f"{path}.{index}", module, own, dtypes, views))
+        blocks.append(Block(index, f"{path}.{index}", module, block_architecture, dtypes, views))
     if hasattr(model, ARCHITECTURE_ATTRIBUTE):
         _check_described(architecture, blocks)
     _check_unshared(blocks)
@@ -221,65 +237,65 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
 
 
 def _check_unshared(blocks: Sequence[Block]) -> None:
-    """Raise UnsupportedModel where two blocks hold one layer: pruned in the one, it would not be dense in the other."""
-    holders: dict[int, str] = {}
+    """Raise UnsupportedModel where two blocks share a layer: pruning the first block would change the second."""
+    owners: dict[int, str] = {}
     for block in blocks:
         parameters = {name: id(tensor) for name, tensor in block.module.named_parameters()}
-        for held in {block.parameter(name) for name in block.layers if block.parameter(name) in parameters}:
-            first = holders.setdefault(parameters[held], block.name)
-            if first != block.name:
+        for parameter in {block.parameter(name) for name in block.layers if block.parameter(name) in parameters}:
+            owner = owners.setdefault(parameters[parameter], block.name)
+            if owner != block.name:
                 raise UnsupportedModel(
-                    f"{first} and {block.name} share {held}. Models whose blocks share weights cannot be pruned."
+                    f"{owner} and {block.name} share {parameter}. Models whose blocks share weights cannot be pruned."
                 )
 
 
 def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> None:
-    """Raise InvalidSetting where a user names what no block has: a slip of the pen would leave it dense without a word."""
-    there = {name for block in blocks for group in block.architecture.groups for name in group}
+    """Raise InvalidSetting where a user names a layer that no block has: a typing error would silently leave it dense."""
+    layers = {name for block in blocks for group in block.architecture.groups for name in group}
     modules = {name for block in blocks for name, _ in block.module.named_modules() if name}
     for name in (name for group in architecture.groups for name in group):
-        if name not in there or not any(_has(block, name) for block in blocks):
+        if name not in layers or not any(_has_layer(block, name) for block in blocks):
             raise InvalidSetting(f"The architecture names {name!r}, which no block has. {nearest(name, modules)}")
     if architecture.experts and not any(block.architecture.experts for block in blocks):
         raise InvalidSetting(f"The architecture's experts, {architecture.experts!r}, are in no block.")
     if architecture.activation not in ("none", "relu", *ACTIVATION_FUNCTIONS):
         raise InvalidSetting(
             f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
-            f"solved: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward` and `activation` out to prune its layers "
-            "one by one."
+            f"supported: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward` and `activation` out to prune its "
+            "layers one by one."
         )
 
 
-def _has(block: Block, name: str) -> bool:
-    """Whether a block has a layer of that name."""
+def _has_layer(block: Block, name: str) -> bool:
+    """Whether a block has a view or a module of that name."""
     return name in block.views or any(path == name for path, _ in block.module.named_modules())
 
 
 def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:
-    """The model, with what its user says of its form; unchanged where nothing is said."""
+    """Attach a user's architecture, resolved with the model's configuration, to the model; None changes nothing."""
     if architecture is not None:
         setattr(model, ARCHITECTURE_ATTRIBUTE, architecture.resolved(model.config.get_text_config()))
     return model
 
 
 def _views(module: nn.Module, architecture: Architecture) -> dict[str, LinearView]:
-    """By name, the layers of a block that are part of a parameter."""
-    found: dict[str, LinearView] = {}
-    for whole, split in architecture.splits.items():
-        if not any(name.startswith(f"{whole}.") for group in architecture.groups for name in group):
+    """Return, by name, the layers of a block that are part of a parameter: fused, transposed, or of an expert."""
+    views: dict[str, LinearView] = {}
+    for fused, split in architecture.splits.items():
+        if not any(name.startswith(f"{fused}.") for group in architecture.groups for name in group):
             continue
-        owner = module.get_submodule(whole)
+        owner = module.get_submodule(fused)
         transposed = type(owner).__name__ == "Conv1D"
         total = owner.get_parameter("weight").shape[1 if transposed else 0]
         shares = [int(share) for share in split.shares]
         for piece, rows in zip(split.pieces, piece_rows(total, shares, int(split.repeated)), strict=True):
-            found[f"{whole}.{piece}"] = LinearView(owner, rows=rows, transposed=transposed)
-    for name in (name for group in architecture.groups for name in group if name not in found):
+            views[f"{fused}.{piece}"] = LinearView(owner, rows=rows, transposed=transposed)
+    for name in (name for group in architecture.groups for name in group if name not in views):
         if not (architecture.experts and name.startswith(f"{architecture.experts}.")):
             layer = module.get_submodule(name)
             if type(layer).__name__ == "Conv1D" and not isinstance(layer, nn.Conv1d):
-                found[name] = LinearView(layer, transposed=True)
+                views[name] = LinearView(layer, transposed=True)
     experts = experts_of(module.get_submodule(architecture.experts)) if architecture.experts else None
     if experts:
-        found |= experts.views(architecture.experts)
-    return found
+        views |= experts.views(architecture.experts)
+    return views

@@ -1,4 +1,4 @@
-"""How much of the weights of a model's blocks lies in layers that can be pruned."""
+"""Coverage: the fraction of the matrix weights in a model's blocks that is in layers that can be pruned."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_COVERAGE = 0.95
-"""The smallest share of the matrix weights in layers that can be pruned, for a model whose layers its user does not name."""
+"""Minimum share of prunable matrix weights, for models without an architecture from the user."""
 
 SENSES = ("vision_config", "audio_config", "speech_config")
-"""What configurations call those of the parts that read images or sound."""
+"""Configuration keys of the image and audio towers of a multimodal model."""
 
 TABLES = ("A_log",)
-"""What parameters are called that hold a number for each channel and state and multiply elementwise: a state-space model's
-decay rates. They are no matrices."""
+"""Names of two-dimensional parameters that multiply elementwise, such as the decay rates of a state-space model. They are not
+counted as matrices."""
 
 SHOWN = 3
-"""How many parameters that no layer covers are named in a sentence."""
+"""Maximum number of uncovered parameters in a message."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The matrix weights of a model's blocks, counted: entries of all matrices but routers, convolutions, embeddings
-    and the tables of state-space models.
+    """Numbers of matrix weights in a model's blocks, without routers, convolutions, embeddings and `TABLES`.
 
-    total: all of them. prunable: those in layers that can be pruned. pruned: those in layers that a run prunes. left: entries
-    that are in no layer, by the parameter's full name, the most first.
+    Attributes:
+        total: All matrix weights.
+        prunable: Those in layers that can be pruned.
+        pruned: Those in layers that a run prunes.
+        unpruned: Those in no layer, by full parameter name, in decreasing order.
     """
 
     total: int
@@ -47,38 +49,38 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The share of the matrix weights in layers that can be pruned."""
+        """The prunable share of the matrix weights."""
         return self.prunable / self.total if self.total else 0.0
 
     @property
     def pruned_share(self) -> float:
-        """The share of the matrix weights in layers that the run prunes."""
+        """The share of the matrix weights in layers that a run prunes."""
         return self.pruned / self.total if self.total else 0.0
 
     @property
     def uncovered(self) -> str:
-        """The largest parameters that no layer covers, in words; those that differ only in numbers count as one."""
-        kinds: Counter[str] = Counter()
-        for name, entries in self.unpruned.items():
-            kinds[".".join("*" if part.isdigit() else part for part in name.split("."))] += entries
-        message = [f"{name} ({entries:,} weights)" for name, entries in kinds.most_common(SHOWN)]
-        return ", ".join(message) + (f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else "")
+        """The largest parameters that no layer covers, as text; names that differ only in numbers are merged."""
+        sizes: Counter[str] = Counter()
+        for name, size in self.unpruned.items():
+            sizes[".".join("*" if part.isdigit() else part for part in name.split("."))] += size
+        largest = [f"{name} ({size:,} weights)" for name, size in sizes.most_common(SHOWN)]
+        return ", ".join(largest) + (f" and {len(sizes) - SHOWN} more" if len(sizes) > SHOWN else "")
 
     def describe(self) -> str:
-        """What a model that is pruned in part is told with; empty where the run prunes every matrix weight."""
+        """Message about the matrix weights that a run leaves dense; empty where it prunes all of them."""
         if self.pruned == self.total:
             return ""
         message = f"The pruned layers hold {100 * self.pruned_share:.2f} % of the matrix weights in the blocks."
         return f"{message} No layer covers {self.uncovered}." if self.unpruned else message
 
     def of_plan(self, blocks: Sequence[Block], plan: Collection[str]) -> Coverage:
-        """With what a plan prunes; plan: the full names of its layers."""
-        planned = (layer for block in blocks for name, layer in block.layers.items() if block.full_name(name) in plan)
-        entries = sum(layer.in_features * layer.out_features for layer in planned)
-        return replace(self, pruned=min(entries, self.prunable))
+        """Return the coverage of a plan, given by the full names of its layers."""
+        layers = (layer for block in blocks for name, layer in block.layers.items() if block.full_name(name) in plan)
+        size = sum(layer.in_features * layer.out_features for layer in layers)
+        return replace(self, pruned=min(size, self.prunable))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """Return the coverage as JSON-serialisable data."""
         return {
             "matrix_weights": self.total,
             "prunable": self.prunable,
@@ -89,35 +91,35 @@ class Coverage:
 
 
 def coverage_of(model: PreTrainedModel, blocks: Sequence[Block]) -> Coverage:
-    """What of a model's blocks can be pruned; a run that leaves out no layer prunes all of it.
+    """Return the coverage of a run that prunes every layer.
 
-    Counts every list of modules of the language model, also one that is not among `blocks`. A parameter that several blocks
-    share counts once.
+    Counts every module list of the language model, whether or not it is among `blocks`. A parameter that several blocks share
+    counts once.
 
     Args:
-        model: The model, with weights or without.
+        model: The model; its weights may be on the meta device.
         blocks: Its decoder blocks, from `blocks_of`.
     """
-    counted: dict[int, tuple[str, int]] = {}
-    for path, module in (*((block.name, block.module) for block in blocks), *_lists(model)):
+    matrices: dict[int, tuple[str, int]] = {}  # full name and size by the identity of the parameter
+    for path, module in (*((block.name, block.module) for block in blocks), *_module_lists(model)):
         for name, tensor in _matrices(path, module):
-            counted.setdefault(id(tensor), (name, tensor.numel()))
-    held: Counter[int] = Counter()
+            matrices.setdefault(id(tensor), (name, tensor.numel()))
+    covered: Counter[int] = Counter()
     for block in blocks:
-        seen: Counter[int] = Counter()
+        in_block: Counter[int] = Counter()
         for name, layer in block.layers.items():
             view = block.views.get(name)
             parameter = layer.weight if view is None else getattr(view.owner, view.stored)
-            seen[id(parameter)] += layer.in_features * layer.out_features
-        held |= seen
-    left = {name: size - held[key] for key, (name, size) in counted.items() if held[key] < size}
-    prunable = sum(min(held[key], size) for key, (_, size) in counted.items())
-    total = sum(size for _, size in counted.values())
-    return Coverage(total, prunable, prunable, dict(sorted(left.items(), key=lambda item: -item[1])))
+            in_block[id(parameter)] += layer.in_features * layer.out_features
+        covered |= in_block
+    unpruned = {name: size - covered[key] for key, (name, size) in matrices.items() if covered[key] < size}
+    prunable = sum(min(covered[key], size) for key, (_, size) in matrices.items())
+    total = sum(size for _, size in matrices.values())
+    return Coverage(total, prunable, prunable, dict(sorted(unpruned.items(), key=lambda item: -item[1])))
 
 
 def check_coverage(model: PreTrainedModel, found: Coverage) -> None:
-    """Raise UnsupportedModel where too little can be pruned of a model whose layers its user does not name."""
+    """Raise UnsupportedModel for coverage below `MIN_COVERAGE`, unless the user describes the architecture."""
     if hasattr(model, ARCHITECTURE_ATTRIBUTE) or found.share >= MIN_COVERAGE:
         return
     raise UnsupportedModel(
@@ -126,24 +128,25 @@ def check_coverage(model: PreTrainedModel, found: Coverage) -> None:
     )
 
 
-def _lists(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """By path, the lists of blocks of the language model, without those that read images or sound."""
+def _module_lists(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Return the module lists of the language model with their paths, without those of image and audio towers."""
     config = model.config
-    tower = model if config.get_text_config() is config else model.get_decoder()
-    senses = tuple(type(value) for name, value in vars(config).items() if name in SENSES and value is not None)
-    apart = [module for module in tower.modules() if isinstance(getattr(module, "config", None), senses)]
-    inside = {id(module) for module in tower.modules()} - {id(part) for module in apart for part in module.modules()}
+    language_model = model if config.get_text_config() is config else model.get_decoder()
+    config_classes = tuple(type(value) for name, value in vars(config).items() if name in SENSES and value is not None)
+    modules = list(language_model.modules())
+    towers = [module for module in modules if isinstance(getattr(module, "config", None), config_classes)]
+    included = {id(module) for module in modules} - {id(part) for tower in towers for part in tower.modules()}
     lists = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    return [(path, some) for path, some in lists if id(some) in inside and not any(map(is_linear, some))]
+    return [(path, items) for path, items in lists if id(items) in included and not any(map(is_linear, items))]
 
 
 def _matrices(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters of a module that count, by full name."""
-    found: list[tuple[str, Tensor]] = []
-    for inner, owner in module.named_modules():
-        if isinstance(owner, (nn.Embedding, _ConvNd)) or any(part in ROUTERS for part in inner.split(".")):
+    """Return the matrices of a module that count, with their full names; `path` is the module's path in the model."""
+    matrices: list[tuple[str, Tensor]] = []
+    for owner_path, owner in module.named_modules():
+        if isinstance(owner, (nn.Embedding, _ConvNd)) or any(part in ROUTERS for part in owner_path.split(".")):
             continue
         for name, tensor in owner.named_parameters(recurse=False):
             if "bias" not in name and name not in TABLES and sum(size > 1 for size in tensor.shape) > 1:
-                found.append((".".join(part for part in (path, inner, name) if part), tensor))
-    return found
+                matrices.append((".".join(part for part in (path, owner_path, name) if part), tensor))
+    return matrices

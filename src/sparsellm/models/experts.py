@@ -1,4 +1,4 @@
-"""Experts held as parameters: how a module holds them, each matrix as a layer, and their forward layer by layer."""
+"""Experts stored as parameters: each matrix as a `LinearView`, and a forward function that runs layer by layer."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from torch import Tensor, nn
 from sparsellm.models.linear_views import LinearView
 
 Rows = Callable[[Tensor], Sequence[Tensor]]
-"""From which tokens are routed to each expert, (tokens, experts), to the numbers of the tokens that each expert is shown."""
+"""Chooses the tokens that each expert runs on: from the routing mask, (tokens, experts), to token indices for each expert."""
 
 GATED = ("gate_proj", "up_proj", "down_proj")
-"""What the layers of a gated expert are called here: its readers, and its writer."""
+"""Names of the layers of a gated expert: input projections, output projection."""
 
 PLAIN = ("up_proj", "down_proj")
-"""What the layers of an expert without a gate are called."""
+"""Names of the layers of an expert without a gate."""
 
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """Where the matrices of one layer of all experts are. owner: the module that holds the parameter.
+    """The parameter with the matrices of one layer of all experts.
 
-    parameter, bias: their names; no bias where it is empty or the owner has none. rows: which of the outputs are this layer's;
-    None for all. transposed: whether a matrix is (in, out).
+    Attributes:
+        owner: The module that holds the parameter.
+        parameter: Its name in the owner.
+        bias: Name of the bias; empty, or not in the owner, for none.
+        rows: The layer's outputs among those of the parameter; None for all.
+        transposed: Whether a matrix is (in, out).
     """
 
     owner: nn.Module
@@ -39,12 +43,16 @@ class ExpertParameter:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds experts, and how it runs them.
+    """A module that holds experts as parameters.
 
-    module: what is called. count: how many experts. layers: by name, the readers and then the writer. activate: from what the
-    readers write to what the writer reads. known: whether that is the activation of the configuration, times the other reader
-    where there are two. repeated: whether the module is called with all tokens once for each expert, scaled by the router, in
-    place of tokens, the experts of each, and their weights.
+    Attributes:
+        module: The module whose forward function runs the experts.
+        count: Number of experts.
+        layers: Parameters by layer name: the input projections, then the output projection.
+        activate: Maps the outputs of the input projections to the input of the output projection.
+        known: Whether `activate` is that of a plain or gated feed-forward part.
+        repeated: Whether the module is called with (experts * tokens, model) inputs that the router has scaled, instead of
+            tokens, their experts and the routing weights.
     """
 
     module: nn.Module
@@ -56,76 +64,76 @@ class Experts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the layers of an expert are called: its readers, and its writer."""
+        """Names of the layers of an expert: input projections, output projection."""
         return tuple(self.layers)
 
     def views(self, path: str) -> dict[str, LinearView]:
-        """By name, the layers of each expert, the module being at that path."""
-        found: dict[str, LinearView] = {}
-        for number in range(self.count):
-            for name, at in self.layers.items():
-                place = LinearView(at.owner, at.parameter, at.bias, at.rows, at.transposed, number, self.count, self.module)
-                found[f"{path}.{number}.{name}"] = place
-        return found
+        """Return the layers of every expert, by name within the block; `path` is the module's path there."""
+        views: dict[str, LinearView] = {}
+        for expert in range(self.count):
+            for name, layer in self.layers.items():
+                views[f"{path}.{expert}.{name}"] = LinearView(
+                    layer.owner, layer.parameter, layer.bias, layer.rows, layer.transposed, expert, self.count, self.module
+                )
+        return views
 
 
 def experts_of(module: nn.Module) -> Experts | None:
-    """The experts that a module holds as parameters; None where it holds none, or in a form that is not known."""
-    found = _fused(module) or _plain(module) or _stacked(module)
-    if found is None:
+    """Return the experts that a module holds as parameters; None for no experts, or an unsupported form."""
+    experts = _fused(module) or _plain(module) or _stacked(module)
+    if experts is None:
         return None
-    arguments = len(inspect.signature(type(module).forward).parameters) - 1  # the first is the module
+    arguments = len(inspect.signature(type(module).forward).parameters) - 1  # without self
     if arguments == 1:
-        return replace(found, repeated=True)
-    return found if arguments == 3 else None  # tokens, the experts of each, their weights
+        return replace(experts, repeated=True)
+    return experts if arguments == 3 else None  # tokens, their experts, the routing weights
 
 
 def _fused(module: nn.Module) -> Experts | None:
-    """Gate and up in one three-dimensional parameter, one above the other or in turns."""
-    fused, down = _tensors(module, "gate_up_proj", "down_proj")
+    """Experts with gate and up projections in one three-dimensional parameter, concatenated or interleaved."""
+    fused, down = _expert_tensors(module, "gate_up_proj", "down_proj")
     if fused is None or down is None or len(fused) != len(down):
         return None
     transposed = fused.shape[1] == down.shape[2]
-    wide, hidden = fused.shape[2 if transposed else 1], down.shape[1 if transposed else 2]
-    if wide != 2 * hidden or fused.shape[1 if transposed else 2] != down.shape[2 if transposed else 1]:
+    outputs, hidden = fused.shape[2 if transposed else 1], down.shape[1 if transposed else 2]
+    if outputs != 2 * hidden or fused.shape[1 if transposed else 2] != down.shape[2 if transposed else 1]:
         return None
-    together = bool(getattr(module, "is_concatenated", True))
-    gate, up = (slice(0, hidden), slice(hidden, wide)) if together else (slice(0, None, 2), slice(1, None, 2))
-    reader = "gate_up_proj", "gate_up_proj_bias"
+    concatenated = bool(getattr(module, "is_concatenated", True))
+    gate, up = (slice(0, hidden), slice(hidden, outputs)) if concatenated else (slice(0, None, 2), slice(1, None, 2))
     layers = {
-        "gate_proj": ExpertParameter(module, *reader, gate, transposed),
-        "up_proj": ExpertParameter(module, *reader, up, transposed),
+        "gate_proj": ExpertParameter(module, "gate_up_proj", "gate_up_proj_bias", gate, transposed),
+        "up_proj": ExpertParameter(module, "gate_up_proj", "gate_up_proj_bias", up, transposed),
         "down_proj": ExpertParameter(module, "down_proj", "down_proj_bias", None, transposed),
     }
-    own = getattr(module, "_apply_gate", None)
-    if own is None or own.__name__ == "_default_apply_gate":
+    apply_gate = getattr(module, "_apply_gate", None)
+    if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
         return _gated(module, len(down), layers, getattr(module, "act_fn", None))
 
     def activate(gate: Tensor, up: Tensor) -> Tensor:
-        pair = torch.cat((gate, up), -1) if together else torch.stack((gate, up), -1).flatten(-2)
-        written: Tensor = own(pair)
-        return written
+        gate_up = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
+        activated: Tensor = apply_gate(gate_up)
+        return activated
 
     return Experts(module, len(down), layers, activate, known=False)
 
 
 def _stacked(module: nn.Module) -> Experts | None:
-    """As in DBRX: the matrices of all experts one above the other, in two-dimensional parameters of a child."""
-    held = getattr(module, "mlp", None)
-    if not isinstance(held, nn.Module) or type(module).__name__ != "DbrxExperts":
+    """Experts of DBRX: the matrices of all experts stacked in two-dimensional parameters of a child module."""
+    child = getattr(module, "mlp", None)
+    if not isinstance(child, nn.Module) or type(module).__name__ != "DbrxExperts":
         return None
     layers = {
-        "gate_proj": ExpertParameter(held, "w1"),
-        "up_proj": ExpertParameter(held, "v1"),
-        "down_proj": ExpertParameter(held, "w2", transposed=True),
+        "gate_proj": ExpertParameter(child, "w1"),
+        "up_proj": ExpertParameter(child, "v1"),
+        "down_proj": ExpertParameter(child, "w2", transposed=True),
     }
     count: Any = module.num_experts
-    return _gated(module, count, layers, getattr(held, "activation_fn", None))
+    return _gated(module, count, layers, getattr(child, "activation_fn", None))
 
 
 def _plain(module: nn.Module) -> Experts | None:
-    """A reader and a writer, each a three-dimensional parameter."""
-    up, down = _tensors(module, "up_proj", "down_proj")
+    """Experts without a gate, with one three-dimensional parameter for each of their two layers."""
+    up, down = _expert_tensors(module, "up_proj", "down_proj")
     if up is None or down is None or hasattr(module, "gate_proj") or up.shape != down.transpose(1, 2).shape:
         return None
     transposed, activation = bool(getattr(module, "is_transposed", False)), getattr(module, "act_fn", None)
@@ -136,70 +144,78 @@ def _plain(module: nn.Module) -> Experts | None:
 def _gated(
     module: nn.Module, count: int, layers: dict[str, ExpertParameter], activation: Callable[[Tensor], Tensor] | None
 ) -> Experts | None:
-    """Experts whose writer reads the gate's activation times what the other reader writes."""
+    """Experts whose output projection reads activation(gate) * up; None without an activation function."""
     if activation is None:
         return None
     return Experts(module, count, layers, lambda gate, up: activation(gate) * up, known=True)
 
 
-def _tensors(module: nn.Module, *names: str) -> tuple[nn.Parameter | None, ...]:
-    """The module's own parameters of these names; None for one that is not three-dimensional."""
-    own = (getattr(module, name, None) for name in names)
-    return tuple(one if isinstance(one, nn.Parameter) and one.ndim == 3 else None for one in own)
+def _expert_tensors(module: nn.Module, *names: str) -> tuple[nn.Parameter | None, ...]:
+    """Return the module's three-dimensional parameters of these names; None for each that is missing."""
+    values = (getattr(module, name, None) for name in names)
+    return tuple(value if isinstance(value, nn.Parameter) and value.ndim == 3 else None for value in values)
 
 
-def expert_members(experts: Experts, *given: Tensor) -> Tensor:
-    """Which tokens are routed to each expert, (tokens, experts). given: what the module is called with."""
+def expert_members(experts: Experts, *inputs: Tensor) -> Tensor:
+    """Return the routing mask, (tokens, experts), True where a token is routed to an expert.
+
+    Args:
+        experts: The experts.
+        inputs: The arguments of their module's forward function.
+    """
     if experts.repeated:
-        return (_of_each(experts, given[0]) != 0).any(-1).T
-    numbers = torch.arange(experts.count, device=given[1].device)
-    return (given[1].flatten(0, -2).unsqueeze(-1) == numbers).any(1)
+        return (_inputs_by_expert(experts, inputs[0]) != 0).any(-1).T
+    numbers = torch.arange(experts.count, device=inputs[1].device)
+    return (inputs[1].flatten(0, -2).unsqueeze(-1) == numbers).any(1)
 
 
 def routed_tokens(member: Tensor) -> list[Tensor]:
-    """The numbers of the tokens that go to each expert. member: (tokens, experts)."""
+    """Return the indices of the tokens that are routed to each expert, from the routing mask, (tokens, experts)."""
     return [torch.where(column)[0] for column in member.T]
 
 
 def forward_by_expert(experts: Experts, views: Sequence[LinearView], rows: Rows | None = None) -> Callable[..., Tensor]:
-    """The experts' forward, expert by expert, layer by layer; every expert's layers are called, if only with no tokens.
+    """Return a forward function that calls every layer of every expert, also of experts without tokens.
 
-    views: the layers of each expert in turn. rows: which tokens each is shown, instead of those that are routed to it: a token
-    that is not routed to an expert adds nothing to the output.
+    Args:
+        experts: The experts.
+        views: Their layers, expert by expert.
+        rows: Chooses the tokens that each expert runs on; the tokens routed to it by default. Tokens that are not routed to an
+            expert do not change the output.
     """
     size = len(experts.names)
-    after: nn.Module | None = getattr(experts.module, "post_expert_norm", None)
+    post_norm: nn.Module | None = getattr(experts.module, "post_expert_norm", None)
 
-    def run(number: int, x: Tensor) -> Tensor:
-        *readers, writer = views[size * number : size * (number + 1)]
-        written: Tensor = writer(experts.activate(*(reader(x) for reader in readers)))
-        return after(written) if after is not None else written
+    def run_expert(number: int, x: Tensor) -> Tensor:
+        *in_proj, out_proj = views[size * number : size * (number + 1)]
+        output: Tensor = out_proj(experts.activate(*(layer(x) for layer in in_proj)))
+        return post_norm(output) if post_norm is not None else output
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         member = expert_members(experts, hidden_states, top_k_index)
         tokens = hidden_states.flatten(0, -2)
-        chosen, weights = top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2)
+        routed, weights = top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2)
         out = torch.zeros_like(tokens)
-        for number, local in enumerate(rows(member) if rows else routed_tokens(member)):
-            written = run(number, tokens[local])
-            share = (weights[local] * (chosen[local] == number)).sum(-1, keepdim=True)
-            out = out.index_add(0, local, (written * share).to(out.dtype))
+        for number, indices in enumerate(rows(member) if rows else routed_tokens(member)):
+            output = run_expert(number, tokens[indices])
+            weight = (weights[indices] * (routed[indices] == number)).sum(-1, keepdim=True)
+            out = out.index_add(0, indices, (output * weight).to(out.dtype))
         return out.view_as(hidden_states)
 
     def forward_repeated(hidden_states: Tensor) -> Tensor:
-        scaled, member = _of_each(experts, hidden_states), expert_members(experts, hidden_states)
-        # A token that is routed elsewhere is shown as its own experts read it: scaled for this one it is zero.
-        elsewhere = scaled.sum(0) / member.sum(1, keepdim=True).clamp(min=1)
+        scaled, member = _inputs_by_expert(experts, hidden_states), expert_members(experts, hidden_states)
+        # The inputs of tokens routed to other experts are scaled to zero here: use the mean input of their own experts.
+        unrouted = scaled.sum(0) / member.sum(1, keepdim=True).clamp(min=1)
         out = []
-        for number, local in enumerate(rows(member) if rows else routed_tokens(member)):
-            own = member[local, number].unsqueeze(1)
-            written = run(number, torch.where(own, scaled[number, local], elsewhere[local]))
-            out.append(torch.zeros_like(elsewhere).index_add(0, local, written * own))
+        for number, indices in enumerate(rows(member) if rows else routed_tokens(member)):
+            is_routed = member[indices, number].unsqueeze(1)
+            output = run_expert(number, torch.where(is_routed, scaled[number, indices], unrouted[indices]))
+            out.append(torch.zeros_like(unrouted).index_add(0, indices, output * is_routed))
         return torch.cat(out)
 
     return forward_repeated if experts.repeated else forward
 
 
-def _of_each(experts: Experts, repeated: Tensor) -> Tensor:
-    """(experts, tokens, model): what each expert of a module that is called with repeated tokens reads."""
+def _inputs_by_expert(experts: Experts, repeated: Tensor) -> Tensor:
+    """Reshape repeated inputs, (experts * tokens, model), to (experts, tokens, model)."""
     return repeated.view(experts.count, -1, repeated.shape[-1])

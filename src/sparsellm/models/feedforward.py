@@ -1,8 +1,9 @@
-r"""The feed-forward part of a block as SparseLLM sees it: two or three linear layers around an activation, and the closed-form
-updates of the auxiliary signals between them.
+r"""Plain and gated feed-forward parts, and SparseLLM's closed-form updates of their auxiliary signals.
 
-The signals minimise, one at a time, with the weights held (paper eqs. 5 and 6; $z$, $s$ are the readers' outputs, $p$ the
-writer's inputs, biases included in $W x$):
+A feed-forward part is one or two input projections, an activation function $\varphi$ and an output projection. The auxiliary
+signals are the outputs $z$ (and $s$, of the gate) of the input projections and the input $p$ of the output projection. Each
+update minimises the objective over one signal, with all others and the weights fixed (paper eqs. 5 and 6; $W x$ includes the
+bias, $y$ is the target output):
 
 $$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + \alpha \lVert z - W_{in} x \rVert^2
   \qquad \text{plain}$$
@@ -10,7 +11,7 @@ $$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + 
 $$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \varphi(s) \odot z \rVert^2
   + \alpha \lVert z - W_{up} x \rVert^2 + \alpha \lVert s - W_{gate} x \rVert^2 \qquad \text{gated}$$
 
-with $\varphi$ the ReLU (plain only), SiLU or a GELU. Every update divides by alpha and works with the one ratio beta / alpha.
+with $\varphi$ the ReLU (plain only), SiLU or a GELU. The minimisers depend on alpha and beta only through r = beta / alpha.
 """
 
 from __future__ import annotations
@@ -28,43 +29,50 @@ from sparsellm.models.gate_update import solve_gate
 from sparsellm.solvers.linalg import cholesky
 
 Hidden = tuple[Tensor, ...]
-"""The readers' outputs, each (tokens, hidden): (z,) for a plain feed-forward, (s, z) for a gated one."""
+"""Outputs of the input projections, each (tokens, hidden): (z,) for a plain feed-forward part, (s, z) for a gated one."""
 
 
 class FeedForward(Protocol):
-    """What SparseLLM needs to know of a feed-forward part."""
+    """Interface of a feed-forward part. Layers are given by their names within the block."""
 
     @property
     def in_proj(self) -> tuple[str, ...]:
-        """The layers that read the block's stream, by name within the block, in the order of `activate`'s arguments."""
+        """The input projections, in the order of the arguments of `activate`."""
         ...
 
     @property
     def out_proj(self) -> str:
-        """The layer that writes the part's output, by name within the block."""
+        """The output projection."""
         ...
 
     def activate(self, *hidden: Tensor) -> Tensor:
-        """What the writer reads, (tokens, hidden), from the readers' outputs."""
+        """Compute the input of the output projection, (tokens, hidden), from the outputs of the input projections."""
         ...
 
     def slopes(self, *hidden: Tensor) -> Hidden:
-        """The derivatives of `activate` by each of its arguments, entry by entry; each (tokens, hidden)."""
+        """Compute the elementwise derivatives of `activate` by its arguments, each (tokens, hidden)."""
         ...
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        """New readers' signals: each the minimiser of the objective with all else held, one after the other.
+        """Update the signals of the input projections in turn: each minimises the objective with all others fixed.
 
-        hidden: the present signals. outputs: W x + bias of the pruned readers. activated: p. ratio: beta / alpha.
+        Args:
+            hidden: The current signals.
+            outputs: Outputs W x + bias of the pruned input projections.
+            activated: The signal p, (tokens, hidden).
+            ratio: beta / alpha.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PlainFeedForward:
-    """writer(φ(reader(x))): with a ReLU as in OPT, with a GELU as in GPT-2.
+    """out_proj(φ(up(x))), as in OPT (ReLU) and GPT-2 (GELU).
 
-    activation: φ, by its name in a configuration; "relu" or one of `CURVES`.
+    Attributes:
+        up: The input projection.
+        out_proj: The output projection.
+        activation: φ: "relu" or a name in `ACTIVATION_FUNCTIONS`.
     """
 
     up: str
@@ -84,25 +92,29 @@ class PlainFeedForward:
         return ((hidden[0] > 0).to(hidden[0].dtype),)
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""For a ReLU the better of the two branches, entry by entry (paper eq. 12); else the gate's minimiser with z = 1.
+        r"""For ReLU, the better branch for every entry (paper eq. 12); otherwise the gate's minimiser with z = 1.
 
-        $z = \max((m + r p) / (1 + r), 0)$ where the ReLU passes, $z = \min(m, 0)$ where it does not. Both costs compared, it
-        should pass where $m \ge 0$, and where $m + (\sqrt{1 + r} - 1)\, p \ge 0$: one look at each signal decides.
+        With m the pruned output, $z = \max((m + r p) / (1 + r), 0)$ on the positive branch and $z = \min(m, 0)$ on the other.
+        The positive branch costs less where $m + (\sqrt{1 + r} - 1)\, \max(p, 0) \ge 0$.
         """
-        (reached,) = outputs
+        (output,) = outputs
         if self.activation != "relu":
             curve = ACTIVATION_FUNCTIONS[self.activation]
-            return (solve_gate(reached, torch.ones_like(reached), activated, ratio, present=hidden[0], curve=curve),)
-        passes = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(reached) >= 0
-        passing = torch.lerp(reached, activated, ratio / (1 + ratio)).clamp_(min=0)
-        return (torch.where(passes, passing, reached),)
+            return (solve_gate(output, torch.ones_like(output), activated, ratio, present=hidden[0], curve=curve),)
+        is_positive = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(output) >= 0
+        positive = torch.lerp(output, activated, ratio / (1 + ratio)).clamp_(min=0)
+        return (torch.where(is_positive, positive, output),)
 
 
 @dataclass(frozen=True)
 class GatedFeedForward:
-    """writer(φ(gate(x)) * up(x)): with SiLU as in Llama, with a GELU as in Gemma.
+    """out_proj(φ(gate(x)) * up(x)), as in Llama (SiLU) and Gemma (GELU). Its signals are (s, z), of the gate and of `up`.
 
-    The signals are (s, z): the gate's output and the up projection's. activation: φ, one of `CURVES` by its name.
+    Attributes:
+        gate: The input projection inside the activation function.
+        up: The other input projection.
+        out_proj: The output projection.
+        activation: φ, a name in `ACTIVATION_FUNCTIONS`.
     """
 
     gate: str
@@ -123,33 +135,40 @@ class GatedFeedForward:
         return slope * up, value
 
     def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""First $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, then the gate by its global minimiser.
+        r"""First $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, m the pruned output, then the gate's minimiser.
 
-        The paper writes the first for alpha = beta; its code drops the factor, and takes two gradient steps for the second.
+        The paper gives the first for alpha = beta; its code omits the factor and replaces the second by two gradient steps.
         """
-        gate_reached, up_reached = outputs
+        gate_output, up_output = outputs
         curve = ACTIVATION_FUNCTIONS[self.activation]
-        opened = curve.value(hidden[0])
-        up = (up_reached + ratio * opened * activated) / (1 + ratio * opened.square())
-        # The present gate competes too: a minimiser found to rounding must never be a step back.
-        return solve_gate(gate_reached, up, activated, ratio, present=hidden[0], curve=curve), up
+        gated = curve.value(hidden[0])
+        up = (up_output + ratio * gated * activated) / (1 + ratio * gated.square())
+        # `present` keeps the current gate where rounding would make the minimiser worse.
+        return solve_gate(gate_output, up, activated, ratio, present=hidden[0], curve=curve), up
 
 
 def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
-    r"""The writer's inputs that minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ (paper eq. 9, by Woodbury):
+    r"""Minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
 
     $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
 
-    The matrix is (model, model) where the paper's $(W^\top W + r I)$ is (hidden, hidden), and it is better conditioned.
+    This is paper eq. 9 by Woodbury's identity. The matrix is (model, model) and better conditioned than the paper's
+    $(W^\top W + r I)$, which is (hidden, hidden).
 
-    shape: φ(z), (tokens, hidden). weight: (model, hidden). target: y less the bias, (tokens, model).
-    correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
+    Args:
+        shape: φ, the output of the activation function, (tokens, hidden).
+        weight: W, (model, hidden).
+        target: y without the bias, (tokens, model).
+        correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
+
+    Returns:
+        p, (tokens, hidden).
     """
     return torch.addmm(shape, torch.addmm(target, shape, weight.T, alpha=-1), correction)
 
 
 def activation_correction(weight: Tensor, ratio: float) -> Tensor:
-    """(W Wᵀ + r I)⁻¹ W, (model, hidden), for a writer weight W of that shape."""
+    """Compute (W Wᵀ + r I)⁻¹ W, (model, hidden), for the weight W of an output projection."""
     matrix = weight @ weight.T
     matrix.diagonal().add_(ratio)
     return torch.cholesky_solve(weight, cholesky(matrix, ratio, "beta / alpha"))

@@ -1,7 +1,7 @@
-"""Part of a parameter seen as a linear layer of its own: pieces of fused layers, transposed layers, single experts.
+"""Linear layers that are part of a parameter: pieces of fused layers, transposed layers, single experts.
 
-A module that holds such layers computes them together. `by_pieces` is its forward written layer by layer, so that hooks on each
-see what it reads and writes; `by_experts` (`sparsellm.models.experts`) that of experts.
+The module that holds such layers computes them together. `forward_by_views`, and `forward_by_expert` for experts
+(`sparsellm.models.experts`), replace its forward function by one that calls layer by layer, so that hooks on each layer run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ from torch.overrides import TorchFunctionMode
 class LinearView(nn.Module):
     """A linear layer whose weight is part of another module's parameter.
 
-    owner: the module that holds the parameter. weight, bias: what it calls them; no bias where it has none of that name.
-    rows: which of the fused outputs are this layer's; None for all. transposed: whether the parameter is (in, out), as in
-    GPT-2. expert: which of the parameter's matrices it is, of how many (experts). runs: the module that computes with the
-    parameter, if not the owner.
+    The view looks the parameter up by name at each use, so the parameter may be replaced, moved or cast at any time.
 
-    stored: what the owner calls the parameter. Nothing of it is kept here: it may be replaced, moved or cast at any time.
+    Args:
+        owner: The module that holds the parameter.
+        weight: Name of the parameter in the owner.
+        bias: Name of the bias; the layer has none where the owner has none of that name.
+        rows: The layer's outputs among those of a fused layer; None for all.
+        transposed: Whether the parameter is (in, out), as in GPT-2.
+        expert: Index of the layer's matrix among those of the parameter; None for a parameter that is one matrix.
+        experts: Number of matrices in the parameter.
+        runs: The module that computes with the parameter; the owner by default.
+
+    Attributes:
+        stored: Name of the parameter in the owner.
+        stored_bias: Name of the bias in the owner.
     """
 
     def __init__(
@@ -38,114 +47,123 @@ class LinearView(nn.Module):
         runs: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self._held = (owner, runs or owner)  # in a tuple: a module in a field of its own would become a child
+        self._linked = (owner, runs or owner)  # a tuple, as modules in attributes would become children
         self.stored, self.stored_bias = weight, bias
         self.rows, self.transposed, self.expert, self._experts = rows, transposed, expert, experts
 
     @property
     def owner(self) -> nn.Module:
         """The module that holds the parameter."""
-        return self._held[0]
+        return self._linked[0]
 
     @property
     def module(self) -> nn.Module:
         """The module that computes with the parameter."""
-        return self._held[1]
+        return self._linked[1]
 
     @property
     def weight(self) -> Tensor:
-        """(out, in), as it now is. To write, use `put`: this may be a copy."""
+        """The current weight, (out, in). It may be a copy: use `assign` to write."""
         return self.slice_of(getattr(self.owner, self.stored))
 
     @property
     def bias(self) -> Tensor | None:
-        """(out,), as it now is; None where the owner has none."""
-        found: Tensor | None = getattr(self.owner, self.stored_bias, None)
-        if found is None:
+        """The current bias, (out,), or None."""
+        bias: Tensor | None = getattr(self.owner, self.stored_bias, None)
+        if bias is None:
             return None
-        found = found if self.expert is None else found[self.expert]
-        return found if self.rows is None else found[self.rows]
+        bias = bias if self.expert is None else bias[self.expert]
+        return bias if self.rows is None else bias[self.rows]
 
     @property
     def in_features(self) -> int:
-        """How many inputs it has."""
+        """Number of inputs."""
         return int(self.weight.shape[1])
 
     @property
     def out_features(self) -> int:
-        """How many outputs it has."""
+        """Number of outputs."""
         return int(self.weight.shape[0])
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """This layer's part, (out, in), of a tensor shaped as the parameter."""
+        """Return this layer's entries, (out, in), of a tensor shaped like the parameter."""
         matrix = self._matrix(whole)
         return matrix if self.rows is None else matrix[self.rows]
 
     def assign(self, whole: Tensor, part: Tensor) -> None:
-        """Write this layer's part, (out, in), into a tensor shaped as the parameter."""
+        """Write this layer's entries, (out, in), into a tensor shaped like the parameter."""
         self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part.to(whole.dtype)
 
     def assign_bias(self, bias: Tensor) -> None:
-        """Write the bias, (out,)."""
-        whole = getattr(self.owner, self.stored_bias)
-        whole = whole if self.expert is None else whole[self.expert]
-        whole[slice(None) if self.rows is None else self.rows] = bias.to(whole.dtype)
+        """Write a bias, (out,), into the owner's."""
+        stored = getattr(self.owner, self.stored_bias)
+        stored = stored if self.expert is None else stored[self.expert]
+        stored[slice(None) if self.rows is None else self.rows] = bias.to(stored.dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight, self.bias)
 
     def _matrix(self, whole: Tensor) -> Tensor:
-        """The (out, in) matrix that the part is cut from, as a view."""
+        """Return the matrix with the layer's rows, (outputs, in), as a view of a tensor shaped like the parameter."""
         if self.expert is None:
             matrix = whole
-        else:  # a three-dimensional parameter, or matrices one above the other
+        else:  # a three-dimensional parameter, or stacked matrices
             matrix = (whole if whole.ndim == 3 else whole.unflatten(0, (self._experts, -1)))[self.expert]
         return matrix.T if self.transposed else matrix
 
 
 Layer = nn.Linear | LinearView
-"""What methods prune: has `weight`, `bias`, `in_features`, `out_features`, can be called and hooked."""
+"""A layer that can be pruned: a module with `weight`, `bias`, `in_features` and `out_features`."""
 
 
 def piece_rows(total: int, shares: Sequence[int], repeated: int) -> list[slice | Tensor]:
-    """Which of `total` fused outputs belong to each piece, where these take turns `repeated` times in proportion of `shares`.
+    """Return the rows of each piece of a fused layer (see `Split`).
 
-    Raises ValueError where that does not come out even.
+    Args:
+        total: Number of outputs of the fused layer.
+        shares: Relative number of outputs of each piece.
+        repeated: Number of runs of the pieces.
+
+    Raises:
+        ValueError: The outputs do not divide evenly.
     """
-    unit, left = divmod(total, sum(shares))
-    if left or any(unit * share % repeated for share in shares):
+    unit, remainder = divmod(total, sum(shares))
+    if remainder or any(unit * share % repeated for share in shares):
         raise ValueError(f"{total} outputs do not divide into {tuple(shares)}, {repeated} times over")
     sizes = [unit * share // repeated for share in shares]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     if repeated == 1:
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    turns = torch.arange(repeated, device="cpu").unsqueeze(1) * sum(sizes)
+    runs = torch.arange(repeated, device="cpu").unsqueeze(1) * sum(sizes)
     return [
-        (turns + torch.arange(start, start + size, device="cpu")).flatten() for start, size in zip(starts, sizes, strict=True)
+        (runs + torch.arange(start, start + size, device="cpu")).flatten() for start, size in zip(starts, sizes, strict=True)
     ]
 
 
 def forward_by_views(views: Sequence[LinearView]) -> Callable[[Tensor], Tensor]:
-    """A fused layer's forward, piece by piece. views: all that it holds."""
+    """Return a forward function for a fused layer that calls all of its views."""
     first = views[0]
     if first.rows is None:
-        return first.__call__  # not the view itself: a module that is set on another becomes its child
+        return first.__call__  # not the view itself: a module set as an attribute would become a child
     device = first.weight.device
     total = sum(view.out_features for view in views)
     order = torch.cat([torch.arange(total, device="cpu")[view.rows] for view in views])
-    back = order.argsort().to(device)
+    inverse = order.argsort().to(device)
 
     def forward(inputs: Tensor) -> Tensor:
-        return torch.cat([view(inputs) for view in views], -1)[..., back]
+        return torch.cat([view(inputs) for view in views], -1)[..., inverse]
 
     return forward
 
 
 class RouteMatmulThroughLayers(TorchFunctionMode):
-    """Within the context a linear layer is called wherever its weight is multiplied outside of it: W X becomes layer(Xᵀ)ᵀ.
+    """Context in which a product W X with the weight of a linear layer becomes layer(Xᵀ)ᵀ, so that the layer's hooks run.
 
-    State-space models do that, to add the bias later; hooks on the layer are called as on any other, and the bias that it adds
-    is taken off again.
+    State-space models multiply by the weight outside of the layer to add the bias later. The layer's bias is subtracted from
+    its output.
+
+    Args:
+        layers: The linear layers.
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
@@ -158,9 +176,9 @@ class RouteMatmulThroughLayers(TorchFunctionMode):
         layer = self._layers.get(id(args[0])) if func in PRODUCTS and len(args) == 2 else None
         if layer is None:
             return func(*args, **(kwargs or {}))
-        written = layer(args[1].mT)
-        return (written if layer.bias is None else written - layer.bias).mT
+        output = layer(args[1].mT)
+        return (output if layer.bias is None else output - layer.bias).mT
 
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-"""The ways to write a product of a weight and what it reads."""
+"""Functions that multiply a weight by its inputs."""

@@ -1,4 +1,4 @@
-"""A model run with its blocks stood in for: what stands before them and behind them in a family is done by the model itself."""
+"""Forward passes with replaced blocks: the model computes everything before and after its blocks, whatever its family."""
 
 from __future__ import annotations
 
@@ -24,41 +24,51 @@ if TYPE_CHECKING:
 def prediction_head(
     model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Within the context, a function from token numbers (batch, seq) and the last block's output (batch, seq, model) to logits.
+    """Context that yields a function from token ids (batch, seq) and the last block's output (batch, seq, model) to logits.
 
-    It runs the model as it is, with blocks that do nothing but the last, which gives the output that it was told; so whatever
-    stands behind the blocks in this family is done. dtype: what that is computed in, if not its own.
+    The function runs the model with blocks that return their input, and a last block that returns the given output.
+
+    Args:
+        model: The model.
+        blocks: Its decoder blocks; their own parameters are not used.
+        dtype: The dtype to compute in outside of the blocks; None for the model's own.
     """
 
     def predict(tokens: Tensor, output: Tensor) -> Tensor:
-        def answer(block: Block, hidden: Tensor, call: Call) -> Tensor:
+        def block_output(block: Block, hidden: Tensor, call: Call) -> Tensor:
             return output if block is blocks[-1] else hidden
 
         run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
-        return run_with_replaced_blocks(blocks, answer, run).logits  # type: ignore[no-any-return]
+        return run_with_replaced_blocks(blocks, block_output, run).logits  # type: ignore[no-any-return]
 
     with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
         yield predict
 
 
 class _PartialOutput(Exception):
-    """The model took a part of what a block answered for the hidden states."""
+    """The model took a part of a block's output for the hidden states."""
 
 
-OTHERS = (None, 0, 1, 2, 3)
-"""How many values blocks may answer with after the hidden states, in a tuple; None for the hidden states themselves."""
+EXTRA_OUTPUTS = (None, 0, 1, 2, 3)
+"""Possible numbers of values after the hidden states in a block's output tuple; None for a block that returns a tensor."""
 
 
 def run_with_replaced_blocks(
     blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]
 ) -> Any:
-    """What a run of the model gives with each block's forward replaced by a function of the block, its input and its call.
+    """Run the model with replaced forward functions of its blocks, and return the model's output.
 
-    Some models take a block's answer as it is, some the first of a tuple. Which is seen where it goes: the hidden states keep
-    their shape from block to block.
+    Depending on the family, a block returns the hidden states or a tuple that starts with them. All forms in `EXTRA_OUTPUTS`
+    are tried; the right one keeps the shape of the hidden states from block to block.
+
+    Args:
+        blocks: The decoder blocks.
+        answer: Replaces the forward function; maps the block, the hidden states (batch, seq, model) and the other arguments to
+            new hidden states.
+        run: Runs the model.
     """
 
-    def once(others: int | None) -> Any:
+    def run_once(extra: int | None) -> Any:
         shapes: list[torch.Size] = []
 
         def forward_of(block: Block) -> Callable[..., Any]:
@@ -66,8 +76,8 @@ def run_with_replaced_blocks(
                 shapes.append(hidden.shape)
                 if hidden.shape != shapes[0]:
                     raise _PartialOutput
-                found = answer(block, hidden, Call(arguments, keywords))
-                return found if others is None else (found, *[None] * others)
+                output = answer(block, hidden, Call(arguments, keywords))
+                return output if extra is None else (output, *[None] * extra)
 
             return forward
 
@@ -76,67 +86,85 @@ def run_with_replaced_blocks(
                 stack.enter_context(replace_forward(block.module, forward_of(block)))
             return run()
 
-    first: Exception | None = None
-    for others in OTHERS:
+    first_error: Exception | None = None
+    for extra in EXTRA_OUTPUTS:
         try:
-            return once(others)
+            return run_once(extra)
         except (torch.OutOfMemoryError, SparseLLMError):
             raise
         except (_PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-            first = first if first is not None and not isinstance(first, _PartialOutput) else error
-    assert first is not None
-    raise first
+            if first_error is None or isinstance(first_error, _PartialOutput):
+                first_error = error
+    assert first_error is not None
+    raise first_error
 
 
 def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
-    """Raise UnsupportedModel where what enters a block is not what enters the one before it, which a stand-in hands on."""
+    """Raise UnsupportedModel where the inputs of consecutive blocks differ, although each block returns its input.
+
+    Args:
+        before: The previous block.
+        block: The block.
+        entered: Hidden states and call of each block, by index.
+    """
     if not equal_calls(entered[before.index][0], entered[block.index][0]):
         message = f"The model changes the hidden states between {before.name} and {block.name}."
         raise UnsupportedModel(f"{message} Such models cannot be pruned block by block.")
 
 
 def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
-    """What each block is called with on a batch of token numbers, with the blocks passing the hidden states through.
+    """Return the hidden states and other arguments that each block is called with, with blocks that return their input.
 
-    Raises UnsupportedModel where the model does not run on token numbers alone, or calls a block never or more than once.
+    The hidden states of every block are therefore those of the first.
+
+    Args:
+        model: The model.
+        blocks: Its decoder blocks.
+        batch: Token ids, (batch, seq).
+
+    Raises:
+        UnsupportedModel: The model does not run on token ids alone, changes the hidden states between blocks, or does not call
+            each block exactly once.
     """
-    seen: dict[int, tuple[Tensor, Call]] = {}
-    kind = type(model).__name__
+    inputs: dict[int, tuple[Tensor, Call]] = {}
+    class_name = type(model).__name__
 
     def record(block: Block, hidden: Tensor, call: Call) -> Tensor:
-        if block.index in seen:
-            raise UnsupportedModel(f"A {kind} runs {block.name} more than once for every text, which no method here prunes.")
-        seen[block.index] = hidden, call
-        check_block_chain(blocks[max(block.index - 1, 0)], block, seen)
+        if block.index in inputs:
+            raise UnsupportedModel(f"A {class_name} runs {block.name} more than once for every text and cannot be pruned.")
+        inputs[block.index] = hidden, call
+        check_block_chain(blocks[max(block.index - 1, 0)], block, inputs)
         return hidden
 
     def run() -> Any:
-        seen.clear()  # the model may be run again, with other forms of the blocks' answers
+        inputs.clear()  # the model runs once for each form of the blocks' outputs
         return model.base_model(input_ids=batch.to(input_device(model)), use_cache=False)
 
     with model_errors(model, "block by block on text alone"):
         run_with_replaced_blocks(blocks, record, run)
-    unseen = [block.name for block in blocks if block.index not in seen]
-    if unseen:
-        raise UnsupportedModel(f"A {kind} does not run {unseen[0]} on text, so nothing is known of what its layers read.")
-    return [seen[block.index] for block in blocks]
+    missing = [block.name for block in blocks if block.index not in inputs]
+    if missing:
+        raise UnsupportedModel(f"A {class_name} does not run {missing[0]} on text, so the inputs of its layers are unknown.")
+    return [inputs[block.index] for block in blocks]
 
 
 @contextmanager
 def model_errors(model: PreTrainedModel, how: str) -> Iterator[None]:
-    """Within the context an error of the model's own code is an UnsupportedModel; a lack of memory stays what it is.
+    """Turn errors of the model's own code within the context into UnsupportedModel, except out-of-memory errors.
 
-    how: as what the model cannot be run, for the message.
+    Args:
+        model: The model.
+        how: Completes the message "A ... cannot be run ...".
     """
     try:
         yield
-    except Exception as error:  # configurations hold values that no one checks before the model's own code computes with them
+    except Exception as error:  # the model's code may fail in any way on unchecked values of its configuration
         if isinstance(error, SparseLLMError) or is_out_of_memory(error):
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UnsupportedModel(f"A {type(model).__name__} cannot be run {how} ({said}).") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UnsupportedModel(f"A {type(model).__name__} cannot be run {how} ({reason}).") from error
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its token numbers: the device of its embedding."""
+    """Return the device on which a model expects token ids: that of its input embedding."""
     return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]

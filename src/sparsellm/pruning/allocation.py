@@ -1,6 +1,7 @@
-"""How a model's sparsity is shared among its layers, from what the dense model shows on the calibration windows.
+"""Allocation: per-layer sparsities from the dense model's activations or gradients on the calibration batches.
 
-Every rule keeps the total exact to one weight. They share unstructured patterns only: what N:M removes is fixed.
+Every rule keeps the total number of removed weights exact. Allocation needs an unstructured pattern: the sparsity of an N:M
+pattern is fixed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OUTLIER, OWL_SPREAD = 5.0, 0.08
-"""OWL's M and lambda: a score above five times its layer's mean is an outlier; densities differ by 0.16 at most."""
+"""OWL's M and lambda: a score above 5 times the block's mean is an outlier; densities differ by at most 2 * 0.08."""
 
 
 def allocate(
@@ -41,29 +42,43 @@ def allocate(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> Plan:
-    """The plan with its total shared out anew: "owl" or "fisher".
+    """Distribute the total sparsity of a plan over its layers.
 
-    plan: the same unstructured sparsity for every layer. batches, compute, weights, storage: as for `prune_blocks`.
-    bounds: the least and the largest sparsity that a layer may get; the plan's own must lie between them.
-    Cost: one pass of the calibration windows; for "fisher" instead two passes and a backward one of four windows, or of 2,048
-    tokens.
+    "owl" runs the calibration batches through the model once. "fisher" instead runs two forward passes and one backward pass on
+    the first sequences: at least four, with at least 2,048 tokens.
+
+    Args:
+        rule: "owl" or "fisher".
+        model: The dense model.
+        batches: Calibration batches of token ids, each (batch, seq).
+        plan: The same unstructured pattern for every layer.
+        compute: As for `prune_blocks`.
+        bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.
+        weights: As for `prune_blocks`.
+        storage: As for `prune_blocks`.
+
+    Returns:
+        The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does.
+
+    Raises:
+        InvalidSetting: A pattern is not unstructured, or the total cannot be reached within `bounds`.
     """
     check_shared(plan)
     densities = {"owl": owl, "fisher": fisher}[rule](model, batches, plan, compute, weights, storage)
     layers = {block.full_name(name): layer for block in blocks_of(model) for name, layer in block.layers.items()}
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
-    asked = next(iter(plan.values()))
-    total = asked.count_removed(sum(sizes.values()))
+    pattern = next(iter(plan.values()))
+    total = pattern.count_removed(sum(sizes.values()))
     removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
     return {name: Unstructured(removed[name] / sizes[name]) for name in plan}
 
 
 def check_shared(plan: Plan) -> None:
-    """Raise InvalidSetting unless the plan holds one unstructured pattern."""
+    """Raise InvalidSetting unless all patterns of the plan are unstructured."""
     other = next((name for name, pattern in plan.items() if not isinstance(pattern, Unstructured)), None)
     if other is not None:
         raise InvalidSetting(
-            f"Only an unstructured sparsity can be shared out, got {plan[other]} for {other}. "
+            f"Only an unstructured sparsity can be allocated to layers, got {plan[other]} for {other}. "
             "Use --allocation uniform, or a file that names each layer's pattern."
         )
 
@@ -71,27 +86,38 @@ def check_shared(plan: Plan) -> None:
 def round_to_total(
     wanted: Mapping[str, float], sizes: Mapping[str, int], total: int, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> dict[str, int]:
-    """Whole numbers near `wanted` that add up to `total`, each at least 0 and less than its size; all are shifted alike to
-    get there. bounds: the least and the largest share of its size that any may have. Raises InvalidSetting where these
-    leave no room for the total."""
-    least = {name: math.ceil(bounds[0] * size - 1e-9) for name, size in sizes.items()}
-    most = {name: min(math.floor(bounds[1] * size + 1e-9), size - 1) for name, size in sizes.items()}
-    if not sum(least.values()) <= total <= sum(most.values()):
+    """Round counts to integers with an exact sum, after adding the same share of its size to each.
+
+    Args:
+        wanted: Number of weights to remove from each layer, before rounding.
+        sizes: Number of weights of each layer; a result is at least 0 and less than the size.
+        total: Sum of the results.
+        bounds: Smallest and largest result relative to the size.
+
+    Raises:
+        InvalidSetting: The total cannot be reached within the bounds.
+    """
+    smallest = {name: math.ceil(bounds[0] * size - 1e-9) for name, size in sizes.items()}
+    largest = {name: min(math.floor(bounds[1] * size + 1e-9), size - 1) for name, size in sizes.items()}
+    if not sum(smallest.values()) <= total <= sum(largest.values()):
         within = "" if bounds == (0.0, 1.0) else f" with every layer's share in {bounds[0]:.10g}-{bounds[1]:.10g}"
         raise InvalidSetting(f"{total:,} weights cannot be removed from layers of {sum(sizes.values()):,}{within}.")
     low, high = -1.0, 1.0
 
     def shifted(shift: float) -> dict[str, int]:
-        return {n: max(min(math.floor(w + shift * sizes[n]), most[n]), least[n]) for n, w in wanted.items()}
+        return {
+            name: max(min(math.floor(count + shift * sizes[name]), largest[name]), smallest[name])
+            for name, count in wanted.items()
+        }
 
     for _ in range(100):  # bisection on the shift, as a share of each layer
         middle = (low + high) / 2
         low, high = (middle, high) if sum(shifted(middle).values()) <= total else (low, middle)
-    found = shifted(low)
-    for name in found:  # what is left is less than one weight a layer
-        if sum(found.values()) < total and found[name] < most[name]:
-            found[name] += 1
-    return found
+    counts = shifted(low)
+    for name in counts:  # the remainder is less than one weight for each layer
+        if sum(counts.values()) < total and counts[name] < largest[name]:
+            counts[name] += 1
+    return counts
 
 
 def owl(
@@ -102,26 +128,27 @@ def owl(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> dict[str, float]:
-    """Densities by the share of outliers among a block's scores, within 0.08 of the one asked for.
+    """Return layer densities that increase with the share of outliers among the scores |W| * rms of the block.
 
-    Follows Yin et al., Outlier weighed layerwise sparsity (OWL), ICML 2024, with its scores |W| times input norm.
+    All layers of a block get the same density, at most 0.16 from that of any other. Follows Yin et al., Outlier Weighed
+    Layerwise Sparsity (OWL), ICML 2024. Arguments as for `allocate`.
     """
-    asked = 1 - next(iter(plan.values())).sparsity
+    mean_density = 1 - next(iter(plan.values())).sparsity
     layers: list[list[str]] = []
-    outliers: list[float] = []
+    outlier_shares: list[float] = []
     for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
-            moments = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), onward=True)
-            problems = [problem_of(block, name, known) for name, known in moments.items()]
+            statistics = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), onward=True)
+            problems = [problem_of(block, name, rms) for name, rms in statistics.items()]
             scores = torch.cat([(problem.weight.abs() * problem.rms).flatten() for problem in problems])
             layers.append([block.full_name(name) for name in names])
-            outliers.append(int((scores > OUTLIER * scores.mean()).count_nonzero()) / scores.numel())
-    width = max(outliers) - min(outliers)
-    spread = min(OWL_SPREAD, asked / 2, (1 - asked) / 2)
-    ranks = [(share - min(outliers)) / width if width > 0 else 0.5 for share in outliers]
-    mean = sum(ranks) / len(ranks)
-    densities = [asked + 2 * spread * (rank - mean) for rank in ranks]
+            outlier_shares.append(int((scores > OUTLIER * scores.mean()).count_nonzero()) / scores.numel())
+    width = max(outlier_shares) - min(outlier_shares)
+    spread = min(OWL_SPREAD, mean_density / 2, (1 - mean_density) / 2)
+    ranks = [(share - min(outlier_shares)) / width if width > 0 else 0.5 for share in outlier_shares]
+    mean_rank = sum(ranks) / len(ranks)
+    densities = [mean_density + 2 * spread * (rank - mean_rank) for rank in ranks]
     return {name: density for names, density in zip(layers, densities, strict=True) for name in names}
 
 
@@ -133,17 +160,18 @@ def fisher(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> dict[str, float]:
-    """Densities at which one more weight costs the same in every layer, by what its weights cost one by one (`weight_costs`).
+    """Return layer densities at which removing one more weight costs the same in every layer, by Fisher costs.
 
-    What a layer loses at a density is the sum of its smallest costs: what the other weights would make good is left out, and no
-    layer is solved. Between the densities at which it is known, its logarithm is linear in the logarithm of the density.
+    The loss of a layer at a density is the sum of its smallest costs from `weight_costs`; compensation by the remaining weights
+    is ignored. It is computed at a few densities and interpolated linearly between their logarithms. Arguments as for
+    `allocate`.
     """
-    asked = 1 - next(iter(plan.values())).sparsity
-    levels = levels_around(asked)
+    mean_density = 1 - next(iter(plan.values())).sparsity
+    levels = levels_around(mean_density)
     curves: dict[str, tuple[int, list[float]]] = {}
     for name, costs in weight_costs(model, batches, plan, compute, weights, storage):
         size = costs.numel()
-        lost = smallest_sums(costs, [round((1 - level) * size) for level in reversed(levels)])
-        least = max(1e-12 * float(costs.sum()), torch.finfo(torch.float32).tiny)
-        curves[name] = size, [max(some, least) for some in reversed(lost)]
-    return damp_toward_uniform(allocate_by_curves(curves, levels, asked), asked)
+        losses = smallest_sums(costs, [round((1 - level) * size) for level in reversed(levels)])
+        floor = max(1e-12 * float(costs.sum()), torch.finfo(torch.float32).tiny)
+        curves[name] = size, [max(loss, floor) for loss in reversed(losses)]
+    return damp_toward_uniform(allocate_by_curves(curves, levels, mean_density), mean_density)

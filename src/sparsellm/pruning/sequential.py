@@ -1,4 +1,4 @@
-"""The main path: walk through the model, and prune each block on the hidden states that the pruned blocks before it give."""
+"""The main path: prune block by block, each on the hidden states that the pruned blocks before it produce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Step = LayerResult | EpochResult | TrainingResult | BlockResult
-"""What `prune_blocks` yields, as it happens."""
+"""A result that `prune_blocks` yields."""
 
 
 @torch.no_grad()
@@ -41,64 +41,76 @@ def prune_blocks(
     storage: OffloadManager | None = None,
     journal: Journal | None = None,
 ) -> Iterator[Step]:
-    """Prune the planned layers of a model in place, yielding every layer's, epoch's and block's result as it is known.
+    """Prune the planned layers of a model in place, and yield the result of each layer, epoch and block as soon as it is known.
 
-    A generator: a bar or a log line is the caller's loop, and a caller that stops early leaves a model pruned so far.
-    batches, compute: as for `walk`; batches may be empty for a method that needs no inputs. metrics: as for `walk`, where they
-    are known already; a method that asks for them has them found. weights, storage: as for `walk`. journal: where each block is
-    kept when it is finished, before its result is yielded; blocks that it holds already are taken from there. Needed where
-    the weights are not in memory: a block's would be lost when the next one's turn comes.
+    A caller that stops early leaves a model whose first blocks are pruned.
+
+    Args:
+        model: The dense model.
+        batches: Calibration batches of token ids, each (batch, seq); may be empty for a method that needs no inputs.
+        method: Prunes one block.
+        plan: The pattern of each layer to prune, by full name.
+        compute: Dtype in which the blocks compute; None for the model's own. Stored weights keep their dtype.
+        metrics: Sensitivities of the blocks' outputs, from `output_sensitivities`; computed if the method needs them.
+        weights: Where the model's weights are; in memory by default.
+        storage: Where the hidden states are kept; in memory by default.
+        journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
+            pruned. Required for `DiskWeights`, which drop a block when the next one is loaded.
+
+    Raises:
+        InvalidSetting: The weights are on disk and there is no journal.
     """
     if journal is None and isinstance(weights, DiskWeights):
         raise InvalidSetting("A model that is read block by block needs a journal, to keep the pruned blocks in.")
     blocks = blocks_of(model)
-    local = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
-    if not local:
+    planned = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
+    if not planned:
         return
-    blind = method.needs is TokenCount
     if method.needs_fisher and not metrics:
         metrics = output_sensitivities(model, batches, compute, weights, storage)
-    seen = walk(model, batches, max(local) + 1, compute, method.needs_dense_stream, metrics, weights, storage)
-    visits = _blocks_without_inputs(blocks, weights or ResidentWeights()) if blind else seen
-    with closing(visits):  # an error must not leave the walk, and with it the model, half-way
+    if method.needs is TokenCount:
+        visits = _blocks_without_inputs(blocks, weights or ResidentWeights())
+    else:
+        visits = walk(model, batches, max(planned) + 1, compute, method.needs_dense_stream, metrics, weights, storage)
+    with closing(visits):  # an error must close the walk, which restores the model
         for block, inputs in visits:
-            if block.index not in local:
+            if block.index not in planned:
                 continue
-            done = journal.finished(block.index) if journal else None
-            for step in [done] if done else _prune_block(block, inputs, method, plan):
+            finished = journal.finished(block.index) if journal else None
+            for step in [finished] if finished else _prune_block(block, inputs, method, plan):
                 if journal and isinstance(step, BlockResult):
-                    file = journal.restore(block) if done else journal.keep(block, step)
+                    file = journal.restore(block) if finished else journal.keep(block, step)
                     if isinstance(weights, DiskWeights):
                         weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
                 yield step
 
 
 def _blocks_without_inputs(blocks: Sequence[Block], weights: Weights) -> Generator[tuple[Block, Activations], None, None]:
-    """Each block for a method that needs no inputs: nothing travels."""
-    nothing = Activations([], [[] for _ in blocks])
+    """Load block by block without computing hidden states, for a method that needs no inputs."""
+    no_inputs = Activations([], [[] for _ in blocks])
     for block, next_block in zip(blocks, [*blocks[1:], None], strict=True):
         with weights.block(block, next_block):
-            yield block, nothing
+            yield block, no_inputs
 
 
 def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: Plan) -> Iterator[Step]:
-    """One block's results, the block's own last."""
+    """Prune one block; the block's own result comes last."""
     started = time.perf_counter()
     layers: list[LayerResult] = []
     epochs: list[EpochResult] = []
-    refined: TrainingResult | None = None
-    small = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
+    training: TrainingResult | None = None
+    unpruned = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
     for step in method.prune(block, inputs, plan):
         if isinstance(step, LayerResult):
             layers.append(step)
         elif isinstance(step, EpochResult):
             epochs.append(step)
         else:
-            refined = step
+            training = step
         yield step
-    present = dict(block.module.named_parameters())
-    differs = devices.to_python([(before != present[name]).any() for name, before in small.items()])
-    moved = tuple(block.full_name(name) for name, differing in zip(small, differs, strict=True) if differing)
+    parameters = dict(block.module.named_parameters())
+    changes = devices.to_python([(before != parameters[name]).any() for name, before in unpruned.items()])
+    changed = tuple(block.full_name(name) for name, is_changed in zip(unpruned, changes, strict=True) if is_changed)
     seconds = time.perf_counter() - started
     note = method.note(block, plan)
-    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, refined, moved)
+    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, training, changed)
