@@ -18,7 +18,7 @@ class StreamUpdate:
     """Replaces the batches of a stream, the inputs of a block, with the block's outputs.
 
     A batch on the CPU is checked at once. On a GPU the check is deferred to `check_finite`, which avoids a device
-    synchronization per batch.
+    synchronisation per batch.
 
     Args:
         stream: One (batch, seq, model) tensor per batch, replaced in place.

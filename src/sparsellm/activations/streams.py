@@ -323,7 +323,7 @@ class Activations:
         """Return whether the current block's output is its input plus the outputs of `writers`.
 
         If so, an error in the block's output can be corrected in the outputs of `writers`. Checked on the first batch of the
-        dense stream. False for blocks that normalize or scale before the addition.
+        dense stream. False for blocks that normalise or scale before the addition.
 
         Args:
             writers: Layers or modules of the block.
