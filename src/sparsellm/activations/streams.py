@@ -172,13 +172,13 @@ class Activations:
         """Capture tensors from both streams, batch by batch.
 
         Experts get the same tokens in both streams, chosen by the pruned stream's router. If the request for the dense stream
-        is for the whole pass, the stream advances with it, and the teacher is discarded at the end. This does not apply to
+        is for the whole pass, the stream advances with it, and the dense block is discarded at the end. This does not apply to
         blocks with views, whose forward layer by layer differs from the original in rounding.
 
         Args:
             block: The current block.
             pruned: The tensors to capture from `block` on the pruned stream.
-            dense: The tensors to capture from the teacher on the dense stream.
+            dense: The tensors to capture from the dense block on the dense stream.
             last: The feed-forward's output projection, if it is pruned next, and alone.
 
         Yields:
@@ -257,13 +257,13 @@ class Activations:
 
     @torch.no_grad()
     def advance_dense(self) -> None:
-        """Replace the dense stream with the teacher's outputs, unless that is done or there is no dense stream."""
+        """Replace the dense stream with the dense block's outputs, unless that is done or there is no dense stream."""
         if self.dense is not None and self.teacher is not None:
             self._advance(self.dense, self.teacher, dense=True)
             self._finish_dense()
 
     def _finish_dense(self) -> None:
-        """Discard the teacher and its caches once the dense stream has passed through it."""
+        """Discard the dense block and its caches once the dense stream has passed through it."""
         self.teacher = None
         self.invalidate_cache(dense=True)
 
