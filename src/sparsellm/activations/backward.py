@@ -1,6 +1,7 @@
-"""The dense model run to its end on some windows, and the way back: what a change of each block's output does to the loss.
+"""Forward pass of the dense model over a few samples, and the backward pass through its blocks, one block at a time.
 
-The loss is that of labels drawn from the model itself, so that second moments of its gradients are the Fisher information.
+The labels of the loss are drawn from the model's own predictions, so that the second moments of its gradients are the Fisher
+information.
 """
 
 from __future__ import annotations
@@ -29,15 +30,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DRAWN_ROWS = 32
-"""Rows of running sums that are made at once: doubles for a whole window would be twice its logits."""
+"""Rows of cumulative sums computed at once: for a whole sample, they would take twice the memory of its logits."""
 
 
 @dataclass(frozen=True, eq=False)
 class BackwardPass:
-    """The way back through a dense model that has been run to its end.
+    """A backward pass through a dense model after its forward pass.
 
-    gradients: those of the loss, by the output of the block that is reached next, (batch, seq, model) for each batch.
-    entering: by block and batch, what entered it. inputs: how blocks are called.
+    Attributes:
+        blocks: All blocks of the model.
+        entering: The inputs of each block, one (batch, seq, model) tensor per batch.
+        gradients: Gradients of the loss with respect to the output of the next block to be processed, one (batch, seq, model)
+            tensor per batch.
+        inputs: The activations that hold each block's calls.
+        compute: Dtype of the computation; None for the model's own.
+        weights: Loads the weights of each block.
     """
 
     blocks: Sequence[Block]
@@ -50,16 +57,20 @@ class BackwardPass:
     def iterate(
         self, stop: int = 0, watching: Callable[[Block], AbstractContextManager[object]] = nullcontext
     ) -> Iterator[Block]:
-        """Each block from the last to `stop`, once the gradients have come through it: they are now those by its input.
+        """Yield the blocks from the last to `stop`, each after its backward pass.
 
-        watching: a context for the passes through each block.
+        `gradients` is then with respect to the block's input.
+
+        Args:
+            stop: Index of the last block to yield.
+            watching: Returns a context manager for the passes through a block, such as `gradient_hooks`.
         """
-        for block, read in reversed(list(zip(self.blocks, self.entering, strict=True))[stop:]):
-            before = self.blocks[block.index - 1] if block.index > stop else None
-            with self.weights.block(block, before), compute_dtype_context(block.module, self.compute):
+        for block, hidden in reversed(list(zip(self.blocks, self.entering, strict=True))[stop:]):
+            previous = self.blocks[block.index - 1] if block.index > stop else None
+            with self.weights.block(block, previous), compute_dtype_context(block.module, self.compute):
                 with watching(block):
                     for number, call in enumerate(self.inputs.calls(block)):
-                        self.gradients[number] = _input_gradient(block, read[number], call, self.gradients[number])
+                        self.gradients[number] = _input_gradient(block, hidden[number], call, self.gradients[number])
                 yield block
 
 
@@ -71,10 +82,23 @@ def run_backward(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> Iterator[BackwardPass]:
-    """Within the context the dense model has been run, and the gradients by its last block's output are known.
+    """Run the dense model and compute the gradients of the loss with respect to the last block's output.
 
-    The loss is -log p of labels that are drawn from the model itself, window by window, each by its number. batches: token
-    numbers, each (batch, seq), of which this process takes its share. compute, weights, storage: as for `walk`.
+    The loss is -log p of labels drawn from the model's own predictions, with a seed per sample.
+
+    Args:
+        model: The dense model.
+        batches: Token ids, each (batch, seq). This process runs its share of them.
+        compute: As for `walk`.
+        weights: As for `walk`.
+        storage: As for `walk`.
+
+    Yields:
+        The backward pass, valid within the context.
+
+    Raises:
+        UnsupportedModel: The hidden states between blocks are not (batch, seq, model).
+        NonFinite: The logits hold NaN or infinity.
     """
     blocks, weights, storage = blocks_of(model), weights or ResidentWeights(), storage or OffloadManager()
     size = stream_bytes(model, collectives.shard(batches), compute)
@@ -86,10 +110,10 @@ def run_backward(
                 f"The blocks of a {type(model).__name__} pass on hidden states of shape {tuple(entering[0][0].shape)}, and the "
                 "default's sensitivities need (batch, seq, model). Use a layer-wise method such as --method alps."
             )
-        for block, next_block, read, written in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
+        for block, next_block, hidden_in, hidden_out in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
             with weights.block(block, next_block), compute_dtype_context(block.module, compute):
-                for hidden, call in zip(read, inputs.calls(block), strict=True):
-                    written.append(block(hidden, call))
+                for hidden, call in zip(hidden_in, inputs.calls(block), strict=True):
+                    hidden_out.append(block(hidden, call))
         _last_gradients(model, blocks, collectives.shard(batches), inputs, entering[-1], gradients, compute, weights)
         yield BackwardPass(blocks, entering, gradients, inputs, compute, weights)
 
@@ -104,64 +128,76 @@ def _last_gradients(
     compute: torch.dtype | None,
     weights: Weights,
 ) -> None:
-    """Fill `gradients` with those of the loss by the last block's output, labels drawn from the model."""
+    """Fill `gradients` with the gradients of the loss with respect to the last block's output."""
     last = blocks[-1]
     with weights.block(last), compute_dtype_context(last.module, compute):
         for hidden, call in zip(entering, inputs.calls(last), strict=True):
             gradients.append(last(hidden, call))
     with weights.non_block(), prediction_head(model, blocks, compute) as predict:
-        for number, (batch, first) in enumerate(zip(batches, inputs.sample_offsets, strict=True)):
-            pieces: list[Tensor] = []
+        for number, (batch, offset) in enumerate(zip(batches, inputs.sample_offsets, strict=True)):
+            sample_gradients: list[Tensor] = []
             output = gradients[number]
             generator = torch.Generator(device=output.device)
-            for window, hidden in zip(batch.split(1), output.split(1), strict=True):
-                generator.manual_seed(first + len(pieces))
+            for sample, hidden in zip(batch.split(1), output.split(1), strict=True):
+                generator.manual_seed(offset + len(sample_gradients))
                 with torch.enable_grad():
-                    start = hidden.detach().requires_grad_(True)
-                    logits = predict(window, start).flatten(0, 1)
+                    leaf = hidden.detach().requires_grad_(True)
+                    logits = predict(sample, leaf).flatten(0, 1)
                 if not all_finite(logits):
                     raise NonFinite(
                         "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
                     )
-                # By the logits, the gradient of -log p(label) is p less 1 at the label.
-                slopes = logits.detach().float().softmax(-1)
-                labels = sample_labels(slopes, generator).unsqueeze(1)
-                slopes.scatter_add_(1, labels, slopes.new_full(labels.shape, -1))
-                pieces += torch.autograd.grad(logits, start, slopes.to(logits.dtype))
-            gradients[number] = torch.cat(pieces)
+                # The gradient of -log p(label) with respect to the logits is p - onehot(label).
+                logit_gradients = logits.detach().float().softmax(-1)
+                labels = sample_labels(logit_gradients, generator).unsqueeze(1)
+                logit_gradients.scatter_add_(1, labels, logit_gradients.new_full(labels.shape, -1))
+                sample_gradients += torch.autograd.grad(logits, leaf, logit_gradients.to(logits.dtype))
+            gradients[number] = torch.cat(sample_gradients)
 
 
 def sample_labels(shares: Tensor, generator: torch.Generator) -> Tensor:
-    """One number for each row of (rows, n) shares that sum to 1, each as likely as its share: (rows,).
+    """Draw one class per row by inverting the cumulative distribution, with one uniform number per row.
 
-    By one random number for a row and the shares' running sums, in double precision: `torch.multinomial` draws n for each,
-    which for a vocabulary takes as long as the products.
+    `torch.multinomial` draws n numbers per row, which for a vocabulary takes as long as the matrix products.
+
+    Args:
+        shares: (rows, n) probabilities; each row sums to 1.
+        generator: Source of the uniform numbers, on the device of `shares`.
+
+    Returns:
+        (rows,) class indices.
     """
     wide = devices.widest_float(shares.device)
-    places = torch.rand(len(shares), 1, generator=generator, device=shares.device, dtype=wide)
-    found: list[Tensor] = []
-    for some, place in zip(shares.split(DRAWN_ROWS), places.split(DRAWN_ROWS), strict=True):
-        sums = some.cumsum(1, dtype=wide)
-        found.append(torch.searchsorted(sums, place * sums[:, -1:], right=True).squeeze(1))
-    return torch.cat(found).clamp_(max=shares.shape[1] - 1)
+    uniform = torch.rand(len(shares), 1, generator=generator, device=shares.device, dtype=wide)
+    labels: list[Tensor] = []
+    for rows, draws in zip(shares.split(DRAWN_ROWS), uniform.split(DRAWN_ROWS), strict=True):
+        cumulative = rows.cumsum(1, dtype=wide)
+        labels.append(torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True).squeeze(1))
+    return torch.cat(labels).clamp_(max=shares.shape[1] - 1)
 
 
 def _input_gradient(block: Block, hidden: Tensor, call: Call, gradient: Tensor) -> Tensor:
-    """The gradient by a block's input, from that by its output."""
+    """Return the gradient with respect to a block's input, given that with respect to its output."""
     with torch.enable_grad():
-        start = hidden.detach().requires_grad_(True)
-        (found,) = torch.autograd.grad(block(start, call), start, gradient)
-    return found
+        leaf = hidden.detach().requires_grad_(True)
+        (input_gradient,) = torch.autograd.grad(block(leaf, call), leaf, gradient)
+    return input_gradient
 
 
 @contextmanager
 def gradient_hooks(block: Block, gradients: Mapping[str, Hook], reads: Mapping[str, Hook] | None = None) -> Iterator[None]:
-    """Within the context, whatever goes back through the block is shown: by layer, the gradient by what it writes, (..., out).
+    """Call hooks on the gradients, and optionally the inputs, of a block's layers within the context.
 
-    reads: who is shown what these layers read on the way there, (..., in).
+    Args:
+        block: The block.
+        gradients: By layer, the hook for the gradient with respect to the layer's output, (..., out).
+        reads: By layer, the hook for the layer's input, (..., in), called in the forward pass. The same layers.
+
+    Raises:
+        UnsupportedModel: A pass runs a layer whose output has no gradient.
     """
 
-    def shows(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if reads:
                 reads[name](inputs[0].detach())
@@ -177,15 +213,15 @@ def gradient_hooks(block: Block, gradients: Mapping[str, Hook], reads: Mapping[s
     with ExitStack() as stack:
         stack.enter_context(block.expose_layers(gradients))
         for name in gradients:
-            stack.callback(block.layer(name).register_forward_hook(shows(name)).remove)
+            stack.callback(block.layer(name).register_forward_hook(make_hook(name)).remove)
         yield
 
 
 def first_windows(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """The windows that the first so many tokens are in."""
-    found: list[Tensor] = []
+    """Return the samples that hold the first `tokens` tokens, in batches of (batch, seq)."""
+    selected: list[Tensor] = []
     for batch in batches:
-        missing = tokens - sum(some.numel() for some in found)
+        missing = tokens - sum(samples.numel() for samples in selected)
         if missing > 0:
-            found.append(batch[: -(-missing // batch.shape[1])])
-    return found
+            selected.append(batch[: -(-missing // batch.shape[1])])
+    return selected

@@ -1,4 +1,4 @@
-"""Which tokens each expert of a block is shown: its own, and where these are too few some of the layer's others."""
+"""Selects the tokens from which the statistics of each expert are computed."""
 
 from __future__ import annotations
 
@@ -18,59 +18,77 @@ from sparsellm.runtime import collectives
 
 
 class ExpertSamples:
-    """Which tokens each expert of a block is shown: those that are routed to it, and others where these are too few.
+    """Selects the tokens from which each expert's statistics are computed: those routed to it, plus others if too few.
 
-    An expert with fewer tokens than its layers have inputs cannot tell what it does to them. It is also shown tokens of the
-    layer, evenly spaced over all batches, as if they were routed to it, until there are as many: its Gram matrices then hold a
-    share of the layer's.
+    The Gram matrix of an expert with fewer tokens than its layers have inputs is singular. Such an expert also gets tokens
+    that are not routed to it, evenly spaced over all batches, until it has `least` tokens. Its Gram matrix then contains a
+    share of the whole layer's.
 
-    routed: how many tokens are routed to each expert, (batches, experts), in all processes. tokens: of the layer, in each of
-    these batches. least: how many each is shown. counts: over all batches.
+    Args:
+        routed: (batches, experts), the number of tokens routed to each expert, over all processes.
+        tokens: Number of tokens in each of these batches.
+        least: Minimum number of tokens per expert, where the batches hold that many.
+
+    Attributes:
+        counts: (experts,), the number of tokens routed to each expert, over all batches.
     """
 
     def __init__(self, routed: Tensor, tokens: Sequence[int], least: int) -> None:
         self.counts = routed.sum(0)
-        others = torch.tensor(tokens).unsqueeze(1) - routed  # tokens that are not routed to the expert
-        self._before = collectives.shard((others.cumsum(0) - others).tolist())
-        self._others: list[int] = others.sum(0).tolist()
-        lacking = [max(0, least - int(count)) for count in self.counts]
-        self._lacking = [min(some, most) for some, most in zip(lacking, self._others, strict=True)]
+        unrouted = torch.tensor(tokens).unsqueeze(1) - routed
+        self._unrouted_before = collectives.shard((unrouted.cumsum(0) - unrouted).tolist())  # in earlier batches
+        self._unrouted: list[int] = unrouted.sum(0).tolist()
+        missing = [max(0, least - int(count)) for count in self.counts]
+        self._extra = [min(count, available) for count, available in zip(missing, self._unrouted, strict=True)]
         self._batch = 0
-        self._shown: list[Tensor] = []
+        self._chosen: list[Tensor] = []
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens an expert is shown, at most."""
-        return max(int(count) + lacking for count, lacking in zip(self.counts, self._lacking, strict=True))
+        """Largest number of tokens of an expert."""
+        return max(int(count) + extra for count, extra in zip(self.counts, self._extra, strict=True))
 
     def restart(self) -> None:
-        """A pass over the batches begins."""
+        """Start a new pass over the batches."""
         self._batch = 0
 
     def choose(self, member: Tensor) -> list[Tensor]:
-        """The tokens that each expert is shown of the next batch. member: which are routed to it, (tokens, experts)."""
-        self._shown, before = [], self._before[self._batch]
+        """Choose each expert's tokens from the next batch.
+
+        Args:
+            member: (tokens, experts), True where a token is routed to an expert.
+
+        Returns:
+            For each expert, the indices of its tokens, in ascending order.
+        """
+        self._chosen, before = [], self._unrouted_before[self._batch]
         self._batch += 1
-        for number, local in enumerate(routed_tokens(member)):
-            lacking, others = self._lacking[number], self._others[number]
-            if lacking:
-                (rest,) = torch.where(~member[:, number])
-                place = torch.arange(len(rest), device=rest.device) + before[number]
-                extra = rest[(place + 1) * lacking // others > place * lacking // others]
-                local = torch.cat([local, extra]).sort().values  # noqa: PLW2901  (in the order of the tokens)
-            self._shown.append(local)
-        return self._shown
+        for number, indices in enumerate(routed_tokens(member)):
+            extra, unrouted = self._extra[number], self._unrouted[number]
+            if extra:
+                (candidates,) = torch.where(~member[:, number])
+                position = torch.arange(len(candidates), device=candidates.device) + before[number]
+                added = candidates[(position + 1) * extra // unrouted > position * extra // unrouted]
+                indices = torch.cat([indices, added]).sort().values  # noqa: PLW2901  (in the order of the tokens)
+            self._chosen.append(indices)
+        return self._chosen
 
     def repeat(self, member: Tensor) -> list[Tensor]:
-        """The same tokens once more, however they are routed now: so that two streams can be held against each other."""
-        return self._shown
+        """Return the tokens of the last `choose` whatever `member` is, so that two streams can be compared token by token."""
+        return self._chosen
 
 
 @torch.no_grad()
 def sample_expert_tokens(block: Block, entered: Iterable[tuple[Tensor, Call]], tokens: Sequence[int]) -> ExpertSamples:
-    """Which tokens a block's experts are shown, from a pass as far as them.
+    """Count the tokens routed to each expert of a block, in passes that end at the experts.
 
-    entered: what enters the block, batch by batch of this process, and how it is called. tokens: of all processes' batches.
+    Args:
+        block: A block with experts.
+        entered: The block's input, (batch, seq, model), and its call, for each batch of this process.
+        tokens: Number of tokens in each batch of all processes.
+
+    Raises:
+        UnsupportedModel: The experts' forward differs from the one computed from their parameters.
     """
     views = [view for view in block.views.values() if view.expert is not None]
     module = views[0].module
@@ -78,13 +96,13 @@ def sample_expert_tokens(block: Block, entered: Iterable[tuple[Tensor, Call]], t
     assert experts is not None
     counts: list[list[int]] = []
 
-    def count(*given: Tensor) -> Tensor:
-        if not counts and not allclose_bf16(forward_by_expert(experts, views)(*given), forward(*given)):
+    def count(*inputs: Tensor) -> Tensor:
+        if not counts and not allclose_bf16(forward_by_expert(experts, views)(*inputs), forward(*inputs)):
             raise UnsupportedModel(
                 f"The experts of {block.name}, a {type(module).__name__}, compute something else than their parameters' names "
                 "say. They cannot be pruned."
             )
-        counts.append(expert_members(experts, *given).sum(0).tolist())
+        counts.append(expert_members(experts, *inputs).sum(0).tolist())
         raise StopForward
 
     with replace_forward(module, count):

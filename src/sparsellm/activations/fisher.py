@@ -1,9 +1,9 @@
-r"""What removing each weight costs the model's predictions, by the diagonal of the Fisher information.
+r"""Cost of removing each weight, from the diagonal of the Fisher information.
 
-To second order, and while all others stay, setting $W_{ij}$ to zero moves the predictions by
-$\frac12 W_{ij}^2 E[g_i^2 x_j^2]$ nats of KL divergence (LeCun et al., Optimal brain damage, NIPS 1989): $x$ is what the layer
-reads, $g$ the gradient by what it writes, of the loss with a label drawn from the model itself. Here $E[g_i^2 x_j^2]$ is
-taken as $E[g_i^2] E[x_j^2]$, the diagonals of K-FAC's two factors (Martens & Grosse, ICML 2015).
+To second order, setting one weight $W_{ij}$ to zero changes the predictions by
+$\frac12 W_{ij}^2 E[g_i^2 x_j^2]$ nats of KL divergence (LeCun et al., Optimal brain damage, NIPS 1989). $x$ is the layer's
+input, and $g$ the gradient of the loss with respect to its output, for a label drawn from the model's own predictions.
+$E[g_i^2 x_j^2]$ is approximated by $E[g_i^2] E[x_j^2]$, the diagonals of K-FAC's two factors (Martens & Grosse, ICML 2015).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS, WINDOWS = 2048, 4
-"""How many tokens are looked at, and windows at least. Diagonals need few: a quarter of them gives much the same shares."""
+"""Minimum number of tokens, and of samples. Diagonals need few: a quarter of them gives almost the same allocation."""
 
 
 @torch.no_grad()
@@ -37,32 +37,41 @@ def weight_costs(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """By full name, twice what removing each weight of a planned layer alone costs, (out, in) float32, in nats a token.
+    r"""Yield twice the estimated cost of removing each weight of the planned layers alone, $E[g_i^2] E[x_j^2] W_{ij}^2$.
 
-    The last block's layers come first. batches: token numbers, each (batch, seq); the windows of the first 2,048 tokens are
-    used, and four at least, one by one: the same however they are batched. planned: layers by full name. compute, weights,
-    storage: as for `walk`.
-    Cost: two forward passes of these windows and a backward one.
+    Takes two forward passes and one backward pass of the samples.
+
+    Args:
+        model: The dense model.
+        batches: Token ids, each (batch, seq). The samples with the first 2,048 tokens are used, and at least four, one by one,
+            so that the result does not depend on the batch size.
+        planned: Full names of the layers.
+        compute: As for `walk`.
+        weights: As for `walk`.
+        storage: As for `walk`.
+
+    Yields:
+        The layer's full name and its costs, (out, in) float32, in nats per token. The last block's layers come first.
     """
-    windows = [window for batch in batches for window in batch.split(1)]
-    windows = first_windows(windows, max(TOKENS, WINDOWS * windows[0].shape[1] if windows else 0))
-    every = sum(window.numel() for window in windows)
-    sums: dict[str, tuple[InputRMS, InputRMS]] = {}
+    samples = [sample for batch in batches for sample in batch.split(1)]
+    samples = first_windows(samples, max(TOKENS, WINDOWS * samples[0].shape[1] if samples else 0))
+    tokens = sum(sample.numel() for sample in samples)
+    statistics: dict[str, tuple[InputRMS, InputRMS]] = {}
 
-    def watching(block: Block) -> AbstractContextManager[None]:
-        sums.clear()
+    def update_statistics(block: Block) -> AbstractContextManager[None]:
+        statistics.clear()
         for name, layer in block.layers.items():
             if block.full_name(name) in planned:
                 device = layer.weight.device
-                sums[name] = InputRMS(layer.out_features, device), InputRMS(layer.in_features, device)
-        gradients = {name: gradient.update for name, (gradient, _) in sums.items()}
-        return gradient_hooks(block, gradients, {name: read.update for name, (_, read) in sums.items()})
+                statistics[name] = InputRMS(layer.out_features, device), InputRMS(layer.in_features, device)
+        gradient_updates = {name: gradients.update for name, (gradients, _) in statistics.items()}
+        return gradient_hooks(block, gradient_updates, {name: inputs.update for name, (_, inputs) in statistics.items()})
 
-    with run_backward(model, windows, compute, weights, storage) as descent:
-        for block in descent.iterate(watching=watching):
-            for name, (gradient, read) in sums.items():
-                gradient.reduce()
-                read.reduce()
-                sizes = block.layer(name).weight.detach().float() * gradient.rms.unsqueeze(1) * read.rms
-                # Tokens that an expert is not shown cost nothing.
-                yield block.full_name(name), sizes.square_().mul_(read.tokens / every)
+    with run_backward(model, samples, compute, weights, storage) as backward:
+        for block in backward.iterate(watching=update_statistics):
+            for name, (gradients, inputs) in statistics.items():
+                gradients.reduce()
+                inputs.reduce()
+                roots = block.layer(name).weight.detach().float() * gradients.rms.unsqueeze(1) * inputs.rms
+                # The mean is over all tokens: those that are not routed to an expert contribute zero.
+                yield block.full_name(name), roots.square_().mul_(inputs.tokens / tokens)

@@ -1,4 +1,4 @@
-"""What one batch shows on its way through a block."""
+"""Captures the inputs and outputs of a block's layers during a pass of one batch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,33 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.experts import Rows
 
 Hook = Callable[[Tensor], None]
-"""Shown what a layer reads or writes, batch by batch, flattened to (tokens, in) or (tokens, out)."""
+"""Called with a layer's input or output for one batch, flattened to (tokens, in) or (tokens, out)."""
 
 Hooks = Mapping[str, Sequence[Hook]]
-"""By layer, who is shown."""
+"""Hooks by layer."""
 
 
 class BlockForward(Protocol):
-    """Passes one batch through a block, and gives what comes out, or None where the pass ended before."""
+    """Passes one batch through a block."""
 
     def __call__(self, hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
-        """beyond: whether someone else ends this pass, later than the last look."""
+        """Return the block's output, or None if the pass ended early.
+
+        Args:
+            hidden: The block's input, (batch, seq, model).
+            call: The block's other arguments.
+            beyond: Whether to continue after the last hook, because the caller ends this pass.
+        """
 
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What a stream's passes through a block are to show. reads: layers whose inputs. writes: layers or modules whose outputs.
+    """The tensors to capture in passes through a block.
 
-    whole: whether the stream travels on with the same pass, so that it must not end before the block does.
+    Attributes:
+        inputs: Layers whose inputs to capture.
+        outputs: Layers or modules whose outputs to capture.
+        whole: Whether to capture the block's output, so that the pass must run to the end of the block.
     """
 
     inputs: Sequence[str] = ()
@@ -44,11 +53,13 @@ class CaptureRequest:
 
 @dataclass
 class Capture:
-    """What one batch showed on its way through a block.
+    """The tensors captured from one batch. A layer of an expert has the tokens of that expert only, possibly none.
 
-    entering: the hidden states, (tokens, model). inputs, outputs: by layer, (tokens, in) and (tokens, out); fewer tokens, or
-    none, of a layer that is called with those that are routed to it.
-    leaving: the block's output, (batch, seq, model), where the pass was a whole one.
+    Attributes:
+        block_input: The hidden states that enter the block, (tokens, model).
+        inputs: By layer, (tokens, in).
+        outputs: By layer, (tokens, out).
+        block_output: The block's output, (batch, seq, model), if the request was for the whole pass.
     """
 
     block_input: Tensor
@@ -61,49 +72,57 @@ class Capture:
 def capture_hooks(
     block: Block, reads: Hooks, writes: Hooks, rows: Rows | None = None, whole: bool = False
 ) -> Iterator[BlockForward]:
-    """Within the context a way to pass one batch through the block, as far as there is something to show.
+    """Install hooks on a block's layers, and yield a function that passes one batch through the block.
 
-    It gives the block's output, or None where it ended before; a layer whose inputs alone are asked for does not run, if it is
-    the last. rows: which tokens experts are shown, if not those that are routed to them. whole: to pass all of the block.
-    A pass raises UnsupportedModel where a layer is asked for that the block does not call.
+    A pass ends after its last hook, so that a layer at the end does not run if only its input is requested.
+
+    Args:
+        block: The block.
+        reads: Hooks for the inputs of layers.
+        writes: Hooks for the outputs of layers or modules.
+        rows: Selects the tokens of each expert; by default those that are routed to it.
+        whole: Whether passes run to the end of the block.
+
+    Raises:
+        UnsupportedModel: A pass does not call one of the layers.
     """
-    further = False
-    wanted = {(name, False) for name in reads} | {(name, True) for name in writes}
+    past_last_hook = False
+    requested = {(name, False) for name in reads} | {(name, True) for name in writes}
     missing: set[tuple[str, bool]] = set()
 
-    def shows(name: str, written: bool, many: Sequence[Hook]) -> Callable[..., None]:
+    def make_hook(name: str, is_output: bool, hooks: Sequence[Hook]) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            shown = (output_tensor(output[0]) if written else inputs[0]).flatten(0, -2)
-            for look in many:
-                look(shown)
-            missing.discard((name, written))
-            if not missing and not whole and not further:
+            tensor = (output_tensor(output[0]) if is_output else inputs[0]).flatten(0, -2)
+            for callback in hooks:
+                callback(tensor)
+            missing.discard((name, is_output))
+            if not missing and not whole and not past_last_hook:
                 raise StopForward
 
         return hook
 
-    def through(hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
-        nonlocal further
-        further = beyond
-        missing.update(wanted)
+    def forward(hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
+        nonlocal past_last_hook
+        past_last_hook = beyond
+        missing.update(requested)
         with suppress(StopForward):
-            left = block(hidden, call)
+            output = block(hidden, call)
             _check_called(block, sorted({name for name, _ in missing}))
-            return left
+            return output
         return None
 
-    hooks = [block.layer(name).register_forward_pre_hook(shows(name, False, many)) for name, many in reads.items()]
-    hooks += [block.module_of(name).register_forward_hook(shows(name, True, many)) for name, many in writes.items()]
+    handles = [block.layer(name).register_forward_pre_hook(make_hook(name, False, hooks)) for name, hooks in reads.items()]
+    handles += [block.module_of(name).register_forward_hook(make_hook(name, True, hooks)) for name, hooks in writes.items()]
     try:
         with block.expose_layers([*reads, *writes], rows):
-            yield through
+            yield forward
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _check_called(block: Block, names: Sequence[str]) -> None:
-    """Raise UnsupportedModel for layers that a whole pass did not call, but for those in lists: experts without a token."""
+    """Raise UnsupportedModel for layers that were not called. Those in module lists may be experts without tokens."""
     idle = [name for name in names if not any(part.isdigit() for part in name.split("."))]
     if idle:
         skipped = idle[0].rpartition(".")[0] or idle[0]
@@ -114,17 +133,25 @@ def _check_called(block: Block, names: Sequence[str]) -> None:
 
 
 def capture(block: Block, asked: CaptureRequest, hidden: Tensor, call: Call, rows: Rows | None = None) -> Capture:
-    """What one batch shows on its way through a block. rows: as for `looking`."""
-    seen = Capture(hidden.flatten(0, -2), {}, {})
+    """Pass one batch through a block and return the requested tensors.
+
+    Args:
+        block: The block.
+        asked: The tensors to capture.
+        hidden: The block's input, (batch, seq, model).
+        call: The block's other arguments.
+        rows: As for `capture_hooks`.
+    """
+    result = Capture(hidden.flatten(0, -2), {}, {})
     if not (asked.inputs or asked.outputs or asked.whole):
-        return seen
-    reads = {name: [partial(seen.inputs.__setitem__, name)] for name in asked.inputs}
-    writes = {name: [partial(seen.outputs.__setitem__, name)] for name in asked.outputs}
-    with capture_hooks(block, reads, writes, rows, asked.whole) as through:
-        left = through(hidden, call)
-    for name in asked.inputs:  # a layer that the block does not call on this batch, as an expert that no token is routed to
-        seen.inputs.setdefault(name, seen.block_input.new_empty(0, block.layer(name).in_features))
+        return result
+    reads = {name: [partial(result.inputs.__setitem__, name)] for name in asked.inputs}
+    writes = {name: [partial(result.outputs.__setitem__, name)] for name in asked.outputs}
+    with capture_hooks(block, reads, writes, rows, asked.whole) as forward:
+        output = forward(hidden, call)
+    for name in asked.inputs:  # layers not called on this batch: experts without tokens
+        result.inputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).in_features))
     for name in (name for name in asked.outputs if name in block.layers):
-        seen.outputs.setdefault(name, seen.block_input.new_empty(0, block.layer(name).out_features))
-    seen.block_output = left if asked.whole else None
-    return seen
+        result.outputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).out_features))
+    result.block_output = output if asked.whole else None
+    return result

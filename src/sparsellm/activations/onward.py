@@ -1,4 +1,4 @@
-"""A stream on its way through a block, batch by batch, and what is said where it stops being finite."""
+"""Replaces a stream's hidden states with a block's outputs, and checks that they stay finite."""
 
 from __future__ import annotations
 
@@ -15,14 +15,31 @@ from sparsellm.solvers.linalg import all_finite, squares_finite
 
 
 class StreamUpdate:
-    """A stream whose batches are replaced by what a block makes of them, as long as that is finite."""
+    """Replaces the batches of a stream, the inputs of a block, with the block's outputs.
+
+    A batch on the CPU is checked at once. On a GPU the check is deferred to `check_finite`, which avoids a device
+    synchronisation per batch.
+
+    Args:
+        stream: One (batch, seq, model) tensor per batch, replaced in place.
+        block: The block that computes the new hidden states.
+    """
 
     def __init__(self, stream: TensorList, block: Block) -> None:
         self._stream, self._block = stream, block
         self._finite: list[Tensor] = []
 
     def replace(self, number: int, hidden: Tensor, call: Call) -> None:
-        """Put a batch's new hidden states in the place of those that it entered with. Raises NonFinite, naming the layer."""
+        """Replace the hidden states of one batch.
+
+        Args:
+            number: Index of the batch in this process.
+            hidden: The new hidden states, (batch, seq, model).
+            call: The block's call on this batch, to find the layer at fault.
+
+        Raises:
+            NonFinite: The hidden states or their squares are not finite. Names the layer.
+        """
         if devices.queued(hidden.device):
             self._finite.append(squares_finite(hidden))
         elif not squares_finite(hidden):
@@ -30,16 +47,16 @@ class StreamUpdate:
         self._stream[number] = hidden
 
     def check_finite(self) -> None:
-        """Raise NonFinite, naming the block, where a GPU was not waited for before."""
+        """Raise NonFinite, naming the block, if a deferred check failed."""
         if not self._finite:
             return
-        for number, good in enumerate(devices.to_python(self._finite)):
-            if not good:  # what entered is gone, and with it which layer was the first
+        for number, finite in enumerate(devices.to_python(self._finite)):
+            if not finite:  # the block's input is already replaced, so the first such layer cannot be found
                 raise non_finite_error(self._block.name, self._stream[number], number)
 
 
 def non_finite_error(what: str, hidden: Tensor, batch: int) -> NonFinite:
-    """The error for an output of a block or a layer that is not finite, or whose squares are not."""
+    """Return the error for an output of a block or layer that is not finite, or whose squares are not."""
     state = "overflows float32 when squared" if all_finite(hidden) else "is not finite"
     return NonFinite(
         f"The output of {what} {state} ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
@@ -47,7 +64,12 @@ def non_finite_error(what: str, hidden: Tensor, batch: int) -> NonFinite:
 
 
 def check_first_inputs(name: str, finite: Sequence[Tensor]) -> None:
-    """Raise NonFinite unless the hidden states that enter the first block have finite squares: a tensor for each batch."""
+    """Raise NonFinite unless the squares of the first block's inputs are finite.
+
+    Args:
+        name: The first block's name.
+        finite: For each batch, a boolean scalar: whether the squares are finite.
+    """
     for number, good in enumerate(devices.to_python(finite)):
         if not good:
             raise NonFinite(
@@ -57,21 +79,21 @@ def check_first_inputs(name: str, finite: Sequence[Tensor]) -> None:
 
 
 def first_non_finite(block: Block, hidden: Tensor, call: Call) -> str:
-    """The first layer of a block whose output is not finite, by its full name; the block's where it is none of its layers."""
-    found: list[str] = []
+    """Return the full name of the first layer with a non-finite output, or the block's name if there is none."""
+    names: list[str] = []
 
-    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def make_hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if not all_finite(output):
-                found.append(block.full_name(name))
+                names.append(block.full_name(name))
 
         return hook
 
-    hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in block.layers.items()]
+    handles = [layer.register_forward_hook(make_hook(name)) for name, layer in block.layers.items()]
     try:
         with block.expose_layers(block.layers):
             block(hidden, call)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return found[0] if found else block.name
+        for handle in handles:
+            handle.remove()
+    return names[0] if names else block.name

@@ -1,4 +1,4 @@
-"""Modules of a block that write the same in every later pass: what they wrote is kept, and they need not run again."""
+"""Caches the outputs of modules whose weights and inputs no longer change, so that later passes skip them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from sparsellm.runtime.offload import OffloadManager
 
 @dataclass(frozen=True)
 class CacheableModule:
-    """A module of a block that returns what one layer writes: all of attention, or a feed-forward's last layer itself.
+    """A module of a block whose output is that of one of its layers, such as attention, or a feed-forward's output projection.
 
-    name: its path within the block. writer: that layer's. others: how many values that are None it returns after it in a tuple;
-    None where it returns the tensor itself. spared: layers that nobody reads but the writer, which then need not run either.
+    Attributes:
+        name: The module's path within the block.
+        writer: The layer's path within the block.
+        others: Number of None values that the module returns after the output, in a tuple; None if it returns the tensor.
+        skippable: Layers whose outputs only `writer` uses, so that they need not run either.
     """
 
     name: str
@@ -31,235 +34,287 @@ class CacheableModule:
 
 
 class OutputCache:
-    """What a module writes for each batch, so that it need not run again: kept in the first pass in which it runs to its end.
+    """The outputs of one module, recorded in its first full pass over the batches and replayed in later ones.
 
-    Right for as long as neither the module changes nor what it reads, as attention once its own layers are pruned, while those
-    of the feed-forward part are. While its writer is still to be pruned, what that `reads` is kept, and turned into what it
-    then `writes`: the module does not run even once more. Close it to give its room back.
+    Valid as long as neither the module's weights nor its inputs change, such as attention once its layers are pruned, while
+    the feed-forward layers are being pruned. While the writer is not yet pruned (`pending`), its inputs are recorded instead,
+    and `mark_final` turns them into outputs without another pass of the block. `close` frees the memory.
 
-    module: the module. storage: where its outputs are kept. size: their bytes, or those of what is read if these are more.
-    pending: whether its writer is still to be pruned.
+    Args:
+        module: The module.
+        storage: Stores the outputs.
+        size: Bytes of the outputs, or of the writer's inputs if these are larger.
+        pending: Whether the writer is still to be pruned.
     """
 
     def __init__(self, module: CacheableModule, storage: OffloadManager, size: int, pending: bool = False) -> None:
-        self.module, self.pending, self._room = module, pending, ExitStack()
-        (self._kept,) = self._room.enter_context(storage.new_lists(1, size))
+        self.module, self.pending, self._storage = module, pending, ExitStack()
+        (self._tensors,) = self._storage.enter_context(storage.new_lists(1, size))
 
     def close(self) -> None:
-        """Give back what the outputs take."""
-        self._room.close()
+        """Free the cached tensors."""
+        self._storage.close()
 
     def record_input(self, inputs: Tensor) -> None:
-        """Keep what the writer reads of the next batch, (tokens, in), until it `writes`. Nobody may write into it any more."""
-        whole = inputs.untyped_storage().nbytes() == inputs.nbytes
-        self._kept.append(inputs if whole else inputs.clone())
+        """Keep the writer's input for the next batch, (tokens, in), until `mark_final`. It must not be modified in place."""
+        owns_storage = inputs.untyped_storage().nbytes() == inputs.nbytes
+        self._tensors.append(inputs if owns_storage else inputs.clone())
 
     @torch.no_grad()
     def mark_final(self, block: Block, shapes: Sequence[tuple[int, int]]) -> None:
-        """The writer is as it will stay. shapes: (windows, tokens a window), batch by batch."""
+        """Replace the recorded inputs with the outputs of the pruned writer.
+
+        Args:
+            block: The block.
+            shapes: (samples, tokens per sample) of each batch.
+        """
         layer = block.module_of(self.module.writer)
         for number, shape in enumerate(shapes):
-            self._kept[number] = layer(self._kept[number].view(*shape, -1))
+            self._tensors[number] = layer(self._tensors[number].view(*shape, -1))
         self.pending = False
 
     @contextmanager
     def replay_or_record(self, block: Block, number: int) -> Iterator[None]:
-        """Within the context the block's module writes what it wrote for this batch, or runs and is listened to."""
-        module, known = block.module_of(self.module.name), self.module
+        """Replay the module's output for batch `number` within the context, or record it if there is none."""
+        module, cached = block.module_of(self.module.name), self.module
         if self.pending:
             yield
             return
-        if number < len(self._kept):
-            # Some families add to it in place, but what spares readers is recalled once, when the stream travels on.
-            written = self._kept[number] if known.skippable else self._kept[number].clone()
+        if number < len(self._tensors):
+            # Some families add to the output in place. An output with skippable layers is replayed only once.
+            output = self._tensors[number] if cached.skippable else self._tensors[number].clone()
 
-            def again(*inputs: Tensor, **_: Any) -> Any:
-                if known.skippable:
-                    return written.view(*inputs[0].shape[:-1], -1)
-                return written if known.others is None else (written, *[None] * known.others)
+            def replay(*inputs: Tensor, **_: Any) -> Any:
+                if cached.skippable:
+                    return output.view(*inputs[0].shape[:-1], -1)
+                return output if cached.others is None else (output, *[None] * cached.others)
 
             with ExitStack() as stack:
-                stack.enter_context(replace_forward(module, again))
-                for name in known.skippable:
+                stack.enter_context(replace_forward(module, replay))
+                for name in cached.skippable:
                     stack.enter_context(replace_forward(block.module_of(name), empty_output))
                 yield
             return
 
-        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            if number == len(self._kept):  # batches come in order
-                self._kept.append(output_tensor(output).clone())
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            if number == len(self._tensors):  # batches come in order
+                self._tensors.append(output_tensor(output).clone())
 
-        hook = module.register_forward_hook(keep)
+        handle = module.register_forward_hook(record)
         try:
             yield
         finally:
-            hook.remove()
+            handle.remove()
 
 
 class OutputCaches:
-    """What need not be computed again in the present block, by stream: True for the dense one.
+    """The output caches of the current block, for the pruned stream and the dense stream.
 
-    storage: where what was written is kept.
+    Args:
+        storage: Stores the outputs.
     """
 
     def __init__(self, storage: OffloadManager) -> None:
         self._storage = storage
-        self._known: dict[bool, list[OutputCache]] = {False: [], True: []}
+        self._caches: dict[bool, list[OutputCache]] = {False: [], True: []}  # by whether the stream is dense
 
     def store(self, module: CacheableModule, dense: bool, size: int, pending: bool = False) -> None:
-        """From now on a module writes the same in every pass of a stream; or, if pending, from when its writer is `solved`."""
+        """Cache the outputs of a module from now on.
+
+        Args:
+            module: The module.
+            dense: Whether in the dense stream.
+            size: As for `OutputCache`.
+            pending: Whether its writer is still to be pruned; the cache then takes effect at `mark_final`.
+        """
         self.invalidate(dense, module.name)
-        self._known[dense].append(OutputCache(module, self._storage, size, pending))
+        self._caches[dense].append(OutputCache(module, self._storage, size, pending))
 
     def record_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """What layers read of the next batch in the pruned stream, (tokens, in) by name."""
-        for known in self._known[False]:
-            if known.pending and known.module.writer in inputs:
-                known.record_input(inputs[known.module.writer])
+        """Record the inputs of pending writers for the next batch of the pruned stream, by layer, (tokens, in)."""
+        for cache in self._caches[False]:
+            if cache.pending and cache.module.writer in inputs:
+                cache.record_input(inputs[cache.module.writer])
 
     def mark_final(self, block: Block, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
-        """These layers are pruned, and stay as they are. shapes: (windows, tokens a window), batch by batch."""
-        for known in self._known[False]:
-            if known.pending and known.module.writer in names:
-                known.mark_final(block, shapes)
+        """Compute the outputs of pending caches whose writers are pruned.
+
+        Args:
+            block: The current block.
+            names: The layers that are pruned.
+            shapes: (samples, tokens per sample) of each batch.
+        """
+        for cache in self._caches[False]:
+            if cache.pending and cache.module.writer in names:
+                cache.mark_final(block, shapes)
 
     def invalidate(self, dense: bool, name: str | None = None) -> None:
-        """What a module wrote in one stream holds no longer, or is needed no longer. name: which; None for all."""
-        for known in [some for some in self._known[dense] if name in (None, some.module.name)]:
-            self._known[dense].remove(known)
-            known.close()
+        """Discard the caches of one stream: that of module `name`, or all."""
+        for cache in [cache for cache in self._caches[dense] if name in (None, cache.module.name)]:
+            self._caches[dense].remove(cache)
+            cache.close()
 
     def close(self) -> None:
-        """Forget all."""
-        for dense in self._known:
+        """Discard all caches."""
+        for dense in self._caches:
             self.invalidate(dense)
 
     @contextmanager
     def replay_or_record(self, dense: bool, block: Block, number: int) -> Iterator[None]:
-        """Within the context a batch's pass in one stream computes no more than it must."""
+        """Replay or record the outputs of all cached modules of one stream for batch `number`, within the context."""
         with ExitStack() as stack:
-            for known in self._known[dense]:
-                stack.enter_context(known.replay_or_record(block, number))
+            for cache in self._caches[dense]:
+                stack.enter_context(cache.replay_or_record(block, number))
             yield
 
 
 def empty_output(inputs: Tensor) -> Tensor:
-    """What a layer writes that need not run: no numbers, in the shape of what it reads."""
+    """Return the output of a skipped layer: (..., 0) for inputs of (..., in)."""
     return inputs.new_empty(*inputs.shape[:-1], 0)
 
 
 def output_tensor(output: Any) -> Tensor:
-    """What a module writes, of all that it returns."""
-    written: Tensor = output[0] if isinstance(output, tuple) else output
-    return written
+    """Return the tensor of a module's output, the first item if that is a tuple."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
 
 
 class StopForward(Exception):
-    """All that was asked for was seen: the rest of the block need not run."""
+    """Ends a block's forward pass once all requested tensors are captured."""
 
 
 def is_enclosed(block: Block, writer: str) -> bool:
-    """Whether a layer is the last one in a module of the block, so that this might be recalled.
+    """Return whether a layer is the last one of a module in the block, whose output might be cached.
 
-    Modules that hold layers as views are out: with hooks on these they do not compute the same to the bit.
+    Modules that hold layers as views are excluded: with hooks on the views, their results differ in rounding.
     """
-    around, _, _ = writer.rpartition(".")
-    inner = [name for name in block.layers if name.startswith(f"{around}.")]
-    return bool(around) and inner[-1] == writer and not any(name in block.views for name in inner)
+    enclosing, _, _ = writer.rpartition(".")
+    names = [name for name in block.layers if name.startswith(f"{enclosing}.")]
+    return bool(enclosing) and names[-1] == writer and not any(name in block.views for name in names)
 
 
 @contextmanager
 def find_enclosing(block: Block, writer: str) -> Iterator[list[CacheableModule]]:
-    """Within the context a pass of one batch ends with the module around a layer, one that is `enclosed`.
+    """Check the module around a layer in a pass of one batch within the context. The pass ends after that module.
 
-    The list then has the module in it, if it returned what the layer wrote and nothing else.
+    Args:
+        block: The block.
+        writer: A layer for which `is_enclosed` holds.
+
+    Yields:
+        A list, to which the pass adds the module if it returns the layer's output and nothing else.
     """
-    around, _, _ = writer.rpartition(".")
-    found: list[CacheableModule] = []
-    wrote: list[Tensor] = []
+    enclosing, _, _ = writer.rpartition(".")
+    modules: list[CacheableModule] = []
+    writer_outputs: list[Tensor] = []
 
-    def keeps(module: nn.Module, inputs: Any, output: Any) -> None:
-        wrote.append(output_tensor(output))
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        writer_outputs.append(output_tensor(output))
 
-    def ends(module: nn.Module, inputs: Any, output: Any) -> None:
-        one = output_tensor(output)
+    def compare(module: nn.Module, inputs: Any, output: Any) -> None:
+        tensor = output_tensor(output)
         others = output[1:] if isinstance(output, tuple) else ()
-        alike = len(wrote) == 1 and one.ndim == 3 and one.shape == wrote[0].shape and torch.equal(one, wrote[0])
-        if alike and all(some is None for some in others):
-            found.append(CacheableModule(around, writer, len(others) if isinstance(output, tuple) else None))
+        equal = (
+            len(writer_outputs) == 1
+            and tensor.ndim == 3
+            and tensor.shape == writer_outputs[0].shape
+            and torch.equal(tensor, writer_outputs[0])
+        )
+        if equal and all(value is None for value in others):
+            modules.append(CacheableModule(enclosing, writer, len(others) if isinstance(output, tuple) else None))
         raise StopForward
 
-    hooks = [block.module_of(writer).register_forward_hook(keeps), block.module_of(around).register_forward_hook(ends)]
+    handles = [
+        block.module_of(writer).register_forward_hook(record),
+        block.module_of(enclosing).register_forward_hook(compare),
+    ]
     try:
         with suppress(StopForward):
-            yield found
+            yield modules
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
 def find_skippable(block: Block, writer: str) -> Iterator[list[CacheableModule]]:
-    """Within the context a pass of one batch shows whether a feed-forward's writer reads what the table says, from its readers.
+    """Check in a pass of one batch whether a feed-forward's output projection uses only its input projections' outputs.
 
-    The list then has the writer in it: once it is pruned, neither it nor its readers need run.
+    Args:
+        block: The block.
+        writer: The output projection; the check does nothing for other layers.
+
+    Yields:
+        A list, to which the pass adds the output projection if its input is the activation of the input projections' outputs.
+        Once it is pruned, neither it nor the input projections need to run.
     """
     part = block.architecture.feed_forward
-    found: list[CacheableModule] = []
+    modules: list[CacheableModule] = []
     if part is None or part.out_proj != writer or any(name in block.views for name in (*part.in_proj, writer)):
-        yield found
+        yield modules
         return
-    wrote: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
-    def keeps(name: str) -> Callable[..., None]:
-        return lambda _, __, output: wrote.__setitem__(name, output)
+    def record(name: str) -> Callable[..., None]:
+        return lambda _, __, output: outputs.__setitem__(name, output)
 
-    def reads(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if len(wrote) == len(part.in_proj):
-            expected = part.activate(*(wrote[name] for name in part.in_proj))
+    def compare(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if len(outputs) == len(part.in_proj):
+            expected = part.activate(*(outputs[name] for name in part.in_proj))
             if allclose_bf16(inputs[0], expected):
-                found.append(CacheableModule(writer, writer, skippable=part.in_proj))
+                modules.append(CacheableModule(writer, writer, skippable=part.in_proj))
 
-    hooks = [block.module_of(name).register_forward_hook(keeps(name)) for name in part.in_proj]
-    hooks.append(block.module_of(writer).register_forward_pre_hook(reads, prepend=True))  # before the one that ends the pass
+    handles = [block.module_of(name).register_forward_hook(record(name)) for name in part.in_proj]
+    handles.append(block.module_of(writer).register_forward_pre_hook(compare, prepend=True))  # before a hook that ends the pass
     try:
-        yield found
+        yield modules
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()
 def find_cacheable(block: Block, writer: str, hidden: Tensor, call: Call) -> CacheableModule | None:
-    """The module around a layer, such as attention, that can be recalled once the layers up to this one are pruned; or None.
+    """Return the module around a layer, such as attention, if its output is the layer's; otherwise None.
 
-    Seen on one batch.
+    Args:
+        block: The block.
+        writer: The layer.
+        hidden: The block's input on the batch that is used for the check, (batch, seq, model).
+        call: The block's other arguments on that batch.
     """
     if not is_enclosed(block, writer):
         return None
-    with find_enclosing(block, writer) as found:
+    with find_enclosing(block, writer) as modules:
         block(hidden, call)
-    return found[0] if found else None
+    return modules[0] if modules else None
 
 
 @torch.no_grad()
 def is_residual_sum(block: Block, writers: Sequence[str], hidden: Tensor, call: Call) -> bool:
-    """Whether a block's output is its input plus what its writers write, layers or modules of it. Seen on one batch."""
+    """Return whether the block's output is its input plus the outputs of `writers`, checked on one batch.
+
+    Args:
+        block: The block.
+        writers: Layers or modules of the block.
+        hidden: The block's input, (batch, seq, model).
+        call: The block's other arguments.
+    """
     outputs: list[Tensor] = []
 
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
         outputs.append(output_tensor(output).flatten(0, -2).clone())  # some families add to it in place
 
-    hooks = [block.module_of(name).register_forward_hook(hook) for name in writers]
+    handles = [block.module_of(name).register_forward_hook(record) for name in writers]
     try:
         with block.expose_layers(writers):
-            found = block(hidden, call).flatten(0, -2)
+            result = block(hidden, call).flatten(0, -2)
     finally:
-        for one in hooks:
-            one.remove()
-    return allclose_bf16(found, sum((output.view_as(found) for output in outputs), hidden.flatten(0, -2)))
+        for handle in handles:
+            handle.remove()
+    return allclose_bf16(result, sum((output.view_as(result) for output in outputs), hidden.flatten(0, -2)))
 
 
 def allclose_bf16(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors differ by rounding alone: that of bf16 is 0.4 %."""
+    """Return whether two tensors agree to 2 % in norm; the rounding error of bfloat16 is 0.4 %."""
     return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())

@@ -1,10 +1,10 @@
-r"""How much an error in a block's or a layer's outputs costs further down, to second order.
+r"""Sensitivity of the model's predictions to errors in the output of a block or a layer, to second order.
 
-The distance of the pruned model's predictions from the dense model's, KL divergence, is to second order
-$\frac12 E[\delta^\top F \delta]$ in an error $\delta$ of a block's output, with $F = E[g g^\top]$, $g$ the gradient of the
-loss by that output when the label is drawn from the model itself (the Fisher information). Taken as independent of the error,
-token by token, $F$ is one (model, model) matrix for a block, and through a block's own Jacobian $J$ it becomes
-$S = E[J^\top F J]$ for each layer. The same matrices serve K-FAC (Martens & Grosse, ICML 2015).
+To second order, an error $\delta$ in a block's output changes the predictions by $\frac12 E[\delta^\top F \delta]$ nats of KL
+divergence, with $F = E[g g^\top]$ the Fisher information: $g$ is the gradient of the loss with respect to that output, for a
+label drawn from the model's own predictions. With $g$ assumed independent of $\delta$ and of the other tokens, $F$ is one
+(model, model) matrix per block. The Jacobian $J$ of the block's output with respect to a layer's output turns it into
+$S = E[J^\top F J]$ for that layer. K-FAC uses the same matrices (Martens & Grosse, ICML 2015).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 16384
-"""How many tokens are looked at, at most: some times the width of a stream, for matrices of full rank."""
+"""Maximum number of tokens: a few times the model's width, for matrices of full rank."""
 
 MANY = 2**32
-"""More windows than there ever are: a block's number times this, and a window's, make a seed of their own."""
+"""Larger than any number of samples: block index * MANY + sample index is a distinct seed."""
 
 
 def output_sensitivities(
@@ -43,14 +43,23 @@ def output_sensitivities(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> list[Tensor]:
-    """F for the output of each block, (model, model) float32, from one pass of the dense model and back, block by block.
+    """Compute F for the output of each block.
 
-    batches: token numbers, each (batch, seq); the windows of the first 16,384 tokens are used. compute, weights, storage: as
-    for `walk`. Cost: two forward passes and a backward one; memory for the inputs of all blocks, which `storage` may keep in
-    files, for the gradients within one block, and for the logits of one window. The same for the same model and windows, to
-    rounding: labels are drawn window by window, each by its number.
+    Takes two forward passes and one backward pass, and memory for the inputs of all blocks (which `storage` may keep in
+    files), for the gradients within one block, and for the logits of one sample. Labels are drawn with a seed per sample, so
+    that the result depends on the batch size by rounding only.
+
+    Args:
+        model: The dense model.
+        batches: Token ids, each (batch, seq). The samples with the first 16,384 tokens are used.
+        compute: As for `walk`.
+        weights: As for `walk`.
+        storage: As for `walk`.
+
+    Returns:
+        One (model, model) float32 matrix per block.
     """
-    return [found for _, found in iterate_output_sensitivities(model, batches, compute, weights, storage)][::-1]
+    return [fisher for _, fisher in iterate_output_sensitivities(model, batches, compute, weights, storage)][::-1]
 
 
 @torch.no_grad()
@@ -61,7 +70,7 @@ def iterate_output_sensitivities(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """As `output_sensitivities`, one by one with the block's number, the last block's first: to be kept elsewhere."""
+    """Yield each block's index and its F as in `output_sensitivities`, one at a time from the last block to the first."""
     batches = first_windows(batches, TOKENS)
     tokens = sum(batch.numel() for batch in batches)
 
@@ -70,22 +79,22 @@ def iterate_output_sensitivities(
         collectives.all_reduce_(total)
         return (total / tokens).float()
 
-    with run_backward(model, batches, compute, weights, storage) as descent:
-        yield descent.blocks[-1].index, mean(descent.gradients)
-        for block in descent.iterate(stop=1):
-            yield block.index - 1, mean(descent.gradients)
+    with run_backward(model, batches, compute, weights, storage) as backward:
+        yield backward.blocks[-1].index, mean(backward.gradients)
+        for block in backward.iterate(stop=1):
+            yield block.index - 1, mean(backward.gradients)
 
 
 def _second_moment(gradients: TensorList) -> Tensor:
-    """The sum over tokens of g gᵀ, (model, model), in float64 as in `sparsellm.solvers.statistics`."""
+    """Return the sum over tokens of g gᵀ, (model, model), in float64 as in `sparsellm.solvers.statistics`."""
     total: Tensor | None = None
-    for some in gradients:
-        for rows in some:  # window by window: the same sums however windows are batched
+    for batch in gradients:
+        for rows in batch:  # sample by sample, so that the sums do not depend on the batch size
             product = (rows.float().T @ rows.float()).to(devices.widest_float(rows.device))
             total = product if total is None else total.add_(product)
     if total is None:
-        few = f"are fewer calibration batches than the {collectives.world()} processes"
-        message = f"There {few if collectives.world() > 1 else 'is no calibration batch'}."
+        count = f"are fewer calibration batches than the {collectives.world()} processes"
+        message = f"There {count if collectives.world() > 1 else 'is no calibration batch'}."
         raise InvalidSetting(f"{message} Pass token numbers of (samples, length), split into at least as many batches.")
     return total
 
@@ -99,37 +108,45 @@ def layer_sensitivities(
     sample_offsets: Iterable[int],
     window: int | None = None,
 ) -> dict[str, Tensor]:
-    r"""S = E[Jᵀ F J] for the outputs of the named layers, (out, out) float32, J the block's own Jacobian.
+    r"""Estimate S = E[Jᵀ F J] for the outputs of layers, with J the Jacobian of the block's output.
 
-    One backward pass from random errors of covariance F, one for each token.
+    Takes one backward pass from random errors with covariance F, one per token.
 
-    block: a dense one. hidden: what enters it in the dense model, (batch, seq, model) for each batch. calls: how it is called
-    on each. metric: F, (model, model), of the block's output. sample_offsets: each batch's first sample, counted over all.
-    window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
+    Args:
+        block: The dense block.
+        hidden: The block's input in the dense model, (batch, seq, model) for each batch.
+        calls: The block's call on each batch.
+        names: The layers.
+        metric: F of the block's output, (model, model).
+        sample_offsets: Index of each batch's first sample among all samples.
+        window: Tokens summed at a time, so that the sums do not depend on the batch size; None sums a whole batch.
+
+    Returns:
+        S by layer, (out, out) float32.
     """
     if not names:
         return {}
-    heights, vectors = eigh(metric)
-    root = (vectors * heights.clamp(min=0).sqrt()) @ vectors.T  # the symmetric one: eigenvectors flip their sign by rounding
+    eigenvalues, vectors = eigh(metric)
+    root = (vectors * eigenvalues.clamp(min=0).sqrt()) @ vectors.T  # symmetric, so the signs of eigenvectors do not matter
     generator = torch.Generator(device=metric.device)
     sums = {name: Gram(block.layer(name).out_features, metric.device, window) for name in names}
     tokens = 0
-    watching = gradient_hooks(block, {name: some.update for name, some in sums.items()})
-    with require_grad_only(block.module), watching, torch.enable_grad():
-        for entering, call, first in zip(hidden, calls, sample_offsets, strict=True):
-            if first * entering.shape[1] >= TOKENS:
+    hooks = gradient_hooks(block, {name: gram.update for name, gram in sums.items()})
+    with require_grad_only(block.module), hooks, torch.enable_grad():
+        for batch, call, offset in zip(hidden, calls, sample_offsets, strict=True):
+            if offset * batch.shape[1] >= TOKENS:
                 break
-            start = entering.detach().clone().requires_grad_(True)
-            output = block(start, call)
+            leaf = batch.detach().clone().requires_grad_(True)
+            output = block(leaf, call)
             noise = torch.zeros(output.shape, device=metric.device)
-            for number, errors in enumerate(noise, first):  # each by its number: the same however windows are batched
+            for number, errors in enumerate(noise, offset):  # a seed per sample: independent of the batch size
                 if number * len(errors) < TOKENS:
                     generator.manual_seed(block.index * MANY + number)
                     errors.copy_(torch.randn(errors.shape, generator=generator, device=metric.device) @ root)
                     tokens += len(errors)
-            torch.autograd.grad(output, start, noise.to(output.dtype))
+            torch.autograd.grad(output, leaf, noise.to(output.dtype))
     count = collectives.all_reduce_count(tokens, metric.device)
-    for some in sums.values():
-        some.reduce()
-    # Of the last windows' tokens some had no error: what they sent back is zero, and they do not count.
-    return {name: some.mean_over(count) for name, some in sums.items()}
+    for gram in sums.values():
+        gram.reduce()
+    # Samples without errors have zero gradients and are not in the count.
+    return {name: gram.mean_over(count) for name, gram in sums.items()}

@@ -1,4 +1,4 @@
-"""What travels from block to block: the hidden states of every calibration batch, and how each block is called."""
+"""The hidden states of all calibration batches on their way from block to block, and the arguments of each block's call."""
 
 from __future__ import annotations
 
@@ -36,13 +36,19 @@ if TYPE_CHECKING:
 
 
 class Activations:
-    """The hidden states that enter the present block, batch by batch, in one stream or two.
+    """The hidden states that enter the current block, in one stream or two, and the calls of each block.
 
-    pruned: what the pruned model computes, one (batch, seq, model) tensor for every batch. dense: what the dense model
-    computes; None where no method asks. teacher: the present block as it was, where there is a dense stream.
-    metrics: what errors of each block's output cost, where a method asks. storage: where a method may keep more of that kind.
+    The pruned stream is computed by the pruned model, the dense stream by the dense model. With several processes, each holds
+    its share of the batches.
 
-    Of several processes each has the batches dealt to it. shapes: (windows, tokens a window) of each of all batches.
+    Attributes:
+        pruned: The pruned stream, one (batch, seq, model) tensor per batch.
+        dense: The dense stream; None if no method needs it.
+        teacher: The dense copy of the current block; None if there is no dense stream.
+        metrics: For each block, F of its output (`output_sensitivities`), if a method needs it.
+        storage: Stores cached outputs and what a method keeps per batch.
+        shapes: (samples, tokens per sample) of each batch, over all processes.
+        window: Tokens per sample.
     """
 
     def __init__(
@@ -60,9 +66,9 @@ class Activations:
         self.storage = storage or OffloadManager()
         self.shapes, self.window = shapes, shapes[0][1] if shapes else None
         self._calls = calls  # by block, then by batch
-        self._routes: tuple[int, ExpertSamples] | None = None  # of the block that was asked about last
-        self._recalls = OutputCaches(self.storage)
-        self._behind: int | None = None  # the block that the pruned stream is behind already
+        self._expert_samples: tuple[int, ExpertSamples] | None = None  # with the index of their block
+        self._caches = OutputCaches(self.storage)
+        self._advanced: int | None = None  # the block whose outputs the pruned stream already holds
 
     @classmethod
     def from_model(
@@ -74,112 +80,131 @@ class Activations:
         streams: Sequence[TensorList] = (),
         storage: OffloadManager | None = None,
     ) -> Activations:
-        """Run the model as far as its first block, and learn how each block is called.
+        """Run the model up to its first block, and record the call of each block.
 
-        batches: token numbers, each (batch, seq), without padding, of which this process takes its share. dtype: what the model
-        will be computed in, if not its own. streams: empty lists for the pruned stream, and for the dense one where it is to
-        travel too; a list for the pruned one by default.
+        Blocks may differ in their arguments, such as an attention mask with or without a sliding window. Each block's are
+        recorded in a forward pass of the model in which the blocks return their inputs.
 
-        Every block is called as the model itself calls it: blocks may differ in their keywords (an attention mask with or
-        without a sliding window), so each block's are recorded, with the blocks themselves passing the hidden states through.
+        Args:
+            model: The model.
+            blocks: Its blocks.
+            batches: Token ids, each (batch, seq), without padding. This process runs its share of them.
+            dtype: Dtype of the computation; None for the model's own.
+            streams: Empty lists for the pruned stream and, optionally, the dense stream; by default one list for the pruned.
+            storage: As for `walk`.
+
+        Raises:
+            NonFinite: The squares of the hidden states that enter the first block are not finite.
         """
         calls: list[list[Call]] = [[] for _ in blocks]
         finite: list[Tensor] = []
         pruned, *dense = streams or ([],)
         with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
             for batch in collectives.shard(batches):
-                found = block_inputs(model, blocks, batch)
-                finite.append(squares_finite(found[0][0]))
-                for index, (_, call) in enumerate(found):
-                    alike = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
-                    calls[index].append(next((other for other in alike if equal_calls(other, call)), call))
-                for stream in (pruned, *dense):  # the same tensor: `advance` puts a new one in its place and writes into none
-                    stream.append(cast(found[0][0], dtype))
+                inputs = block_inputs(model, blocks, batch)
+                finite.append(squares_finite(inputs[0][0]))
+                for index, (_, call) in enumerate(inputs):
+                    candidates = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
+                    calls[index].append(next((previous for previous in candidates if equal_calls(previous, call)), call))
+                for stream in (pruned, *dense):  # both hold one tensor: `advance` replaces it and never writes into it
+                    stream.append(cast(inputs[0][0], dtype))
         check_first_inputs(blocks[0].name, finite)
         distinct = {id(call): call for row in calls for call in row}  # cast each once: most blocks and batches share theirs
-        again = {key: cast(call, dtype) for key, call in distinct.items()}
-        recast = [[again[id(call)] for call in row] for row in calls]
+        cast_calls = {key: cast(call, dtype) for key, call in distinct.items()}
+        calls_by_block = [[cast_calls[id(call)] for call in row] for row in calls]
         shapes = [(len(batch), batch.shape[1]) for batch in batches]
-        return cls(pruned, recast, dense[0] if dense else None, storage, shapes)
+        return cls(pruned, calls_by_block, dense[0] if dense else None, storage, shapes)
 
     @property
     def tokens(self) -> int:
-        """How many a stream has, in this process."""
-        return sum(windows * length for windows, length in collectives.shard(self.shapes))
+        """Number of tokens of a stream in this process."""
+        return sum(samples * length for samples, length in collectives.shard(self.shapes))
 
     @property
     def sample_offsets(self) -> list[int]:
-        """The number of the first window of each batch of this process, among all windows."""
-        return collectives.shard(list(accumulate((windows for windows, _ in self.shapes[:-1]), initial=0)))
+        """For each batch of this process, the index of its first sample among all samples."""
+        return collectives.shard(list(accumulate((samples for samples, _ in self.shapes[:-1]), initial=0)))
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
-        """How the block is called, batch by batch. dtype: of its floating tensors, if not their own."""
+        """Return the block's call on each batch, with floating-point tensors converted to `dtype`, if given."""
         distinct = {id(call): cast(call, dtype) for call in self._calls[block.index]}
         return [distinct[id(call)] for call in self._calls[block.index]]
 
     def output_fisher(self, block: Block) -> Tensor:
-        """F, (model, model): what errors of the block's output cost (`sparsellm.activations.sensitivity`)."""
+        """Return F of the block's output, (model, model); see `sparsellm.activations.sensitivity`."""
         return self.metrics[block.index]
 
     def begin_block(self, block: Block) -> None:
-        """Keep the block as it is now, to carry the dense stream; nothing where there is none."""
+        """Make `block` the current block, and copy it if there is a dense stream."""
         self.close()
         self.teacher = block.copy() if self.dense is not None else None
 
     def expert_tokens(self, block: Block, name: str) -> int | None:
-        """How many tokens the router sends to the expert that a layer belongs to; None for a layer of no expert, or unknown."""
+        """Return the number of tokens routed to a layer's expert; None if it has no expert, or the number is unknown."""
         view = block.views.get(name)
-        if view is None or view.expert is None or self._routes is None or self._routes[0] != block.index:
+        if view is None or view.expert is None or self._expert_samples is None or self._expert_samples[0] != block.index:
             return None
-        return int(self._routes[1].counts[view.expert])
+        return int(self._expert_samples[1].counts[view.expert])
 
     @torch.no_grad()
     def expert_samples(self, block: Block, names: Sequence[str]) -> ExpertSamples | None:
-        """Which tokens the experts are shown that these layers belong to, from a pass of its own; None where there are none.
+        """Return the selection of tokens for the experts of these layers; None if no layer belongs to an expert.
 
-        Found once for a block, when it is first asked for: by then the layers before its experts may be pruned.
+        Computed once per block, in a pass of its own at the first call, when layers before the experts may be pruned already.
         """
         views = [block.views[name] for name in names if name in block.views and block.views[name].expert is not None]
         if not views:
             return None
-        if self._routes is None or self._routes[0] != block.index:
-            tokens = [windows * length for windows, length in self.shapes]
-            self._routes = (
+        if self._expert_samples is None or self._expert_samples[0] != block.index:
+            tokens = [samples * length for samples, length in self.shapes]
+            self._expert_samples = (
                 block.index,
                 sample_expert_tokens(block, zip(self.pruned, self._calls[block.index], strict=True), tokens),
             )
-        found = self._routes[1]
-        found.restart()
-        return found
+        selection = self._expert_samples[1]
+        selection.restart()
+        return selection
 
     @torch.no_grad()
     def paired_batches(
         self, block: Block, pruned: CaptureRequest, dense: CaptureRequest, last: str = ""
     ) -> Iterator[tuple[Capture, Capture]]:
-        """Batch by batch, what the pruned stream shows in the block, and the dense one in its teacher.
+        """Capture tensors from both streams, batch by batch.
 
-        Experts see the same tokens in both: those that the pruned stream's router sends them. Where all of the dense stream's
-        pass is asked for, it travels on with it, and there is no teacher afterwards; but not through a block with views, which
-        by pieces compute the same, but not to the bit. last: the feed-forward's writer, if it is pruned next, and by itself.
+        Experts get the same tokens in both streams, chosen by the pruned stream's router. If the request for the dense stream
+        is for the whole pass, the stream advances with it, and the dense block is discarded at the end. This does not apply to
+        blocks with views, whose forward layer by layer differs from the original in rounding.
+
+        Args:
+            block: The current block.
+            pruned: The tensors to capture from `block` on the pruned stream.
+            dense: The tensors to capture from the dense block on the dense stream.
+            last: The feed-forward's output projection, if it is pruned next, and alone.
+
+        Yields:
+            The captures of the pruned and of the dense stream.
+
+        Raises:
+            NonFinite: The dense stream is not finite after the block.
         """
         if self.dense is None or self.teacher is None:
             raise TypeError("There is no dense stream: ask for one with teacher=True.")
         dense = replace(dense, whole=dense.whole and not block.views)
-        routes = self.expert_samples(block, [*pruned.inputs, *pruned.outputs])
-        first, second = (routes.choose, routes.repeat) if routes else (None, None)
-        teacher, onward = self.teacher, StreamUpdate(self.dense, self.teacher)
+        selection = self.expert_samples(block, [*pruned.inputs, *pruned.outputs])
+        pruned_rows, dense_rows = (selection.choose, selection.repeat) if selection else (None, None)
+        teacher, update = self.teacher, StreamUpdate(self.dense, self.teacher)
         for number, call in enumerate(self.calls(block)):
-            seeing = find_skippable(block, last if number == 0 else "")
-            with self._recalls.replay_or_record(False, block, number), seeing as found:
-                here = capture(block, pruned, self.pruned[number], call, first)
-            self.schedule_cache(block, *found)
-            self._recalls.record_inputs(here.inputs)
-            with self._recalls.replay_or_record(True, teacher, number):
-                there = capture(teacher, dense, self.dense[number], call, second)
-            yield here, there
-            if there.block_output is not None:
-                onward.replace(number, there.block_output, call)
-        onward.check_finite()
+            check = find_skippable(block, last if number == 0 else "")
+            with self._caches.replay_or_record(False, block, number), check as modules:
+                pruned_capture = capture(block, pruned, self.pruned[number], call, pruned_rows)
+            self.schedule_cache(block, *modules)
+            self._caches.record_inputs(pruned_capture.inputs)
+            with self._caches.replay_or_record(True, teacher, number):
+                dense_capture = capture(teacher, dense, self.dense[number], call, dense_rows)
+            yield pruned_capture, dense_capture
+            if dense_capture.block_output is not None:
+                update.replace(number, dense_capture.block_output, call)
+        update.check_finite()
         if dense.whole:
             self._finish_dense()
 
@@ -187,107 +212,121 @@ class Activations:
     def run_with_hooks(
         self, block: Block, reads: Hooks, writes: Hooks | None = None, advance: bool = False, last: str | None = None
     ) -> None:
-        """One pass of all batches through the block, as far as there is something to show.
+        """Pass all batches of the pruned stream through the block, up to its last hook.
 
-        reads: who is shown what layers read. writes: who is shown what they write. onward: whether the block will stay as it
-        is, so that the stream travels on with the same pass; `advance` then has nothing to do. last: of the layers that are
-        looked at the one to be pruned next. If it ends a module, that need not run again once it is `solved`.
+        Args:
+            block: The current block.
+            reads: Hooks for the inputs of layers.
+            writes: Hooks for the outputs of layers or modules.
+            advance: Whether the block is final, so that this pass can also advance the stream. The method `advance` then has
+                nothing to do.
+            last: The layer among `reads` that is pruned next. If a module ends with it, that module's output is cached once
+                the layer is final (`mark_final`).
+
+        Raises:
+            NonFinite: The stream is not finite after the block.
         """
-        routes = self.expert_samples(block, [*reads, *(writes or {})])
-        # Views: see `pairs`. What the last block writes nobody reads.
+        selection = self.expert_samples(block, [*reads, *(writes or {})])
+        # Views: as in `paired_batches`. The last block's outputs are not used.
         whole = advance and not block.views and block.index + 1 < len(self._calls)
-        stream = StreamUpdate(self.pruned, block)
-        shown: dict[str, Tensor] = {}
-        more: Hooks = {} if last is None else {last: [*reads[last], partial(shown.__setitem__, last)]}
-        with capture_hooks(block, {**reads, **more}, writes or {}, routes.choose if routes else None, whole) as through:
+        update = StreamUpdate(self.pruned, block)
+        last_inputs: dict[str, Tensor] = {}
+        extra: Hooks = {} if last is None else {last: [*reads[last], partial(last_inputs.__setitem__, last)]}
+        rows = selection.choose if selection else None
+        with capture_hooks(block, {**reads, **extra}, writes or {}, rows, whole) as forward:
             for number, call in enumerate(self._calls[block.index]):
-                with self._recalls.replay_or_record(False, block, number):
+                with self._caches.replay_or_record(False, block, number):
                     if last is not None and number == 0:
-                        hidden = self._first(block, last, through, call)
+                        hidden = self._run_first_batch(block, last, forward, call)
                     else:
-                        hidden = through(self.pruned[number], call)
-                self._recalls.record_inputs(shown)
+                        hidden = forward(self.pruned[number], call)
+                self._caches.record_inputs(last_inputs)
                 if whole and hidden is not None:
-                    stream.replace(number, hidden, call)
-        stream.check_finite()
-        self._behind = block.index if whole else None
+                    update.replace(number, hidden, call)
+        update.check_finite()
+        self._advanced = block.index if whole else None
 
     @torch.no_grad()
     def advance(self, block: Block) -> None:
-        """Pass every batch through the block, to become the input of the next. Raises NonFinite, naming the block."""
+        """Replace the streams with the block's outputs, the inputs of the next block. Raises NonFinite, naming the block."""
         self.advance_dense()
-        if self._behind != block.index:
+        if self._advanced != block.index:
             self._advance(self.pruned, block)
-        self._behind = None
+        self._advanced = None
         self.close()
 
     @torch.no_grad()
     def advance_dense(self) -> None:
-        """Pass the dense stream alone through the present block's teacher, once; nothing where there is none."""
+        """Replace the dense stream with the dense block's outputs, unless that is done or there is no dense stream."""
         if self.dense is not None and self.teacher is not None:
             self._advance(self.dense, self.teacher, dense=True)
             self._finish_dense()
 
     def _finish_dense(self) -> None:
-        """The dense stream is behind the present block: its teacher is not asked any more."""
+        """Discard the dense block and its caches once the dense stream has passed through it."""
         self.teacher = None
         self.invalidate_cache(dense=True)
 
     def cache_output(self, module: CacheableModule, dense: bool) -> None:
-        """From now on a module of the present block writes the same in every pass of one stream: it need run once only.
+        """Cache the outputs of a module of the current block from now on.
 
-        module: one that `alone` finds. dense: which stream.
+        Args:
+            module: A result of `cacheable_module`.
+            dense: Whether in the dense stream.
         """
-        first = (self.dense if dense and self.dense is not None else self.pruned)[0]
-        self._recalls.store(module, dense, self.tokens * first[0, 0].nbytes)
+        hidden = (self.dense if dense and self.dense is not None else self.pruned)[0]
+        self._caches.store(module, dense, self.tokens * hidden[0, 0].nbytes)
 
     def schedule_cache(self, block: Block, *modules: CacheableModule) -> None:
-        """These modules' writers are what will be pruned next, on the pruned stream: once that is `solved`, they need not run.
+        """Cache the outputs of modules in the pruned stream from when their writers, which are pruned next, are final.
 
-        The next pass that shows what a writer reads keeps it; but not more than the stream itself takes, unless there is memory
-        for it.
+        The next pass that captures a writer's inputs records them. Those of a feed-forward's output projection take more
+        memory than the stream, and are recorded only if they fit on the device.
         """
         for module in modules:
-            layer, last = block.layer(module.writer), block.index + 1 == len(self._calls)  # whose outputs nobody reads
+            layer, last = block.layer(module.writer), block.index + 1 == len(self._calls)  # the last block's output is not used
             size = self.tokens * max(layer.in_features, layer.out_features) * self.pruned[0].element_size()
             if not module.skippable or (self.storage.fits_on_device(size) and not last):
-                self._recalls.store(module, False, size, pending=True)
+                self._caches.store(module, False, size, pending=True)
 
-    def _first(self, block: Block, writer: str, through: BlockForward, call: Call) -> Tensor | None:
-        """Pass the first batch, and see on it what need not run again once the writer is pruned."""
+    def _run_first_batch(self, block: Block, writer: str, forward: BlockForward, call: Call) -> Tensor | None:
+        """Pass the first batch, and schedule a cache for the module that ends with `writer`."""
         part = block.architecture.feed_forward
-        around = is_enclosed(block, writer) and (part is None or part.out_proj != writer)
-        with find_enclosing(block, writer) if around else find_skippable(block, writer) as found:
-            hidden = through(self.pruned[0], call, beyond=around)
-        self.schedule_cache(block, *found)
+        enclosed = is_enclosed(block, writer) and (part is None or part.out_proj != writer)
+        with find_enclosing(block, writer) if enclosed else find_skippable(block, writer) as modules:
+            hidden = forward(self.pruned[0], call, beyond=enclosed)
+        self.schedule_cache(block, *modules)
         return hidden
 
     def mark_final(self, block: Block, names: Sequence[str]) -> None:
-        """These layers are pruned, and stay as they are."""
-        self._recalls.mark_final(block, names, collectives.shard(self.shapes))
+        """Declare that these layers are pruned and no longer change."""
+        self._caches.mark_final(block, names, collectives.shard(self.shapes))
 
     def invalidate_cache(self, dense: bool) -> None:
-        """What modules wrote in one stream holds no longer, or is not needed."""
-        self._recalls.invalidate(dense)
+        """Discard the cached outputs of one stream."""
+        self._caches.invalidate(dense)
 
     def close(self) -> None:
-        """Give back what is kept beside the streams."""
-        self._recalls.close()
+        """Free the memory of all caches."""
+        self._caches.close()
 
     def cacheable_module(self, writer: str) -> CacheableModule | None:
-        """The module around a layer of the present block, such as attention, that can be remembered; None if there is none."""
+        """Return the module around a layer of the current block, such as attention, if it can be cached; otherwise None."""
         if self.dense is None or self.teacher is None:
             return None
-        found = find_cacheable(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
-        fields = collectives.broadcast_object(found and asdict(found))
+        module = find_cacheable(self.teacher, writer, self.dense[0], self.calls(self.teacher)[0])
+        fields = collectives.broadcast_object(module and asdict(module))
         return fields and CacheableModule(fields["name"], fields["writer"], fields["others"])
 
     @torch.no_grad()
     def is_residual_sum(self, writers: Sequence[str]) -> bool:
-        """Whether the present block's output is its input plus what its writers write, so that these can mend the stream.
+        """Return whether the current block's output is its input plus the outputs of `writers`.
 
-        writers: layers or modules of the block. Seen on the first batch of the dense stream: blocks that normalise or scale
-        before adding are not of that form.
+        If so, an error in the block's output can be corrected in the outputs of `writers`. Checked on the first batch of the
+        dense stream. False for blocks that normalise or scale before the addition.
+
+        Args:
+            writers: Layers or modules of the block.
         """
         if self.dense is None or self.teacher is None or not writers:
             return False
@@ -296,17 +335,17 @@ class Activations:
         )
 
     def _advance(self, stream: TensorList, block: Block, dense: bool = False) -> None:
-        """Pass one stream through a block. dense: which."""
-        onward = StreamUpdate(stream, block)
+        """Pass one stream, the dense one if `dense`, through a block."""
+        update = StreamUpdate(stream, block)
         for number, call in enumerate(self.calls(block)):
-            with self._recalls.replay_or_record(dense, block, number):
+            with self._caches.replay_or_record(dense, block, number):
                 hidden = block(stream[number], call)
-            onward.replace(number, hidden, call)
-        onward.check_finite()
+            update.replace(number, hidden, call)
+        update.check_finite()
 
 
 def stream_bytes(model: PreTrainedModel, batches: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
-    """How much memory a stream takes: the hidden states of all batches."""
+    """Return the bytes of a stream: the hidden states of all batches, in `dtype` or the dtype of the embeddings."""
     embedding = model.get_input_embeddings().weight
     width: int = model.config.get_text_config().hidden_size
     return sum(batch.numel() for batch in batches) * width * (dtype or embedding.dtype).itemsize

@@ -1,4 +1,4 @@
-"""The walk through a model, block by block, with the hidden states that enter each."""
+"""Iterates over the blocks of a model with the hidden states that enter each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@torch.no_grad()  # as a decorator: it then holds only while the generator itself runs, not in the caller's loop
+@torch.no_grad()  # as a decorator, it applies only while the generator runs, not in the caller's loop
 def walk(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
@@ -32,30 +32,38 @@ def walk(
     weights: Weights | None = None,
     storage: OffloadManager | None = None,
 ) -> Generator[tuple[Block, Activations], None, None]:
-    """Each block with what enters it. What the caller does to a block is done before its outputs travel on.
+    """Yield each block with the activations that enter it, and advance the activations when the caller continues.
 
-    batches: token numbers, each (batch, seq), without padding; of several processes each walks with those dealt to it.
-    stop: the first block not to visit; None visits all.
-    compute: the dtype in which the blocks run while visited, if not their own; what is stored keeps its dtype.
-    teacher: whether the dense stream travels too, through a copy of each block. metrics: what errors of each block's output
-    cost, from `output_sensitivities`, for methods that ask. weights: where the model's tensors are, if not in memory. storage:
-    where the streams are kept, if not in memory.
+    Changes that the caller makes to a block affect the inputs of the blocks after it.
+
+    Args:
+        model: The model.
+        batches: Token ids, each (batch, seq), without padding. Each process walks with its share of them.
+        stop: Index of the first block not to visit; None visits all.
+        compute: Dtype of the computation, if not the model's own. Stored weights keep their dtype.
+        teacher: Whether to carry the dense stream too, through a copy of each block.
+        metrics: F of each block's output from `output_sensitivities`, for methods that need it.
+        weights: Loads the weights of each block, if they are not in memory.
+        storage: Stores the streams, if not in memory.
+
+    Raises:
+        InvalidSetting: There are fewer batches than processes.
     """
     weights, storage = weights or ResidentWeights(), storage or OffloadManager()
     blocks = blocks_of(model)
     visited = blocks[:stop]
     if len(batches) < collectives.world():
-        few = f"are {len(batches)} calibration batches for {collectives.world()} processes"
-        message = f"There {few if batches else 'is no calibration batch'}."
+        count = f"are {len(batches)} calibration batches for {collectives.world()} processes"
+        message = f"There {count if batches else 'is no calibration batch'}."
         raise InvalidSetting(f"{message} Pass token numbers of (samples, length), split into at least as many batches.")
     with eval_mode(model), storage.new_lists(1 + teacher, stream_bytes(model, collectives.shard(batches), compute)) as streams:
         with weights.non_block():
-            inputs = Activations.from_model(model, blocks, batches, compute, streams, storage)
-        inputs.metrics = metrics
-        with closing(inputs):
+            activations = Activations.from_model(model, blocks, batches, compute, streams, storage)
+        activations.metrics = metrics
+        with closing(activations):
             for block, next_block in zip(visited, [*visited[1:], None], strict=True):
                 with weights.block(block, next_block), compute_dtype_context(block.module, compute):
-                    inputs.begin_block(block)
-                    yield block, inputs
+                    activations.begin_block(block)
+                    yield block, activations
                     if block is not visited[-1]:
-                        inputs.advance(block)
+                        activations.advance(block)

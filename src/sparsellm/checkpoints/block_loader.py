@@ -1,4 +1,4 @@
-"""Where a model's tensors are: in memory, or in the checkpoint's files, read when a block's turn comes and given back after."""
+"""Provides a model's weights block by block, from memory or from the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -30,20 +30,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Owners = tuple[tuple[nn.Module, str], ...]
+"""The modules that hold a parameter or buffer, each with its name there; several if it is tied."""
+
+
 class Weights(Protocol):
-    """What lets a walk through a model have each part's tensors while it needs them."""
+    """Makes a model's tensors available to a walk through the model, one part at a time."""
 
     def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
-        """Within the context a block's tensors are there. then: the block that is wanted next, which may be read meanwhile."""
+        """Make a block's tensors available within the context.
+
+        Args:
+            block: The block.
+            next_block: The block that is needed next, which may be read in the meantime.
+        """
         ...
 
     def non_block(self) -> AbstractContextManager[None]:
-        """Within the context all is there that belongs to no block: embeddings, last norm, head."""
+        """Make the tensors outside the blocks available within the context: embeddings, last norm, head."""
         ...
 
 
 class ResidentWeights:
-    """All tensors are there all the time."""
+    """The weights of a model whose tensors are all in memory."""
 
     def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -53,14 +62,19 @@ class ResidentWeights:
 
 
 class DiskWeights:
-    """Tensors on the meta device, filled from files while they are needed.
+    """Reads the weights of a model on the meta device from files while they are needed.
 
-    model: a skeleton, its parameters on the meta device and its buffers real. places: where each parameter (and each buffer
-    that checkpoints hold) is stored, by the name that the model gives it; tied ones once or more. dtype: what floating tensors
-    are converted to. device: where they go. ahead: whether the block that is wanted next is read while one is worked on.
+    A context discards its tensors at its end. A block that has been changed must be written, and its new file set with
+    `relocate`, before that. Reads raise BadCheckpoint for tensors that hold NaN or infinity, have the wrong shape, or cannot be
+    read.
 
-    A block that was changed must be written, and its places set anew (`moved`), before its context ends: what was in memory
-    is gone after it. Reads raise BadCheckpoint for tensors that hold NaN or infinity, are misshapen, or cannot be read.
+    Args:
+        model: A skeleton, with parameters on the meta device and real buffers.
+        places: Where each parameter (and each buffer that checkpoints hold) is stored, by its name in the model. Tied
+            parameters appear under at least one of their names.
+        dtype: Dtype to which floating-point tensors are converted.
+        device: Device of the tensors.
+        ahead: Whether to read the next block while one is in use.
     """
 
     def __init__(
@@ -73,9 +87,9 @@ class DiskWeights:
     ) -> None:
         self.dtype, self.device, self.ahead = dtype, torch.device(device), ahead
         self._coming: tuple[int, Prefetch] | None = None
-        self._model, self._places = model, dict(places)
-        blocks = tuple(f"{block.name}." for block in blocks_of(model))
-        self._ends = [name for name in self._places if not name.startswith(blocks)]
+        self._model, self._locations = model, dict(places)
+        prefixes = tuple(f"{block.name}." for block in blocks_of(model))
+        self._non_block = [name for name in self._locations if not name.startswith(prefixes)]
         self._owners = _owners(model)
 
     @contextmanager
@@ -93,174 +107,185 @@ class DiskWeights:
 
     @contextmanager
     def non_block(self) -> Iterator[None]:
-        with self._filled(self._ends):
+        with self._filled(self._non_block):
             yield
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return list(self._places)
+        return list(self._locations)
 
     def file_of(self, names: Iterable[str]) -> Path | None:
-        """The one safetensors file that holds these tensors under their own names, and nothing else; None if there is none."""
+        """Return the safetensors file that holds exactly these tensors, under these names; None if there is none."""
         wanted = set(names)
-        places = {place for name in wanted if isinstance(place := self._places[name], TensorLocation)}
-        if len(places) < len(wanted):
+        locations = {location for name in wanted if isinstance(location := self._locations[name], TensorLocation)}
+        if len(locations) < len(wanted):
             return None
-        files = {place.file for place in places}
-        if len(files) != 1 or {place.key for place in places} != wanted or next(iter(files)).suffix != ".safetensors":
+        files = {location.file for location in locations}
+        keys = {location.key for location in locations}
+        if len(files) != 1 or keys != wanted or next(iter(files)).suffix != ".safetensors":
             return None
         file = next(iter(files))
         return file if set(keys_of(file)) == wanted else None
 
     def non_block_names(self) -> list[list[str]]:
-        """The names of the tensors that belong to no block, tied ones once; those that are stored together, together."""
-        first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
-        for name in self._ends:
+        """Return the names of the tensors outside the blocks, tied ones once, grouped by the pieces they are stored in."""
+        first: dict[Owners, str] = {}
+        for name in self._non_block:
             first.setdefault(self._owners[name], name)
-        together: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for name in first.values():
-            place = self._places[name]
-            together.setdefault(place.first if isinstance(place, ConvertedTensor) else name, []).append(name)
-        return list(together.values())
+            location = self._locations[name]
+            groups.setdefault(location.first if isinstance(location, ConvertedTensor) else name, []).append(name)
+        return list(groups.values())
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in its stored shape and in the model's dtype, on the processor."""
-        place = self._places[name]
-        tensor = read_stored(place)
+        """Read one tensor into CPU memory, in its stored shape and in the model's dtype."""
+        location = self._locations[name]
+        tensor = read_stored(location)
         if tensor.is_floating_point():
             if not all_finite(tensor):
                 raise BadCheckpoint(
-                    f"{place.file.name} holds NaN or infinity in {place.key}. Get a sound copy of the checkpoint."
+                    f"{location.file.name} holds NaN or infinity in {location.key}. Get a sound copy of the checkpoint."
                 )
             tensor = tensor.to(self.dtype)
         return tensor
 
     def size(self) -> tuple[int, int]:
-        """How many numbers the tensors hold, tied ones once, and how many of them are zero."""
-        seen: set[tuple[tuple[nn.Module, str], ...]] = set()
+        """Return the number of parameters, tied ones counted once, and how many of them are zero."""
+        counted: set[Owners] = set()
         count = zeros = 0
-        for name in self._places:
-            if self._owners[name] not in seen and isinstance(_get_tensor(*self._owners[name][0]), nn.Parameter):
-                seen.add(self._owners[name])
+        for name in self._locations:
+            if self._owners[name] not in counted and isinstance(_get_tensor(*self._owners[name][0]), nn.Parameter):
+                counted.add(self._owners[name])
                 tensor = self.read(name)
                 count, zeros = count + tensor.numel(), zeros + count_zeros(tensor)
         return count, zeros
 
     def relocate(self, names: Iterable[str], file: Path) -> None:
-        """From now on these tensors are read from another safetensors file, under the names that the model gives them."""
-        self._places.update({name: TensorLocation(file, name) for name in names})
+        """Read these tensors from another safetensors file from now on, in which they have their names in the model."""
+        self._locations.update({name: TensorLocation(file, name) for name in names})
 
     def _names_of(self, block: Block) -> list[str]:
-        """The names of a block's tensors."""
-        return [name for name in self._places if name.startswith(f"{block.name}.")]
+        """Return the names of a block's tensors."""
+        return [name for name in self._locations if name.startswith(f"{block.name}.")]
 
     def _prefetch(self, block: Block) -> None:
-        """Begin to read a block's tensors; pinned, where they are to be copied to a GPU."""
+        """Start reading a block's tensors, into pinned memory if they are to be copied to a GPU."""
         buffers: dict[str, Tensor] = {}
         for name in self._names_of(block):
-            held = _get_tensor(*self._owners[name][0])
-            if held.device.type == "meta":
-                dtype = self.dtype if held.is_floating_point() else held.dtype
-                buffers[name] = torch.empty(held.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
+            tensor = _get_tensor(*self._owners[name][0])
+            if tensor.device.type == "meta":
+                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                buffers[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
         self._coming = block.index, Prefetch(buffers, self.read)
 
     def _take_prefetched(self, block: Block) -> dict[str, Tensor]:
-        """What was read of a block already; others that were sent for are no longer wanted."""
+        """Return the prefetched tensors of a block; discard those of another block."""
         if self._coming is None or self._coming[0] != block.index:
             self._discard_prefetched()
             return {}
-        found = self._coming[1].take()
+        tensors = self._coming[1].take()
         self._coming = None
-        return found
+        return tensors
 
     def _discard_prefetched(self) -> None:
-        """What was sent for is no longer wanted."""
+        """Cancel the prefetch in progress."""
         if self._coming is not None:
             self._coming[1].drop()
             self._coming = None
 
     @contextmanager
-    def _filled(self, names: Iterable[str], early: dict[str, Tensor] | None = None) -> Iterator[None]:
-        """Within the context these tensors are in the model. early: those that were read already; emptied."""
-        early = {} if early is None else early
-        emptied: list[tuple[nn.Module, str, Tensor]] = []
+    def _filled(self, names: Iterable[str], prefetched: dict[str, Tensor] | None = None) -> Iterator[None]:
+        """Put these tensors into the model within the context, taking (and removing) those that were prefetched."""
+        prefetched = {} if prefetched is None else prefetched
+        replaced: list[tuple[nn.Module, str, Tensor]] = []
         try:
             for name in names:
                 owners = self._owners[name]
                 if _get_tensor(*owners[0]).device.type != "meta":
-                    continue  # tied to one that was filled already
-                value = early.pop(name) if name in early else self.read(name)
+                    continue  # tied to a tensor that is filled already
+                value = prefetched.pop(name) if name in prefetched else self.read(name)
                 value = value.to(self.device, non_blocking=value.is_pinned())
                 if value.shape != _get_tensor(*owners[0]).shape:
-                    place = self._places[name]
+                    location = self._locations[name]
                     raise BadCheckpoint(
-                        f"{place.file.name}: {place.key} is {tuple(value.shape)}, "
+                        f"{location.file.name}: {location.key} is {tuple(value.shape)}, "
                         f"but the configuration calls for {tuple(_get_tensor(*owners[0]).shape)}."
                     )
-                parameter = isinstance(_get_tensor(*owners[0]), nn.Parameter)
-                filled = nn.Parameter(value, requires_grad=False) if parameter else value
+                is_parameter = isinstance(_get_tensor(*owners[0]), nn.Parameter)
+                filled = nn.Parameter(value, requires_grad=False) if is_parameter else value
                 for module, leaf in owners:
-                    emptied.append((module, leaf, _get_tensor(module, leaf)))
+                    replaced.append((module, leaf, _get_tensor(module, leaf)))
                     _set_tensor(module, leaf, filled)
             yield
         finally:
-            for module, leaf, empty in emptied:
+            for module, leaf, empty in replaced:
                 _set_tensor(module, leaf, empty)
 
 
 WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16)}
-"""By which of its attributes a model of transformers keeps tensors in float32, and in which dtypes it then is."""
+"""Attributes by which a transformers model keeps some tensors in float32, with the model dtypes to which they apply."""
 
 
 def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, Stored]:
-    """Where every tensor of a model is stored, by the name that the model gives it, as `from_pretrained` would find it.
+    """Find where each tensor of a model is stored, as `from_pretrained` would.
 
-    Raises NotStreamable, saying why, where a tensor has no place, or cannot be read by itself.
+    Also records on the model the weight conversions that apply, so that it is saved in the form of its files.
+
+    Args:
+        files: The weight files.
+        model: The model, on the meta device.
+
+    Returns:
+        The location of each tensor, by its name in the model.
+
+    Raises:
+        NotStreamable: A tensor is not in the files, or cannot be read on its own.
     """
-    places, _, model._weight_conversions = index_tensors(files, model)  # so that it is written as it was read
+    locations, _, model._weight_conversions = index_tensors(files, model)
     if any(type(entry).__name__ == "GroupWeightRename" for entry in model._weight_conversions):
         raise NotStreamable("the stored names of some of its tensors depend on those of others")
-    known, owners = model.state_dict(), _owners(model)
-    there = {owners[name] for name in places}
-    missing = [name for name in known if owners[name] not in there]
+    state, owners = model.state_dict(), _owners(model)
+    located = {owners[name] for name in locations}
+    missing = [name for name in state if owners[name] not in located]
     if missing:
         raise NotStreamable(f"{missing[0]} is not in the checkpoint under a name of its own")
     if any(getattr(model, name, None) and model.dtype in dtypes for name, dtypes in WIDENED.items()):
         raise NotStreamable(
             f"some of its tensors stay in float32 where the others are {str(model.dtype).removeprefix('torch.')}"
         )
-    return places
+    return locations
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """By each name of a model's tensors, the first name of that tensor: of tied ones, which are one tensor, the same."""
-    first: dict[tuple[tuple[nn.Module, str], ...], str] = {}
+    """Map the name of each tensor to the first name of that tensor; tied tensors share one."""
+    first: dict[Owners, str] = {}
     return {name: first.setdefault(owners, name) for name, owners in _owners(model).items()}
 
 
-def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
-    """By name, the modules that hold a parameter or buffer and what they call it; all of them where it is tied."""
-    held: dict[int, list[tuple[nn.Module, str]]] = {}
-    names: dict[str, int] = {}
+def _owners(model: nn.Module) -> dict[str, Owners]:
+    """Map the name of each parameter and buffer to its owners, several if it is tied."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    ids: dict[str, int] = {}
     for path, module in model.named_modules():
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                held.setdefault(id(tensor), []).append((module, leaf))
-                names[f"{path}.{leaf}" if path else leaf] = id(tensor)
-    return {name: tuple(held[number]) for name, number in names.items()}
+                owners.setdefault(id(tensor), []).append((module, leaf))
+                ids[f"{path}.{leaf}" if path else leaf] = id(tensor)
+    return {name: tuple(owners[number]) for name, number in ids.items()}
 
 
 def _get_tensor(module: nn.Module, leaf: str) -> Tensor:
-    """A module's own parameter or buffer."""
-    tensor = module._parameters.get(leaf)
-    found = module._buffers[leaf] if tensor is None else tensor
-    assert found is not None
-    return found
+    """Return a parameter or buffer of a module."""
+    parameter = module._parameters.get(leaf)
+    tensor = module._buffers[leaf] if parameter is None else parameter
+    assert tensor is not None
+    return tensor
 
 
 def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    """Give a module a parameter or buffer in place of the one it has."""
+    """Replace a parameter or buffer of a module."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[leaf] = tensor
     else:

@@ -1,4 +1,4 @@
-"""A model's configuration: read, held against what the weight files hold before anything is built of it, and built."""
+"""Reads a model's configuration, checks it against the tensors in the weight files, and builds models from it."""
 
 from __future__ import annotations
 
@@ -25,45 +25,52 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LARGEST = 1_000_000
-"""What a size may be in every model: those that its files do not show, such as a chunk's, are smaller."""
+"""Size that is accepted in every model. Sizes that appear in no tensor, such as a chunk size, are smaller."""
 
 MOST_LAYERS = 256
-"""What a number of layers or labels may be in every model; transformers makes as many, without weights, in a few seconds."""
+"""Number of layers or labels that is accepted in every model. transformers builds that many on the meta device in seconds."""
 
 MOST_EXPERTS = 64
-"""The same of experts, of which every layer has as many."""
+"""Number of experts per layer that is accepted in every model."""
 
 LAYERS = re.compile(r"layers?$|depths?$|blocks$|labels$")
 EXPERTS = re.compile(r"experts?$")
-"""Names of fields that say how many there are of something."""
+"""Names of fields with the number of layers, labels or experts."""
 
 NO_SIZE = re.compile(
     r"position|length|len$|window|theta|base|token|_id$|_ids$|_index$|ctx|context|max_|seed|version|step|sample|param|pixel|rate|time"
 )
-"""Names of fields that may be of any size: lengths of texts, numbers of tokens, what a training recorded."""
+"""Names of fields whose values are not limited: lengths of texts, numbers of tokens, records of training."""
 
 ROOM = 2**28
-"""Numbers that a model may compute at its start, beyond as many as it has weights: tables of positions, for one."""
+"""Elements of buffers, such as position tables, that a model may compute beyond its number of weights."""
 
 
 def check_dtypes(name: str, entries: Mapping[str, TensorHeader]) -> None:
-    """Raise UnsupportedModel for weights that are no floating point numbers of 16 bits or more.
+    """Raise UnsupportedModel for weights that are not floating-point numbers of at least 16 bits.
 
-    Whole numbers that are no weights, such as masks and positions in older files, are as they should be.
+    Integer tensors that are not weights, such as masks and positions in older files, are accepted.
     """
     for key, entry in entries.items():
         weight = "weight" in key.rpartition(".")[2] or (entry.dtype in ("int8", "uint8") and len(entry.shape) in (2, 3))
         if entry.dtype not in FLOATS and (weight or entry.dtype.startswith(("float", "complex"))):
             raise UnsupportedModel(
-                f"{name} holds {key[:200]} in {entry.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} are "
-                "pruned. Prune the plain checkpoint that it was made from."
+                f"{name} holds {key[:200]} in {entry.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} can "
+                "be pruned. Prune the plain checkpoint that it was made from."
             )
 
 
 def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
-    """What config.json says.
+    """Return the fields of config.json.
 
-    Raises BadCheckpoint where it is no configuration, UnsupportedModel for a model of a kind that cannot be pruned.
+    Args:
+        name: The checkpoint's name, for messages.
+        folder: The checkpoint's folder.
+        trusted: Whether the checkpoint's own code may run.
+
+    Raises:
+        BadCheckpoint: config.json is missing, or is not the configuration of a model.
+        UnsupportedModel: The model is quantised, or not a causal language model.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -81,9 +88,18 @@ def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
 def read_configuration(
     name: str, folder: Path, trusted: bool, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]
 ) -> PretrainedConfig:
-    """The configuration. raw: what config.json says. entries: what the weight files hold.
+    """Load the configuration, and check it against the weight files.
 
-    Raises BadCheckpoint for one that cannot be read or is another model's, UnsupportedModel where transformers has none of it.
+    Args:
+        name: The checkpoint's name, for messages.
+        folder: The checkpoint's folder.
+        trusted: Whether the checkpoint's own code may run.
+        raw: The fields of config.json.
+        entries: The headers of the tensors in the weight files.
+
+    Raises:
+        BadCheckpoint: The configuration cannot be read, or does not match the weight files.
+        UnsupportedModel: The installed transformers does not have the model type.
     """
     from transformers import AutoConfig
 
@@ -92,11 +108,11 @@ def read_configuration(
     try:
         with silence_transformers():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-            auto_model(config)  # which refuses a type that it has no class for
+            auto_model(config)  # raises UnsupportedModel for a type without a class
             _check_blocks(name, config.get_text_config(), entries)
     except SparseLLMError:
         raise
-    except Exception as error:  # each configuration checks its fields in its own way, or not at all
+    except Exception as error:  # configurations validate their fields in different ways, or not at all
         if "auto_map" in raw and not trusted:
             raise UnsupportedModel(
                 f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
@@ -111,10 +127,18 @@ def read_configuration(
 
 
 def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) -> PreTrainedModel:
-    """The model of a configuration, its weights where the context puts them. how: as for `from_config`.
+    """Build a model from its configuration, on the device of the context.
 
-    Raises UnsupportedModel where transformers has no such model, MissingPackage where that needs a package that is not
-    installed, BadCheckpoint where it cannot be built.
+    Args:
+        name: The checkpoint's name, for messages.
+        config: The configuration.
+        trusted: Whether the checkpoint's own code may run.
+        **how: Arguments of `from_config`.
+
+    Raises:
+        UnsupportedModel: transformers does not have the model.
+        MissingPackage: The model needs a package that is not installed.
+        BadCheckpoint: The model cannot be built.
     """
     try:
         with silence_transformers():
@@ -123,65 +147,71 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) 
         raise
     except ImportError as error:
         raise MissingPackage(f"{name} needs a package that is not installed: {_error_text(error)}.") from error
-    except Exception as error:  # fields that do not go together end in any kind of error
-        raise BadCheckpoint(f"{name}: no model can be built by config.json: {_error_text(error)}.") from error
+    except Exception as error:  # inconsistent fields may raise any exception
+        raise BadCheckpoint(f"{name}: no model can be built from config.json: {_error_text(error)}.") from error
     return model
 
 
 def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, TensorHeader]) -> None:
-    """Raise BadCheckpoint unless the files' tensors have the shapes that the configuration calls for, and tied ones agree.
+    """Raise BadCheckpoint unless stored tensors have the shapes in the configuration, and tied tensors are equal.
 
-    model: on the meta device. Tensors that are put together or split on their way in are held against it when they are read.
+    Tensors that transformers converts from several pieces are checked when they are read.
+
+    Args:
+        name: The checkpoint's name, for messages.
+        model: The model, on the meta device.
+        files: The weight files.
+        entries: The headers of their tensors.
     """
     stored = sum(entry.numel for entry in entries.values())
     computed = sum(buffer.numel() for buffer in model.buffers())
     if computed > stored + ROOM:
         raise BadCheckpoint(
-            f"{name}: by config.json the model would compute {computed:,} numbers at its start. Check its fields."
+            f"{name}: a model built from config.json would compute {computed:,} numbers at its start. Check its fields."
         )
     try:
-        places, _, _ = index_tensors(files, model)
+        locations, _, _ = index_tensors(files, model)
     except NotStreamable:
         return
-    known = model.state_dict()
-    for key, place in places.items():
-        wanted = tuple(known[key].shape)
-        if isinstance(place, TensorLocation) and entries[place.key].shape != wanted:
+    state = model.state_dict()
+    for key, location in locations.items():
+        shape = tuple(state[key].shape)
+        if isinstance(location, TensorLocation) and entries[location.key].shape != shape:
             raise BadCheckpoint(
-                f"{name}: {place.key} is {entries[place.key].shape}, but the configuration calls for {wanted}. "
+                f"{name}: {location.key} is {entries[location.key].shape}, but the configuration calls for {shape}. "
                 "config.json may belong to another model."
             )
-    _check_tied(name, model, places)
+    _check_tied(name, model, locations)
 
 
-def _check_tied(name: str, model: PreTrainedModel, places: Mapping[str, Stored]) -> None:
-    """Raise BadCheckpoint where the files hold what the configuration ties under two names with different values."""
+def _check_tied(name: str, model: PreTrainedModel, locations: Mapping[str, Stored]) -> None:
+    """Raise BadCheckpoint if tensors that the configuration ties have different values in the files."""
     first: dict[str, str] = {}
-    for key, one in tied_names(model).items():
-        other = first.setdefault(one, key) if key in places else key
-        if other != key and not _equal(places[other], places[key]):
+    for key, tied_name in tied_names(model).items():
+        other = first.setdefault(tied_name, key) if key in locations else key
+        if other != key and not _equal(locations[other], locations[key]):
             raise BadCheckpoint(
-                f"{name}: {other} and {key} are one tensor by config.json, and the weight files hold two that differ. "
-                "If both are meant, set `tie_word_embeddings` to false in config.json."
+                f"{name}: {other} and {key} are tied in config.json, but they differ in the weight files. "
+                "If both are needed, set `tie_word_embeddings` to false in config.json."
             )
 
 
-def _equal(one: Stored, other: Stored) -> bool:
-    """Whether two stored tensors have the same values, some rows at a time where the files allow it."""
+def _equal(first: Stored, second: Stored) -> bool:
+    """Return whether two stored tensors are equal, compared in chunks of rows if both are in safetensors files."""
     if (
-        isinstance(one, TensorLocation)
-        and isinstance(other, TensorLocation)
-        and one.file.suffix == other.file.suffix == ".safetensors"
+        isinstance(first, TensorLocation)
+        and isinstance(second, TensorLocation)
+        and first.file.suffix == second.file.suffix == ".safetensors"
     ):
-        pairs = zip(row_chunks(one), row_chunks(other), strict=True)
+        pairs = zip(row_chunks(first), row_chunks(second), strict=True)
     else:
-        pairs = zip((read_stored(one),), (read_stored(other),), strict=True)
+        pairs = zip((read_stored(first),), (read_stored(second),), strict=True)
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Within the context transformers prints no bars and no warnings: this package says itself what matters."""
+    """Disable progress bars and warnings of transformers within the context."""
     from transformers.utils import logging as hf_logging
 
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -196,65 +226,65 @@ def silence_transformers() -> Iterator[None]:
 
 
 def _check_kind(name: str, raw: Mapping[str, Any], trusted: bool) -> None:
-    """Raise UnsupportedModel for a quantised model, and for one that is no causal language model."""
+    """Raise UnsupportedModel for a quantised model, or one that is not a causal language model."""
     text = raw.get("text_config")
     if any("quantization_config" in fields for fields in (raw, text) if isinstance(fields, dict)):
         raise UnsupportedModel(f"{name} is quantised. Prune the plain checkpoint that it was made from.")
     listed = raw.get("architectures") or []
     heads = [str(head) for head in listed] if isinstance(listed, list) else [str(listed)]
-    sees = isinstance(text, dict) or "vision_config" in raw
-    wanted = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if sees else ()))
-    if raw.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(wanted) for head in heads)):
-        what = heads[0] if heads else raw["model_type"]
-        raise UnsupportedModel(f"{name} is a {what}, not a causal language model (one that ends in ForCausalLM).")
+    is_multimodal = isinstance(text, dict) or "vision_config" in raw
+    suffixes = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if is_multimodal else ()))
+    if raw.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(suffixes) for head in heads)):
+        kind = heads[0] if heads else raw["model_type"]
+        raise UnsupportedModel(f"{name} is a {kind}, not a causal language model (one that ends in ForCausalLM).")
 
 
 def _check_sizes(name: str, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]) -> None:
-    """Raise BadCheckpoint for a size that no tensor bears out: to build a model of it takes hours, or all the memory."""
+    """Raise BadCheckpoint for a size too large for the stored tensors: building such a model could exhaust time or memory."""
     lengths = {length for entry in entries.values() for length in entry.shape}
     longest = max(lengths, default=0)
     for field, value in _integers(raw):
-        most = max(longest, len(entries), LARGEST)
+        limit = max(longest, len(entries), LARGEST)
         if LAYERS.search(field):
-            most = max(len(entries), MOST_LAYERS)
+            limit = max(len(entries), MOST_LAYERS)
         elif EXPERTS.search(field) and value not in lengths:
-            most = MOST_EXPERTS
-        if abs(value) > most and not NO_SIZE.search(field):
+            limit = MOST_EXPERTS
+        if abs(value) > limit and not NO_SIZE.search(field):
             raise BadCheckpoint(
                 f"{name}: config.json says {field} {value:,}, and the {len(entries):,} tensors in its weight files, of at most "
-                f"{longest:,} rows or columns, hold no such model. config.json may be damaged, or belong to another model."
+                f"{longest:,} rows or columns, do not match it. config.json may be damaged, or belong to another model."
             )
 
 
 def _integers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
-    """The integers of a configuration, each with the name of the nearest field around it."""
+    """Yield the innermost field name and the value of each integer in a configuration."""
     if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _integers(inner, str(key))
+        for key, item in value.items():
+            yield from _integers(item, str(key))
     elif isinstance(value, list):
-        for inner in value:
-            yield from _integers(inner, field)
+        for item in value:
+            yield from _integers(item, field)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield field, value
 
 
 def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, TensorHeader]) -> None:
-    """Raise BadCheckpoint where a configuration calls for no blocks, or for more than are numbered in the tensors' names."""
+    """Raise BadCheckpoint if a configuration calls for no blocks, or for more than the tensors' names contain."""
     if config.attribute_map.get("num_hidden_layers", "").startswith("encoder"):
-        return  # the files of a decoder alone hold none of these
-    wanted = getattr(config, "num_hidden_layers", None)
-    if isinstance(wanted, int) and wanted < 1:
-        raise BadCheckpoint(f"{name}: config.json says num_hidden_layers {wanted}, and a model has at least one. Correct it.")
-    numbers = [int(word) for key in entries for word in key.split(".") if word.isdecimal() and len(word) < 10]
-    there = max(numbers, default=-1) + 1
-    if isinstance(wanted, int) and wanted > there:
+        return  # the files of a decoder alone have no encoder layers
+    blocks = getattr(config, "num_hidden_layers", None)
+    if isinstance(blocks, int) and blocks < 1:
+        raise BadCheckpoint(f"{name}: config.json says num_hidden_layers {blocks}, and a model has at least one. Correct it.")
+    numbers = [int(part) for key in entries for part in key.split(".") if part.isdecimal() and len(part) < 10]
+    stored = max(numbers, default=-1) + 1
+    if isinstance(blocks, int) and blocks > stored:
         raise BadCheckpoint(
-            f"{name}: config.json calls for {wanted:,} blocks, and the weight files hold {there:,}. "
+            f"{name}: config.json calls for {blocks:,} blocks, and the weight files hold {stored:,}. "
             "The download may be incomplete, or config.json belongs to another model."
         )
 
 
 def _error_text(error: Exception) -> str:
-    """An error in a line, with its kind where its text alone says nothing."""
-    words = first_line(error)[:300]
-    return words if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: {words}"
+    """Return an error's first line, preceded by its class unless the text is meaningful without it."""
+    text = first_line(error)[:300]
+    return text if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Digests of an output's files, of the tensors in them and of its report: by these it is known to be as it was written."""
+"""Digests of an output's files, tensors and report, by which a later change is detected."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, keys_of, row_chun
 from sparsellm.solvers.linalg import all_finite
 
 WIDTH = 16
-"""Bytes of a digest: 128 bits, so that no two contents have the same one."""
+"""Bytes of a digest: 128 bits, which makes collisions negligible."""
 
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """A tensor as it is stored: dtype, shape, digest of its bytes, and whether it holds neither NaN nor infinity."""
+    """Digest of a stored tensor.
+
+    Attributes:
+        dtype: Name of its dtype, such as "float32".
+        shape: Its shape.
+        digest: BLAKE2b digest of its bytes, in hexadecimal digits.
+        finite: Whether it holds neither NaN nor infinity.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,35 +35,35 @@ class TensorDigest:
     finite: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """What a report keeps of it."""
+        """Return the entry of a report."""
         return {"dtype": self.dtype, "shape": list(self.shape), "digest": self.digest}
 
 
 def file_digest(file: Path) -> str:
-    """The BLAKE2b digest of a file's bytes, in hexadecimal digits."""
+    """Return the BLAKE2b digest of a file's bytes, in hexadecimal digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=WIDTH)).hexdigest()
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
-    """Every tensor of a safetensors file by its name there, read some rows at a time."""
+    """Return the digests of all tensors of a safetensors file, by name. Tensors are read in chunks of rows."""
     return {key: _tensor_digest(TensorLocation(file, key)) for key in keys_of(file)}
 
 
-def _tensor_digest(place: TensorLocation) -> TensorDigest:
-    """One tensor, some rows at a time."""
-    found, finite = hashlib.blake2b(digest_size=WIDTH), True
+def _tensor_digest(location: TensorLocation) -> TensorDigest:
+    """Return the digest of one tensor, read in chunks of rows."""
+    hasher, finite = hashlib.blake2b(digest_size=WIDTH), True
     rows, dtype, shape = 0, "", torch.Size()
-    for piece in row_chunks(place):
-        found.update(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        finite = finite and (not piece.dtype.is_floating_point or all_finite(piece.float()))
-        rows += len(piece) if piece.dim() else 0
-        dtype, shape = str(piece.dtype).removeprefix("torch."), piece.shape
-    return TensorDigest(dtype, (rows, *shape[1:]) if shape else (), found.hexdigest(), finite)
+    for chunk in row_chunks(location):
+        hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        finite = finite and (not chunk.dtype.is_floating_point or all_finite(chunk.float()))
+        rows += len(chunk) if chunk.dim() else 0
+        dtype, shape = str(chunk.dtype).removeprefix("torch."), chunk.shape
+    return TensorDigest(dtype, (rows, *shape[1:]) if shape else (), hasher.hexdigest(), finite)
 
 
 def report_digest(report: Mapping[str, Any]) -> str:
-    """The digest of a report as JSON has it, but for the digest itself; the order of its keys does not matter."""
+    """Return the digest of a report without its own digest. It does not depend on the order of keys."""
     digests = {key: value for key, value in report["digests"].items() if key != "report"}
     text = json.dumps({**report, "digests": digests}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=WIDTH).hexdigest()

@@ -1,4 +1,4 @@
-"""A checkpoint's files: where they are, each there and whole. Nothing of a tensor is read."""
+"""Finds a checkpoint's files, and checks that they are complete. Tensors are not read."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from sparsellm.data.yaml_files import read_words
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
 
 DEMO = "demo:"
-"""What a bundled model's name begins with."""
+"""Prefix of the names of bundled models."""
 
 SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where transformers looks for weights, in its order."""
-
+"""Files in which transformers looks for weights, in its order."""
 
 LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "ACCEPTABLE_USE")
-"""What names of files with a model's terms begin with, in capitals or not."""
+"""Prefixes of the names of files with licence terms, in any case."""
 
 TEMPLATES = "additional_chat_templates"
-"""The folder within a checkpoint's where transformers looks for further chat templates."""
+"""Subfolder in which transformers looks for further chat templates."""
 
 TERMS = ("license", "license_name", "license_link", "language")
-"""What of a model's card holds of what is made from it too."""
+"""Fields of a model card that apply to derived models too."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The dense model as the card tells of it. name: on the hub, or its folder's; empty for a model without one.
+    """The dense model, as described in the model card of a pruned model.
 
-    hub: whether it is a hub name. terms: what the dense model's own card says of licence and language. loader: the class of
-    transformers that loads it.
+    Attributes:
+        name: Its name on the hub or that of its folder; "" if it has none.
+        hub: Whether `name` is a hub name.
+        terms: The licence and language fields of its own card.
+        loader: The class of transformers that loads it.
     """
 
     name: str = ""
@@ -46,41 +48,47 @@ class Origin:
 
 
 def licence_files(folder: Path) -> list[Path]:
-    """The files that hold a model's terms."""
+    """Return the files with licence terms."""
     return sorted(file for file in folder.iterdir() if file.is_file() and file.name.upper().startswith(LICENCES))
 
 
 def card_terms(folder: Path) -> dict[str, Any]:
-    """What a model's card (README.md) says of licence and language; nothing where there is none, or none that can be read."""
+    """Return the licence and language fields of a model card (README.md); empty if it is missing or cannot be read."""
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        found = read_words(head[1]) if head else {}  # as text: to YAML the language "no" is false
+        fields = read_words(head[1]) if head else {}  # as text: YAML parses the language "no" as false
     except (OSError, ValueError):
         return {}
-    terms = {name: found.get(name) for name in TERMS} if isinstance(found, dict) else {}
+    terms = {name: fields.get(name) for name in TERMS} if isinstance(fields, dict) else {}
     return {name: value for name, value in terms.items() if value and _is_text(value)}
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is text, or a list of texts."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+    """Return whether a value is a string or a list of strings."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name is looked for on the hub: it is no folder here, and no bundled model."""
+    """Return whether a model's name is a hub name: neither a local path nor a bundled model."""
     return not name.startswith((DEMO, ".", "/", "~")) and name.count("/") < 2 and not Path(name).exists()
 
 
 def find_checkpoint(name: str, revision: str | None = None, code: bool = False) -> Path:
-    """The folder that holds a checkpoint; downloaded when it is a hub name.
+    """Return the folder of a checkpoint, after downloading it if `name` is a hub name.
 
-    revision: of a hub name; a branch, tag or commit. code: whether Python files are wanted too.
+    Args:
+        name: A folder, a bundled model such as "demo:opt", or a hub name.
+        revision: Branch, tag or commit of a hub name.
+        code: Whether to download Python files too.
+
+    Raises:
+        InvalidSetting: `revision` is set for a local checkpoint.
+        BadCheckpoint: There is no such folder or model.
+        Unreachable: The hub cannot be reached.
     """
     if revision is not None and (name.startswith(DEMO) or Path(name).expanduser().exists()):
-        raise InvalidSetting(
-            f"`revision` goes with a hub name, got {revision!r} for {name}, which is here already. Leave it out."
-        )
+        raise InvalidSetting(f"`revision` goes with a hub name, got {revision!r} for {name}, which is local. Leave it out.")
     if name.startswith(DEMO):
         return demo.model_path(name.removeprefix(DEMO))
     path = Path(name).expanduser()
@@ -96,7 +104,7 @@ def find_checkpoint(name: str, revision: str | None = None, code: bool = False) 
 
 
 def _download(name: str, revision: str | None, code: bool) -> Path:
-    """The local copy of a hub checkpoint."""
+    """Return the local copy of a hub checkpoint."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -108,9 +116,9 @@ def _download(name: str, revision: str | None, code: bool) -> Path:
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
         patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else [])]
-        patterns += ["README.md", *(f"{word}*" for name in LICENCES for word in (name, name.capitalize(), name.lower()))]
-        left = ["*.msgpack", "*.h5", "original/*"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=left))
+        patterns += ["README.md", *(f"{prefix}*" for name in LICENCES for prefix in (name, name.capitalize(), name.lower()))]
+        ignored = ["*.msgpack", "*.h5", "original/*"]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
     except RevisionNotFoundError:
         raise BadCheckpoint(f"{name} has no revision {revision!r} on the hub. Name a branch, a tag or a commit.") from None
     except (RepositoryNotFoundError, HFValidationError):
@@ -120,14 +128,18 @@ def _download(name: str, revision: str | None, code: bool) -> Path:
 
 
 def check_files(name: str, folder: Path) -> list[Path]:
-    """The weight files; raises BadCheckpoint unless each is there, in the folder and, for safetensors, sound by its header."""
-    present = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
-    if present is None:
+    """Return the weight files.
+
+    Raises:
+        BadCheckpoint: A file is missing or outside the folder, or the header of a safetensors file does not match its size.
+    """
+    main = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
+    if main is None:
         raise BadCheckpoint(
             f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
         )
     try:
-        files = _shards(present) if present.suffix == ".json" else [present]
+        files = _shards(main) if main.suffix == ".json" else [main]
         for file in files:
             if file.suffix == ".safetensors":
                 read_headers(file)
@@ -137,10 +149,10 @@ def check_files(name: str, folder: Path) -> list[Path]:
 
 
 def check_within(name: str, folder: Path) -> None:
-    """Raise BadCheckpoint where a checkpoint leads out of its folder: a private file of the user's might end in an output.
+    """Raise BadCheckpoint if a checkpoint refers to files outside its folder, which could copy private files to an output.
 
-    So does a link to a file outside, but for those of the hub's cache, from a snapshot to the blobs of the same repository; and
-    a file's name among the special tokens, which transformers would read in place of the tokenizer's own.
+    Refused are links to files outside the folder, except those in the hub's cache from a snapshot to the blobs of its
+    repository, and file names in special_tokens_map.json, which transformers would open.
     """
     for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
         if file.is_file() and not _is_within(file, folder):
@@ -152,30 +164,31 @@ def check_within(name: str, folder: Path) -> None:
         content = read_json(tokens, BadCheckpoint)
         files = [key for key in content if key.endswith("_file")] if isinstance(content, dict) else []
         if files:
-            raise BadCheckpoint(f"{name}: {tokens.name} names a file ({files[0]}), which is no token. Remove that line.")
+            raise BadCheckpoint(f"{name}: {tokens.name} names a file ({files[0]}), which is not a token. Remove that line.")
 
 
 def _is_within(file: Path, folder: Path) -> bool:
-    """Whether a file, all links followed, is in a folder, or where the hub's cache keeps that folder's files."""
-    real = folder.resolve()
-    cached = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
-    homes = (real, real.parents[1] / "blobs") if cached else (real,)
-    return any(file.resolve().is_relative_to(loaded) for loaded in homes)
+    """Return whether a file, after resolving links, is in a folder or in the hub cache's blobs of that folder."""
+    resolved = folder.resolve()
+    is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
+    parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
+    return any(file.resolve().is_relative_to(parent) for parent in parents)
 
 
 def _shards(index: Path) -> list[Path]:
-    """The weight files that an index names; raises BadCheckpoint unless each is there and in the index's folder."""
+    """Return the weight files in an index; raise BadCheckpoint if one is missing or outside the index's folder."""
     content = read_json(index, BadCheckpoint)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(x, str) for x in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
         raise BadCheckpoint(f"{index.name} is damaged: its `weight_map` must name a file for each tensor. Download it again.")
-    kind = ".bin" if ".bin" in index.suffixes else ".safetensors"
-    named = sorted(set(weight_map.values()))
-    files = [index.parent / file for file in named]
-    for name, file in zip(named, files, strict=True):
-        if not is_path(name) or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != kind:
+    suffix = ".bin" if ".bin" in index.suffixes else ".safetensors"
+    names = sorted(set(weight_map.values()))
+    files = [index.parent / name for name in names]
+    for name, file in zip(names, files, strict=True):
+        if not is_path(name) or Path(name).is_absolute() or ".." in Path(name).parts or file.suffix != suffix:
             raise BadCheckpoint(
-                f"{index.name} names {name[:80]!r}, which is no {kind} file of its folder. Get a sound copy of the checkpoint."
+                f"{index.name} names {name[:80]!r}, which is not a {suffix} file in its folder. "
+                "Get a sound copy of the checkpoint."
             )
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -189,6 +202,6 @@ def _shards(index: Path) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without its last full stop."""
+    """Return the first line of an error's text, without a trailing full stop; the error's class if there is no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")

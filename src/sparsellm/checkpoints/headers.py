@@ -1,4 +1,4 @@
-"""What weight files say of their tensors: names, dtypes and shapes, held against the file's length. No tensor is read."""
+"""Names, dtypes and shapes of the tensors in weight files, checked against the file size without reading the tensors."""
 
 from __future__ import annotations
 
@@ -39,58 +39,60 @@ KINDS = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""By safetensors' word for a dtype, torch's."""
+"""Names of dtypes in torch, by their names in safetensors."""
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
-"""Dtypes of weights that are pruned."""
+"""Dtypes of weights that can be pruned."""
 
 ZIP = b"PK\x03\x04"
-"""What a .bin file begins with since torch 1.6."""
+"""First bytes of a .bin file since torch 1.6."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor in a file. dtype: as torch calls it, such as "float32"."""
+    """Dtype (its name in torch, such as "float32") and shape of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def read_headers(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of a .safetensors or .bin file, by name; their numbers are not read.
+    """Return the headers of the tensors in a .safetensors or .bin file, by name.
 
-    Raises BadCheckpoint for a file that is damaged, cut off, or holds more than tensors.
+    Raises:
+        BadCheckpoint: The file is damaged, truncated, or holds more than tensors.
     """
     if file.suffix == ".safetensors":
-        return _safetensors(file)
+        return _safetensors_headers(file)
     return {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in read_pickle(file).items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What torch calls a dtype, such as "float32"."""
+    """Return the name of a dtype in torch, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """The tensors of several files."""
+    """Return the headers of the tensors in several files, by name."""
     return {key: entry for file in files for key, entry in read_headers(file).items()}
 
 
 def is_zip(file: Path) -> bool:
-    """Whether a .bin file is of the format since torch 1.6, whose tensors can be read by themselves."""
+    """Return whether a .bin file has the format since torch 1.6, whose tensors can be read one at a time."""
     with file.open("rb") as stream:
         return stream.read(len(ZIP)) == ZIP
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
-    """The tensors of a .bin file, mapped and not yet read where the format allows it; no code that it may hold is run.
+    """Return the tensors of a .bin file, memory-mapped if the format allows it. Code in the file is not run.
 
-    Raises BadCheckpoint for a file that is damaged or holds more than tensors.
+    Raises:
+        BadCheckpoint: The file is damaged or holds more than plain tensors.
     """
     try:
         content: Any = torch.load(file, map_location="cpu", mmap=is_zip(file), weights_only=True)
@@ -98,26 +100,28 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         raise BadCheckpoint(
             f"{file.name} is damaged or holds more than tensors, and code in a weight file is not run."
         ) from error
-    except Exception as error:  # torch parses a damaged file as far as it can, and raises whatever comes
+    except Exception as error:  # torch may raise any exception on a damaged file
         raise BadCheckpoint(f"{file.name} is damaged or cut off: torch cannot read it. Download it again.") from error
     if not isinstance(content, Mapping):
         raise BadCheckpoint(f"{file.name} holds a {type(content).__name__}, not tensors by name.")
     size = file.stat().st_size
     for key, tensor in content.items():
-        plain = isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized or tensor.device.type != "cpu":
-            raise BadCheckpoint(f"{file.name} holds more than plain tensors: {str(key)[:80]!r} is none.")
-        if tensor.numel() * tensor.element_size() > size:  # repeated by a stride of zero
+        strided = isinstance(key, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        if not strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise BadCheckpoint(f"{file.name} holds more than plain tensors: {str(key)[:80]!r} is not one.")
+        if tensor.numel() * tensor.element_size() > size:  # a stride of zero repeats stored elements
             raise BadCheckpoint(f"{file.name} is damaged: it has {size:,} bytes, and {key} alone would take more.")
     return dict(content)
 
 
-def _safetensors(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file; the library checks its header against the file's length."""
+def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
+    """Return the headers of a safetensors file. The library checks them against the file size."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {key: opened.get_slice(key) for key in sorted(opened.keys())}
-            return {key: TensorHeader(KINDS[part.get_dtype()], tuple(part.get_shape())) for key, part in slices.items()}
+        with safe_open(file, framework="pt") as stream:
+            slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
+            return {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
     except (SafetensorError, KeyError, OSError) as error:
-        why = str(error).splitlines()[0][:120]
-        raise BadCheckpoint(f"{file.name} is damaged or cut off, or no safetensors file: {why}. Download it again.") from None
+        reason = str(error).splitlines()[0][:120]
+        raise BadCheckpoint(
+            f"{file.name} is damaged or cut off, or no safetensors file: {reason}. Download it again."
+        ) from None

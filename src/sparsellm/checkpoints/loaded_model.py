@@ -1,4 +1,4 @@
-"""A model with what is needed to walk it: where its weights are, where streams are kept, in which dtype it computes."""
+"""A loaded model with the settings of a walk through it: weights, storage of streams, compute dtype."""
 
 from __future__ import annotations
 
@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be walked. weights: what fills it. storage: for what travels. compute: as for `walk`.
-    memory: bytes that the run may take. note: what a reader should know, or nothing."""
+    """A loaded model with the settings of a walk through it.
+
+    Attributes:
+        model: The model, on the meta device if its weights are read block by block.
+        weights: Loads the weights of each block.
+        storage: Stores streams and what methods keep per batch.
+        compute: Dtype of the computation; None for the model's own.
+        memory: Bytes that the run may use.
+        note: A message for the user, or "".
+    """
 
     model: PreTrainedModel
     weights: Weights
@@ -29,11 +37,11 @@ class LoadedModel:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the weights are read block by block."""
+        """Whether the weights are read from files block by block."""
         return isinstance(self.weights, DiskWeights)
 
     def size(self) -> tuple[int, int]:
-        """How many parameters the model has, tied ones once, and how many of them are zero."""
+        """Return the number of parameters, tied ones counted once, and how many of them are zero."""
         if isinstance(self.weights, DiskWeights):
             return self.weights.size()
         tensors = list(self.model.parameters())

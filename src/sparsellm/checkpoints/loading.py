@@ -1,4 +1,4 @@
-"""Open a checkpoint: find it, refuse what cannot be pruned before anything heavy, load model and tokenizer."""
+"""Opens checkpoints: checks whether they can be pruned before the weights are read, and loads models and tokenizers."""
 
 from __future__ import annotations
 
@@ -46,9 +46,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found sound on the outside: its folder and its configuration. name: as the user wrote it.
+    """A checkpoint whose configuration and file headers are checked, but whose weights are not read.
 
-    trusted: whether code that it brings is run. architecture: what the user says of its form, if anything.
+    Attributes:
+        name: Its name as the user wrote it.
+        folder: Its folder.
+        config: Its configuration.
+        trusted: Whether the checkpoint's own code may run.
+        architecture: The architecture as described by the user, if any.
     """
 
     name: str
@@ -59,72 +64,82 @@ class Checkpoint:
 
     @property
     def length(self) -> int:
-        """The most tokens that the model was made for."""
+        """Maximum sequence length of the model, in tokens."""
         return context_length(self.config)
 
     def skeleton(self) -> PreTrainedModel:
-        """The model without memory for its weights: shapes and names only."""
+        """Return the model on the meta device: names and shapes only."""
         with torch.device("meta"):
             model = empty_model(self.name, self.config, self.trusted)
         model.tie_weights()
         return describe(model, self.architecture)
 
     def origin(self) -> Origin:
-        """The model as the card of what is made from it tells of it."""
+        """Return the description of the model for the cards of models made from it."""
         hub = is_hub_name(self.name)
         name = self.name if hub else Path(self.name).expanduser().absolute().name
         return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
 
     def extra_files(self) -> tuple[Path, ...]:
-        """Files that what is made from the model needs too: its licence, and its code if that is run."""
+        """Return the files to copy to outputs: the licence, and the model's own code if it is trusted."""
         return (*licence_files(self.folder), *(sorted(self.folder.glob("*.py")) if self.trusted else ()))
 
     def files(self) -> list[Path]:
-        """The files that hold the weights, each there and, for safetensors, as long as its header says."""
+        """Return the weight files. Raises BadCheckpoint if one is missing or truncated."""
         return check_files(self.name, self.folder)
 
     def size(self) -> int:
-        """Bytes that the weights take in their files."""
+        """Return the size of the weight files in bytes."""
         return sum(file.stat().st_size for file in self.files())
 
     def dtype(self, wanted: str = "auto") -> torch.dtype:
-        """What the model will be in: as wanted, or by default as the configuration says or, where it does not, as stored."""
-        message = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
-        return message if isinstance(message, torch.dtype) else stored_dtype(self.files()[0])
+        """Return the dtype to load in: `wanted`, or if "auto", that of the configuration or else of the weight files."""
+        dtype = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
+        return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(
         self, dtype: str = "auto", device: torch.device | str = "cpu", ahead: bool = False
     ) -> tuple[PreTrainedModel, DiskWeights]:
-        """The model without its weights, in evaluation mode, and what reads them block by block.
+        """Return the model in evaluation mode with its parameters on the meta device, and the reader of its weights.
 
-        ahead: whether the next block is read while one is worked on.
-        Raises NotStreamable, saying why, where they must be loaded as a whole.
+        Args:
+            dtype: A name as for `dtype`.
+            device: Device of the weights while they are in use, and of the buffers.
+            ahead: Whether to read the next block while one is in use.
+
+        Raises:
+            NotStreamable: The checkpoint must be loaded as a whole.
         """
         from accelerate import init_empty_weights
 
-        def empty(kind: torch.dtype) -> PreTrainedModel:
-            with init_empty_weights(include_buffers=False):
-                model = empty_model(self.name, copy.deepcopy(self.config), self.trusted, dtype=kind)
-            model.tie_weights()  # not within the context, which makes each parameter anew
-            return describe(model, self.architecture)
-
-        kind = self.dtype(dtype)
-        model = empty(kind)
-        places = locate_tensors(self.files(), model)
+        torch_dtype = self.dtype(dtype)
+        with init_empty_weights(include_buffers=False):
+            model = empty_model(self.name, copy.deepcopy(self.config), self.trusted, dtype=torch_dtype)
+        model.tie_weights()  # outside the context, which replaces every parameter
+        model = describe(model, self.architecture)
+        locations = locate_tensors(self.files(), model)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), DiskWeights(model, places, kind, device, ahead)
+        return model.eval(), DiskWeights(model, locations, torch_dtype, device, ahead)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-        """The model, in evaluation mode. Raises BadCheckpoint when a weight is missing, misshapen, or not finite."""
-        wanted: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        """Load the model, in evaluation mode.
+
+        Args:
+            dtype: A name as for `dtype`.
+            device: Device of the model.
+
+        Raises:
+            BadCheckpoint: A weight is missing, not finite, or has the wrong shape, or a file cannot be read.
+        """
+        torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
             with silence_transformers():
                 model, loaded = auto_model(self.config).from_pretrained(
                     self.folder,
                     config=self.config,
-                    dtype=wanted,
+                    dtype=torch_dtype,
                     output_loading_info=True,
                     local_files_only=True,
                     trust_remote_code=self.trusted,
@@ -145,13 +160,13 @@ class Checkpoint:
         return describe(model.to(device).eval(), self.architecture)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer. Raises BadCheckpoint when the folder has none that works."""
+        """Load the tokenizer. Raises BadCheckpoint if there is none, or it cannot be loaded."""
         from transformers import AutoTokenizer
 
         try:
             with silence_transformers():
                 return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=self.trusted)
-        except Exception as error:  # transformers raises many kinds, ImportError among them
+        except Exception as error:  # transformers raises many kinds of errors, including ImportError
             raise BadCheckpoint(
                 f"{self.name} has no tokenizer that loads ({first_line(error)}). "
                 "Copy the model's tokenizer files into the folder."
@@ -160,7 +175,14 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class InMemoryModel:
-    """A model that is already in memory, seen as a checkpoint is. It is pruned in place."""
+    """A model in memory with the interface of `Checkpoint`. It is pruned in place.
+
+    Attributes:
+        name: Its name, for messages.
+        model: The model.
+        given: Its tokenizer, if any.
+        folder: None.
+    """
 
     name: str
     model: PreTrainedModel
@@ -169,34 +191,35 @@ class InMemoryModel:
 
     @property
     def length(self) -> int:
-        """The most tokens that the model was made for."""
+        """Maximum sequence length of the model, in tokens."""
         return context_length(self.model.config)
 
     def skeleton(self) -> PreTrainedModel:
-        """The model itself."""
+        """Return the model itself."""
         return self.model
 
     def origin(self) -> Origin:
-        """The model as the card of what is made from it tells of it: by the name that it was loaded by."""
+        """Return the description of the model for the cards of models made from it, by the name it was loaded from."""
         name = str(getattr(self.model.config, "_name_or_path", ""))
         hub = bool(name) and is_hub_name(name)
         return Origin(name if hub else Path(name).name, hub, loader=auto_model(self.model.config).__name__)
 
     def extra_files(self) -> tuple[Path, ...]:
-        """No files: there is no folder that they could be in."""
+        """Return no files: the model has no folder."""
         return ()
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-        """The model itself, on the device; its dtype is its owner's matter."""
+        """Return the model itself, on the device. Raises InvalidSetting for a dtype other than "auto"."""
         if dtype != "auto":
-            raise InvalidSetting(f"`dtype` is {dtype}, but the model is in memory already: convert it yourself, with model.to.")
-        stored = self.model.named_parameters()
-        check_dtypes(self.name, {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in stored})
+            raise InvalidSetting(f"`dtype` is {dtype}, but the model is in memory already: convert it with model.to.")
+        parameters = self.model.named_parameters()
+        headers = {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in parameters}
+        check_dtypes(self.name, headers)
         _check_finite(self.name, self.model)
         return self.model.to(device)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that came with it; raises InvalidSetting when none did."""
+        """Return the tokenizer. Raises InvalidSetting if there is none."""
         if self.given is None:
             raise InvalidSetting("A model in memory and a text need a tokenizer: pass tokenizer=..., or token numbers.")
         return self.given
@@ -205,15 +228,21 @@ class InMemoryModel:
 def open_checkpoint(
     name: str, revision: str | None = None, trusted: bool = False, architecture: Architecture | None = None
 ) -> Checkpoint:
-    """The checkpoint of that name: a folder, a bundled model ("demo:opt"), or a hub name.
+    """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
-    revision: of a hub name; a branch, tag or commit. trusted: whether code that it brings may be run. architecture: its form,
-    where the table lacks it or says otherwise.
-    Reads the configuration and the weight files' headers, not the weights. Raises BadCheckpoint for a folder that is missing
-    or half-written, Unreachable for a hub name without network, UnsupportedModel for what cannot be pruned.
+    Args:
+        name: A folder, a bundled model ("demo:opt"), or a hub name.
+        revision: Branch, tag or commit of a hub name.
+        trusted: Whether the checkpoint's own code may run.
+        architecture: Its architecture, if missing from the table of families or different.
+
+    Raises:
+        BadCheckpoint: The folder is missing, incomplete or damaged.
+        Unreachable: The hub cannot be reached.
+        UnsupportedModel: The model cannot be pruned.
     """
     folder = find_checkpoint(name, revision, trusted)
-    if not name.startswith(DEMO):  # an installer may link a package's own files
+    if not name.startswith(DEMO):  # installers may link the files of a package
         check_within(name, folder)
     fields = read_fields(name, folder, trusted)
     files = check_files(name, folder)
@@ -223,15 +252,16 @@ def open_checkpoint(
         raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, entries)
     config = read_configuration(name, folder, trusted, fields, entries)
-    found = Checkpoint(name, folder, config, trusted, architecture)
-    check_tensors(name, found.skeleton(), files, entries)
-    return found
+    checkpoint = Checkpoint(name, folder, config, trusted, architecture)
+    check_tensors(name, checkpoint.skeleton(), files, entries)
+    return checkpoint
 
 
 def resolve_device(text: str) -> torch.device:
-    """The device that a text means; "auto" takes an NVIDIA or AMD GPU when there is one, else the CPU.
+    """Return the device of a name; "auto" is an NVIDIA or AMD GPU if there is one, otherwise the CPU.
 
-    Raises InvalidSetting for one that is not there.
+    Raises:
+        InvalidSetting: The name is not valid, or the device is not available.
     """
     if text == "auto":
         return devices.accelerator() or torch.device("cpu")
@@ -244,19 +274,19 @@ def resolve_device(text: str) -> torch.device:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype to compute in, where it should not be the model's own: float32 for 16-bit models on a processor."""
+    """Return float32 for 16-bit models on a CPU; otherwise None, to compute in the model's dtype."""
     first = next(model.parameters())
     return torch.float32 if first.device.type == "cpu" and first.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _check_finite(name: str, model: nn.Module) -> None:
-    """Raise BadCheckpoint for NaN or infinity in the weights."""
+    """Raise BadCheckpoint if a weight is not finite."""
     for key, parameter in model.named_parameters():
         if not all_finite(parameter):
             raise BadCheckpoint(f"{name} holds NaN or infinity in {key}. Get a sound copy of the checkpoint.")
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens that a configuration names; 2048 where it names none, or -1 for no limit."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else 2048
+    """Return the maximum sequence length of a configuration, in tokens; 2048 if it has none, or -1 for no limit."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else 2048

@@ -1,4 +1,4 @@
-"""Which class of transformers opens a configuration."""
+"""The auto class of transformers that loads a model type."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ if TYPE_CHECKING:
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """The class of transformers that makes a model with a head from a configuration: of text, one that sees, one that hears.
+    """Return the auto class of transformers that builds a language, vision-language or multimodal model from a configuration.
 
-    Raises UnsupportedModel for a type that has none of them.
+    Raises:
+        UnsupportedModel: The installed transformers has no such class for the model type.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     try:
-        alone = config.get_text_config() is config
+        is_text_model = config.get_text_config() is config
     except ValueError as error:
-        raise UnsupportedModel(f"A {config.model_type} holds several language models, of which none is its own.") from error
-    perceiving = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    classes = (AutoModelForCausalLM, *perceiving) if alone else (*perceiving, AutoModelForCausalLM)
+        raise UnsupportedModel(
+            f"A {config.model_type} holds several language models, and it is not defined which to prune."
+        ) from error
+    multimodal = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    classes = (AutoModelForCausalLM, *multimodal) if is_text_model else (*multimodal, AutoModelForCausalLM)
     if getattr(config, "auto_map", None):
-        return classes[0]  # its own code is not in transformers' tables
+        return classes[0]  # models with code of their own are not in transformers' tables
     for auto in classes:
         if type(config) in auto._model_mapping:
             return auto

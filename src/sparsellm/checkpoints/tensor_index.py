@@ -1,4 +1,4 @@
-"""Where a model's tensors are stored: under which names, in one piece or several, and reading each by itself."""
+"""Locates a model's tensors in weight files, under their stored names and in one or several pieces, and reads them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 PIECE = 2**22
-"""Entries of a tensor that are mapped at a time."""
+"""Elements of a tensor that are memory-mapped at a time."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor is stored. file: .safetensors or .bin. key: its name there."""
+    """A tensor's file, .safetensors or .bin, and its name in that file."""
 
     file: Path
     key: str
@@ -35,10 +35,14 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor that is stored in pieces, such as one for each expert, or fused with others, and converted when it is loaded.
+    """A tensor that transformers converts from stored pieces, such as one per expert, or from a fused tensor.
 
-    first: the name of the first tensor that comes of the same pieces. sources: each piece and the pattern of its name, in the
-    order in which transformers collects them. converter: its way to convert them. model: whose tensor it is.
+    Attributes:
+        name: Its name in the model.
+        first: Name of the first tensor that is converted from the same pieces.
+        sources: The location of each piece and the pattern of its name, in the order in which transformers collects them.
+        converter: The `WeightConverter` of transformers.
+        model: The model.
     """
 
     name: str
@@ -49,147 +53,155 @@ class ConvertedTensor:
 
     @property
     def file(self) -> Path:
-        """Where the first piece is stored."""
+        """File of the first piece."""
         return self.sources[0][0].file
 
     @property
     def key(self) -> str:
-        """The first piece's name there."""
+        """Name of the first piece in its file."""
         return self.sources[0][0].key
 
 
 Stored = TensorLocation | ConvertedTensor
-"""Where a tensor is stored, in one piece or several."""
+"""A tensor stored in one piece or several."""
 
 
 class NotStreamable(Exception):
-    """A checkpoint that cannot be read block by block, and why; it is loaded whole instead."""
+    """The checkpoint cannot be read block by block, and is loaded as a whole instead. The message says why."""
 
 
 def index_tensors(
     files: Iterable[Path], model: PreTrainedModel
 ) -> tuple[dict[str, Stored], dict[str, TensorLocation], list[Any]]:
-    """Where tensors are stored: by the model's names, and by their own those that the model does not know.
+    """Locate the tensors in weight files.
 
-    And what transformers changes of their names and forms when it loads them. Raises NotStreamable for a file whose tensors
-    cannot be read by themselves.
+    Args:
+        files: The weight files.
+        model: The model, on the meta device.
+
+    Returns:
+        The location of each tensor of the model, by its name there; the location of each stored tensor that the model does not
+        have, by its stored name; and the entries of transformers' conversion mapping that apply.
+
+    Raises:
+        NotStreamable: The tensors of a file cannot be read one at a time.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    known = model.state_dict()
+    state = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    places: dict[str, Stored] = {}
+    locations: dict[str, Stored] = {}
     pieces: dict[str, list[tuple[TensorLocation, str]]] = {}
     unknown: dict[str, TensorLocation] = {}
     stored = [TensorLocation(file, key) for file in files for key in keys_of(file)]
-    for place in sorted(stored, key=lambda some: dot_natural_key(some.key)):
-        name, pattern = rename_source_key(place.key, renamings, converters, model.base_model_prefix, known)
-        if name not in known:
-            name, pattern = rename_source_key(place.key, [], [], model.base_model_prefix, known)
-        if name not in known:
-            unknown[place.key] = place
+    for location in sorted(stored, key=lambda entry: dot_natural_key(entry.key)):
+        name, pattern = rename_source_key(location.key, renamings, converters, model.base_model_prefix, state)
+        if name not in state:
+            name, pattern = rename_source_key(location.key, [], [], model.base_model_prefix, state)
+        if name not in state:
+            unknown[location.key] = location
         elif pattern is not None:
-            pieces.setdefault(name, []).append((place, pattern))
+            pieces.setdefault(name, []).append((location, pattern))
         else:
-            places[name] = place
+            locations[name] = location
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     for name, sources in pieces.items():
-        gathered = ConvertedTensor(name, name, tuple(sources), by_pattern[sources[0][1]], model)
-        several = len(gathered.converter.target_patterns) > 1
-        places |= {one: replace(gathered, name=one) for one in (_names_from(gathered) if several else [name])}
-    return places, unknown, [entry for entry in mapping if entry.was_used()]
+        converted = ConvertedTensor(name, name, tuple(sources), by_pattern[sources[0][1]], model)
+        targets = _target_names(converted) if len(converted.converter.target_patterns) > 1 else [name]
+        locations |= {target: replace(converted, name=target) for target in targets}
+    return locations, unknown, [entry for entry in mapping if entry.was_used()]
 
 
-def _names_from(gathered: ConvertedTensor) -> list[str]:
-    """The names of the tensors that come of the same pieces, from tensors without memory in the shapes of the headers."""
-    sources = [place for place, _ in gathered.sources]
-    shapes = {file: read_headers(file) for file in {place.file for place in sources}}
-    return list(_converted(gathered, [torch.empty(shapes[place.file][place.key].shape, device="meta") for place in sources]))
+def _target_names(converted: ConvertedTensor) -> list[str]:
+    """Return the names of the tensors converted from the same pieces, by converting meta tensors of their shapes."""
+    sources = [location for location, _ in converted.sources]
+    headers = {file: read_headers(file) for file in {location.file for location in sources}}
+    return list(_convert(converted, [torch.empty(headers[source.file][source.key].shape, device="meta") for source in sources]))
 
 
-def _converted(gathered: ConvertedTensor, pieces: Iterable[Tensor]) -> dict[str, Any]:
-    """What transformers makes of the pieces, by name; a tensor, or a list of one."""
-    converter = copy.deepcopy(gathered.converter)
-    for (place, pattern), piece in zip(gathered.sources, pieces, strict=True):
-        converter.add_tensor(gathered.first, place.key, pattern, piece)
+def _convert(converted: ConvertedTensor, pieces: Iterable[Tensor]) -> dict[str, Any]:
+    """Return what transformers converts the pieces to: by name, a tensor or a list of one."""
+    converter = copy.deepcopy(converted.converter)
+    for (location, pattern), piece in zip(converted.sources, pieces, strict=True):
+        converter.add_tensor(converted.first, location.key, pattern, piece)
     try:
-        found: dict[str, Any] = converter.convert(gathered.first, model=gathered.model, config=gathered.model.config)
+        tensors: dict[str, Any] = converter.convert(converted.first, model=converted.model, config=converted.model.config)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BadCheckpoint(
-            f"{gathered.name} cannot be put together from {gathered.key} and its like: {str(error).splitlines()[0]}"
+            f"{converted.name} cannot be built from {converted.key} and similar tensors: {str(error).splitlines()[0]}"
         ) from error
-    return found
+    return tensors
 
 
 def stored_dtype(file: Path) -> torch.dtype:
-    """The dtype of the first floating tensor in a file; float32 where there is none."""
+    """Return the dtype of the first floating-point tensor in a file; float32 if there is none."""
     floats = [entry.dtype for entry in read_headers(file).values() if entry.dtype in FLOATS]
-    found: torch.dtype = getattr(torch, floats[0]) if floats else torch.float32
-    return found
+    dtype: torch.dtype = getattr(torch, floats[0]) if floats else torch.float32
+    return dtype
 
 
 def keys_of(file: Path) -> list[str]:
-    """The names of the tensors in a file; NotStreamable for a format whose tensors cannot be read by themselves."""
+    """Return the names of the tensors in a file; raise NotStreamable if they cannot be read one at a time."""
     if file.suffix != ".safetensors" and not is_zip(file):
-        raise NotStreamable(f"{file.name} is of the format before torch 1.6, which cannot be read in parts")
+        raise NotStreamable(f"{file.name} has the format before torch 1.6, which cannot be read in parts")
     return list(read_headers(file))
 
 
 def read_stored(stored: Stored) -> Tensor:
-    """A tensor as the model has it, in the dtype of its file, with memory of its own."""
+    """Read a tensor in the shape that it has in the model, in the stored dtype, without memory mapping."""
     if isinstance(stored, TensorLocation):
         return _read(stored)
-    found = _converted(stored, (_read(place) for place, _ in stored.sources))[stored.name]
-    tensor: Tensor = found[0] if isinstance(found, list) else found
-    shares = tensor.untyped_storage().nbytes() > tensor.nbytes  # with others that come of the same pieces
-    return tensor.clone(memory_format=torch.contiguous_format) if shares else tensor
+    result = _convert(stored, (_read(location) for location, _ in stored.sources))[stored.name]
+    tensor: Tensor = result[0] if isinstance(result, list) else result
+    is_view = tensor.untyped_storage().nbytes() > tensor.nbytes  # of a fused tensor
+    return tensor.clone(memory_format=torch.contiguous_format) if is_view else tensor
 
 
-def _read(place: TensorLocation) -> Tensor:
-    """A tensor with memory of its own: nothing of the file stays mapped."""
-    if place.file.suffix != ".safetensors":
-        with _readable(place):
-            return read_pickle(place.file)[place.key].clone()
-    pieces = row_chunks(place)
-    first, second = next(pieces), next(pieces, None)
+def _read(location: TensorLocation) -> Tensor:
+    """Read a stored tensor into memory of its own; the file does not stay mapped."""
+    if location.file.suffix != ".safetensors":
+        with _read_errors(location):
+            return read_pickle(location.file)[location.key].clone()
+    chunks = row_chunks(location)
+    first, second = next(chunks), next(chunks, None)
     if second is None:
         return first
-    with _readable(place), safe_open(place.file, framework="pt") as opened:
-        found = first.new_empty(opened.get_slice(place.key).get_shape())
+    with _read_errors(location), safe_open(location.file, framework="pt") as stream:
+        tensor = first.new_empty(stream.get_slice(location.key).get_shape())
     start = 0
-    for some in chain((first, second), pieces):
-        found[start : start + len(some)] = some
-        start += len(some)
-    return found
+    for chunk in chain((first, second), chunks):
+        tensor[start : start + len(chunk)] = chunk
+        start += len(chunk)
+    return tensor
 
 
 def row_chunks(place: TensorLocation) -> Iterator[Tensor]:
-    """A tensor of a safetensors file, so many rows at a time, the same for every dtype; each with memory of its own.
+    """Yield a tensor of a safetensors file in chunks of rows, each a copy. The chunks have the same rows for every dtype.
 
-    The file is opened anew for each: what is mapped of it counts as this process's memory until it is closed, and would be a
-    large tensor a second time.
+    The file is opened again for each chunk: mapped pages count as memory of the process until it is closed, and would double
+    the memory of a large tensor.
     """
-    with _readable(place), safe_open(place.file, framework="pt") as opened:
-        shape = torch.Size(opened.get_slice(place.key).get_shape())
-        small = len(shape) == 0 or shape.numel() <= PIECE
-        whole = opened.get_tensor(place.key).clone() if small else None
-    if whole is not None:
-        yield whole
+    with _read_errors(place), safe_open(place.file, framework="pt") as stream:
+        shape = torch.Size(stream.get_slice(place.key).get_shape())
+        is_small = len(shape) == 0 or shape.numel() <= PIECE
+        tensor = stream.get_tensor(place.key).clone() if is_small else None
+    if tensor is not None:
+        yield tensor
         return
     rows = max(1, PIECE // shape[1:].numel())
     for start in range(0, shape[0], rows):
-        with _readable(place), safe_open(place.file, framework="pt") as opened:
-            some = opened.get_slice(place.key)[start : start + rows].clone()
-        yield some
+        with _read_errors(place), safe_open(place.file, framework="pt") as stream:
+            chunk = stream.get_slice(place.key)[start : start + rows].clone()
+        yield chunk
 
 
 @contextmanager
-def _readable(place: TensorLocation) -> Iterator[None]:
-    """What goes wrong with a file, in words."""
+def _read_errors(location: TensorLocation) -> Iterator[None]:
+    """Raise BadCheckpoint for errors while a file is read."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
-        raise BadCheckpoint(f"{place.key} cannot be read from {place.file}: {str(error).splitlines()[0]}") from error
+        raise BadCheckpoint(f"{location.key} cannot be read from {location.file}: {str(error).splitlines()[0]}") from error
