@@ -71,12 +71,12 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--effort", "fast", "--method", "wanda"), ("`effort`", "wanda")),
         (("--scope", "none", "--gauss-newton-steps", 5), ("newton",)),
         (("--gauss-newton-steps", 5, "--method", "alps"), ("newton", "sparsellm")),
-        (("--true-sequential",), ("true_sequential", "sparsellm", "order of its own")),
+        (("--true-sequential",), ("true_sequential", "sparsellm", "its own order")),
         (("--true-sequential", "--method", "magnitude"), ("true_sequential", "magnitude", "no inputs")),
         (("--allocation", "fischer"), ("'fisher'", ".yaml")),
         (("--allocation-bounds", "90%"), ("two sparsities", "60%:95%", "'90%'")),
         (("--allocation-bounds", "2:4:95%"), ("two sparsities", "'2:4:95%'")),
-        (("--allocation-bounds", "60%:95%", "--sparsity", "50%"), ("60%:95%", "leaves out 50%")),
+        (("--allocation-bounds", "60%:95%", "--sparsity", "50%"), ("60%:95%", "do not include the sparsity 50%")),
         (("--allocation-bounds", "10%:95%", "--allocation", "uniform"), ("owl or fisher",)),
         (("--allocation", "owl", "--sparsity", "2:4"), ("owl", "2:4", "uniform")),
         (("--include", "q_porj"), ("q_porj", "'q_proj'")),
@@ -397,7 +397,7 @@ def test_overwriting_spares_what_a_run_did_not_write(tiny: dict[str, Path], tmp_
     words = ("--method", "magnitude", "--overwrite")
     assert command("prune", tiny["opt"], out, *words).exit_code == 0
     inner = Path(shutil.copytree(tiny["opt"], out / "dense"))
-    refused(command("prune", inner, out, *words), "holds it")
+    refused(command("prune", inner, out, *words), "contains it")
     refused(command("prune", tiny["opt"], out, *words), "dense/config.json", "did not write")
     assert (inner / "model.safetensors").is_file()
     link = tmp_path / "link"
@@ -431,7 +431,7 @@ def test_output_names_that_are_too_long(size: int, tiny: dict[str, Path], tmp_pa
     """An output steps aside under a longer name, so that one near the file system's limit is refused at the start."""
     words = ("--method", "magnitude")
     for output in (tmp_path / ("n" * size), tmp_path / "in" / ("é" * (size // 2)) / "out" / ("n" * size)):
-        refused(command("prune", tiny["llama"], output, *words), "bytes, more than the file system takes", "shorter")
+        refused(command("prune", tiny["llama"], output, *words), "bytes, more than the file system allows", "shorter")
     assert list(tmp_path.iterdir()) == []
 
 

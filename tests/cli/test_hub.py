@@ -248,7 +248,7 @@ def test_as_a_stranger_runs_it(own: Path, hub: Hub) -> None:
     "name", ["model", "me/my/model", "me/", "/model", "me/mo del", "me/mo--del", "https://hub/me/model", ""]
 )
 def test_a_name_that_is_none(name: str, finished: Path, hub: Hub, command: Command) -> None:
-    refused(command("push", finished, name), "is no repository's name", "owner/name")
+    refused(command("push", finished, name), "is not a valid repository name", "owner/name")
     assert hub.repos == {}
 
 
@@ -274,7 +274,7 @@ def test_no_network(finished: Path, hub: Hub, command: Command, monkeypatch: pyt
 def test_an_upload_that_fails_on_the_way(own: Path, hub: Hub, command: Command) -> None:
     """One message, and the same push with --overwrite goes on."""
     hub.full = True
-    refused(command("push", own, "me/model"), "The hub did not take", "413", "--overwrite")
+    refused(command("push", own, "me/model"), "The hub rejected the upload", "413", "--overwrite")
     hub.full = False
     assert command("push", own, "me/model", "--overwrite").exit_code == 0
     assert hub.repos["me/model"]["branches"]["main"].keys() > set(report_of(own)["files"])
@@ -284,7 +284,7 @@ def test_folders_that_are_no_finished_output(
     own: Path, tiny: dict[str, Path], tmp_path: Path, hub: Hub, command: Command
 ) -> None:
     """None at all, another model's, an unfinished one, one whose report is damaged or names what is not there."""
-    refused(command("push", tmp_path / "nowhere", "me/model"), "is no folder")
+    refused(command("push", tmp_path / "nowhere", "me/model"), "is not a folder")
     refused(command("push", tiny["llama"], "me/model"), "was not written by sparsellm", "sparsellm.json")
     (own / ".sparsellm").mkdir()
     refused(command("push", own, "me/model"), "is unfinished", "--resume")

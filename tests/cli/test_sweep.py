@@ -121,7 +121,7 @@ def test_a_refused_cell_is_named(tmp_path: Path, command: Command) -> None:
     file = written(tmp_path, recipe=SHARED | {"allocation": "fisher", "samples": 2})
     done = command("sweep", file, tmp_path / "out")
     assert done.exit_code == 1
-    assert "shares out an unstructured sparsity" in done.stderr
+    assert "needs an unstructured sparsity" in done.stderr
     assert "in the cell demo:opt, magnitude, 2:4" in done.stderr
     assert not (tmp_path / "out").exists()
     kept = read_sweep(written(tmp_path, recipe=SHARED | {"allocation": "fisher"}, leave_out=[{"sparsity": "2:4"}]))

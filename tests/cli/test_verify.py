@@ -388,7 +388,7 @@ def test_an_output_without_a_report(
         (own / "sparsellm.json").write_text(damaged)
         message = refused(command("verify", own), "sparsellm.json")
         assert "is damaged" in message or "cannot be read" in message, message
-    with pytest.raises(InvalidSetting, match="is no folder"):
+    with pytest.raises(InvalidSetting, match="is not a folder"):
         sparsellm.verify(tmp_path / "nowhere")
 
 

@@ -296,7 +296,7 @@ def test_one_process_at_a_time(words: tuple[object, ...], tmp_path: Path, comman
     folder.mkdir(parents=True)
     with FileLock(folder / "lock"):
         ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
-    refused(ran, "Another process works on")
+    refused(ran, "Another process is working on")
 
 
 def test_a_crash_between_the_two_renames(

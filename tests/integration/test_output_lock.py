@@ -144,7 +144,7 @@ def test_an_error_leaves_what_was_there(there: bool, tmp_path: Path) -> None:
 def test_saved_from_python_while_another_process_works(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     result = prune(tiny["llama"], "magnitude", "60%")
     (tmp_path / "out" / WORK).mkdir(parents=True)
-    with FileLock(tmp_path / "out" / WORK / LOCK), pytest.raises(CannotResume, match="Another process works on"):
+    with FileLock(tmp_path / "out" / WORK / LOCK), pytest.raises(CannotResume, match="Another process is working on"):
         result.save_pretrained(tmp_path / "out")
     result.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out" / WORK).exists()

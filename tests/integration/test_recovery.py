@@ -258,7 +258,7 @@ def test_what_cannot_be_recovered(tiny: dict[str, Path], sound: Path, tmp_path: 
     dense = tiny["llama"]
     with pytest.raises(InvalidSetting, match="was not written by sparsellm"):
         recover(dense, dense, TOKENS)
-    with pytest.raises(InvalidSetting, match="is no folder"):
+    with pytest.raises(InvalidSetting, match="is not a folder"):
         recover(tmp_path / "nowhere", dense, TOKENS)
     with pytest.raises(InvalidSetting, match="has no zeros to keep"):
         recover(pruned(dense, tmp_path / "none", sparsity="0%"), dense, TOKENS)
@@ -293,7 +293,7 @@ def test_what_the_command_refuses(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").write_text("mine")
     refused(command("recover", sound, tmp_path / "full", *words, *text), "exists", "--overwrite")
-    refused(command("recover", sound, sound, *words, *text, "--overwrite"), "not written over")
+    refused(command("recover", sound, sound, *words, *text, "--overwrite"), "never overwritten")
     refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
     refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "whole model must be in memory")

@@ -1,4 +1,4 @@
-"""`sparsellm demo`: a bundled model pruned by every method, compared."""
+"""`sparsellm demo`: prune a bundled model by every method and compare the results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from sparsellm.runs.registry import METHODS
 from sparsellm.runs.run import run
 
 SPARSITY = "80%"
-"""Where the methods differ on the bundled models: docs/results.md has the other sparsities."""
+"""A sparsity at which the methods differ on the bundled models; docs/results.md has others."""
 
 SAMPLES = 32
-"""Calibration windows: half the usual number, for a comparison that ends soon."""
+"""Calibration sequences: a quarter of the default, to keep the comparison short."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line of the comparison. seconds: of pruning, without loading and measuring."""
+    """One row of the comparison.
+
+    Attributes:
+        method: Name of the method, or "dense".
+        perplexity: Perplexity on the test text.
+        standard_error: Standard error of the perplexity, if known.
+        sparsity: Fraction of zeros in the pruned layers.
+        seconds: Pruning time, without loading and evaluation.
+    """
 
     method: str
     perplexity: float
@@ -34,9 +42,15 @@ class Row:
 
 
 def demonstrate(family: str, output: str | Path | None, observe: Observer) -> list[Row]:
-    """Prune a bundled model by every method and measure each on text that it was not trained on; the dense model's row first.
+    """Prune a bundled model by every method and evaluate each result on held-out text.
 
-    family: "opt" or "llama". output: where the last method's model, SparseLLM's, is written and verified.
+    Args:
+        family: "opt" or "llama".
+        output: Folder to which the model pruned by SparseLLM is written and verified; None writes nothing.
+        observe: Called with each event.
+
+    Returns:
+        One row per method, the dense model first.
     """
     name = DEMO + family
     checkpoint = open_checkpoint(name)

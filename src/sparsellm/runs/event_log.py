@@ -1,4 +1,4 @@
-"""What happened in a run as lines of JSON, kept while it works and beside its model."""
+"""Log of a run's events as JSON lines, written during the run and saved beside the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from sparsellm.runs.events import Event
 from sparsellm.runs.report import finite
 
 LOG = "sparsellm-log.jsonl"
-"""The file with the lines, in the work folder and in the output."""
+"""Name of the log file, in the work folder and in the output."""
 
 
 class EventLog:
-    """An observer that makes a line of every event: `time` (UTC), `seconds`, `event`, and the event's own `fields`.
+    """Observer that appends one JSON line per event.
 
-    seconds: since this process began the run. An infinite or undefined number is a word, as in the report.
+    A line has `time` (UTC), `seconds` since this process started the run, `event` (the class name) and the event's `fields`.
+    Infinite and undefined numbers are strings, as in the report.
     """
 
     def __init__(self) -> None:
@@ -30,30 +31,30 @@ class EventLog:
         self._started = time.perf_counter()
 
     def __call__(self, event: Event) -> None:
-        """Take in one event; it is in the file, where there is one, when this returns."""
+        """Log one event; it has been written to the file, if there is one, when this returns."""
         message = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.perf_counter() - self._started, 3),
             "event": type(event).__name__,
             "fields": asdict(event),
         }
-        line = json.dumps(finite(message), allow_nan=False, default=_plain) + "\n"
+        line = json.dumps(finite(message), allow_nan=False, default=_recipe_to_dict) + "\n"
         self._lines.append(line)
         self._write(line)
 
     def keep(self, file: Path) -> None:
-        """From here on every line is also in a file: those so far, and each as it comes.
+        """Write the lines so far and all later ones to a file.
 
-        After the lines of an earlier process, but for a last one that was cut off.
+        They follow the lines of an earlier process; an incomplete last line is removed.
         """
-        before = file.read_bytes() if file.exists() else b""
-        whole = before[: before.rfind(b"\n") + 1]
-        if whole != before:
-            file.write_bytes(whole)
-        now = "".join(self._lines)
-        self._lines.insert(0, whole.decode(errors="replace"))
+        content = file.read_bytes() if file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            file.write_bytes(complete)
+        text = self.text
+        self._lines.insert(0, complete.decode(errors="replace"))
         self._file = file
-        self._write(now)
+        self._write(text)
 
     @property
     def text(self) -> str:
@@ -61,12 +62,12 @@ class EventLog:
         return "".join(self._lines)
 
     def _write(self, text: str) -> None:
-        """Add to the file. Opened each time: a killed process leaves all that was said."""
+        """Append to the file, which is opened and closed each time so that a killed process loses no line."""
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(text)
 
 
-def _plain(recipe: BaseModel) -> Any:
-    """A recipe as plain data."""
+def _recipe_to_dict(recipe: BaseModel) -> Any:
+    """Convert a recipe to plain data."""
     return recipe.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""What a run says while it happens, and what it leaves in the report."""
+"""Events of a run, and helpers that send them to observers and add them to the report."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ MEASURING, WRITING_SAMPLES = "measuring", "writing samples"
 
 @dataclass(frozen=True)
 class Begun:
-    """The run begins: what can be refused has been. name: what it is called. environment: versions and machine.
+    """The run starts; all settings have been checked.
 
-    tight: whether the plan leaves no room for freed memory that the process keeps.
+    Attributes:
+        name: Name of the run.
+        recipe: Its settings.
+        environment: Versions and machine.
+        tight: Whether the memory plan leaves no room for freed memory that the allocator keeps.
     """
 
     name: str
@@ -39,7 +43,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Stage:
-    """A phase of the run begins. blocks: how many will be visited, in the phase that prunes."""
+    """A phase of the run starts. blocks: number of blocks that the pruning phase visits, 0 for other phases."""
 
     name: str
     blocks: int = 0
@@ -47,14 +51,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that a reader should know; it also stands in the report."""
+    """A remark for the user; the report has it too."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure of the model. on: the text or the task. standard_error: None where there is none."""
+    """A measurement of the model.
+
+    Attributes:
+        kind: What was measured.
+        on: Name of the text or task.
+        when: Which model was measured.
+        value: The measurement.
+        standard_error: Its standard error, if known.
+    """
 
     kind: Literal["perplexity", "accuracy"]
     on: str
@@ -65,7 +77,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Ended:
-    """The run came to its end; its model is not written yet. totals: as in the report. seconds: of the whole run."""
+    """The run is complete, but the model is not written yet. totals: as in the report. seconds: duration of the run."""
 
     totals: Mapping[str, Any]
     seconds: float
@@ -73,23 +85,23 @@ class Ended:
 
 Event = Begun | Stage | Note | Measured | Step | Ended
 Observer = Callable[[Event], None]
-"""Told what happens while it happens; the library itself prints nothing."""
+"""Called with each event as it happens; the library itself prints nothing."""
 
 
 def combine_observers(*observers: Observer | None) -> Observer:
-    """An observer that tells each of these, but for those that are None, one after the other."""
+    """Combine observers into one that calls each in order; None is skipped."""
     present = [observer for observer in observers if observer is not None]
 
-    def tell(event: Event) -> None:
+    def notify(event: Event) -> None:
         for observer in present:
             observer(event)
 
-    return tell
+    return notify
 
 
 @contextmanager
 def phase(name: str, report: Report, observer: Observer, blocks: int = 0) -> Iterator[None]:
-    """Say that a phase begins, and add its seconds to the report."""
+    """Send a `Stage` event, and add the phase's duration to the report."""
     observer(Stage(name, blocks))
     started = time.perf_counter()
     try:
@@ -99,6 +111,6 @@ def phase(name: str, report: Report, observer: Observer, blocks: int = 0) -> Ite
 
 
 def add_note(text: str, report: Report, observer: Observer) -> None:
-    """Put a note into the report, and say it."""
+    """Add a note to the report, and send it as an event."""
     report.notes.append(text)
     observer(Note(text))

@@ -1,4 +1,4 @@
-"""A finished checkpoint: written aside, read back and verified, then put in its place at once."""
+"""Export of a pruned model: write it to a temporary folder, verify it, and move it into place atomically."""
 
 from __future__ import annotations
 
@@ -32,37 +32,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_SIZE = "5GB"
-"""The largest weight file; what the hub advises."""
+"""Largest weight file, as the hub recommends."""
 
 
 def check_output(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
-    """The folder to write, found free and writable.
+    """Check that an output folder can be written.
 
-    overwrite: allow a folder that a run wrote, or an empty one; any other that exists raises OutputExists. dense: the model's
-    own folder, which is never written over.
+    Args:
+        output: The folder.
+        overwrite: Allow a folder that is empty or that a run wrote.
+        dense: Folder of the dense model, which is never overwritten.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        OutputExists: The folder exists and may not be overwritten.
+        InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
     """
     path = Path(output).expanduser().absolute()
     if path.is_symlink() or path.is_mount():
         raise InvalidSetting(f"{output} is a link or a mount point. Name a plain folder that does not exist yet.")
     path = path.resolve()
     if dense is not None and (path == (source := Path(dense).expanduser().resolve()) or path in source.parents):
-        raise OutputExists(f"{output} is the model itself or holds it, and it is not written over. Choose another output.")
+        raise OutputExists(
+            f"{output} is the folder of the dense model or contains it, and is never overwritten. Choose another output."
+        )
     if path.exists():
-        kept = _files(path) if path.is_dir() else {path.name}
-        if (not overwrite and any(not name.startswith(f"{WORK}/") for name in kept)) or (not overwrite and not kept):
+        files = _relative_files(path) if path.is_dir() else {path.name}
+        outside_work = {name for name in files if not name.startswith(f"{WORK}/")}
+        if not overwrite and (outside_work or not files):
             raise OutputExists(f"{output} exists. Choose another name, or pass --overwrite to replace it.")
-        if fault := foreign_file(path, {name for name in kept if not name.startswith(f"{WORK}/")}):
-            raise OutputExists(f"{output} holds {fault}. Move it away yourself, or choose another output.")
+        if reason := foreign_file(path, outside_work):
+            raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise InvalidSetting(f"{output} cannot be written: {parent} is not a folder that you may write to.")
+        raise InvalidSetting(f"{output} cannot be written: {parent} is not a writable folder.")
     for name in (*path.relative_to(parent).parts, aside(path).name):
         _check_name(output, parent / name)
     return path
 
 
 def _check_name(output: str | Path, path: Path) -> None:
-    """Raise InvalidSetting for a name that the file system does not take, or that a report cannot hold."""
+    """Raise InvalidSetting for a name that is too long for the file system or is not UTF-8."""
     if not is_text(path.name):
         raise InvalidSetting(f"{str(output)!r} is not UTF-8 text. Choose another output.")
     try:
@@ -71,19 +83,19 @@ def _check_name(output: str | Path, path: Path) -> None:
         return
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            why = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system takes"
-            raise InvalidSetting(f"{output} cannot be written: {why}. Choose a name shorter by 20.") from None
+            reason = f"the name {path.name[:40]}… has {len(os.fsencode(path.name))} bytes, more than the file system allows"
+            raise InvalidSetting(f"{output} cannot be written: {reason}. Choose a name that is 20 bytes shorter.") from None
         raise
 
 
 def is_finished(output: str | Path) -> bool:
-    """Whether a run wrote this folder and came to its end."""
+    """Whether a run wrote this folder completely."""
     path = Path(output).expanduser()
     return (path / REPORT).is_file() and not (path / WORK).exists()
 
 
-def _files(folder: Path) -> set[str]:
-    """All that is in a folder but folders, by its path within."""
+def _relative_files(folder: Path) -> set[str]:
+    """Relative paths of all files in a folder and its subfolders."""
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
 
 
@@ -98,35 +110,49 @@ def save(
     along: Sequence[Path] = (),
     texts: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write model, tokenizer, model card and report to a folder, verified; the folder.
+    """Write model, tokenizer, model card and report to a folder, and verify them.
 
-    dense: the folder that the model came from; every tensor that was not pruned must equal its tensor there, bit by bit.
-    weights: where the model's tensors are, if not in memory; they are copied one file after the other. along: files that
-    come along. texts: by name, further files, of lines of JSON. The last component stands for every path of this machine.
-    Until all is verified the files stand in the output's work folder, and a failure removes them. Raises CannotResume where
-    another process works on the output.
+    The files are written to the output's work folder, verified there, and then moved into place; a failure removes them.
+    Paths of this machine are shortened to their last component in all files.
+
+    Args:
+        model: The pruned model; only its structure and configuration are used if `weights` is given.
+        tokenizer: The tokenizer, if there is one.
+        report: The run's report.
+        output: The folder to write.
+        dense: Folder of the dense model. Every tensor that was not pruned must be bit-identical to the one there.
+        overwrite: Replace a folder that a run wrote.
+        weights: The tensors on disk of a model that is not in memory; they are copied file by file.
+        along: Further files to copy.
+        texts: Further files by name, with their contents as JSON lines.
+
+    Returns:
+        The absolute path of the folder.
+
+    Raises:
+        CannotResume: Another process is working on the output.
     """
     path = check_output(output, overwrite, dense)
-    with _errors_of_system(path), replacing(path) as work:
+    with _raise_system_errors(path), replacing(path) as work:
         with silence_transformers():
             if weights is None:
                 model.save_pretrained(work, max_shard_size=SHARD_SIZE)
             else:
-                _assemble(model, weights, work)
+                _save_offloaded(model, weights, work)
             if tokenizer is not None:
                 tokenizer.save_pretrained(work)
         for file in along:
             shutil.copyfile(file, work / file.name)
         _document(work, report, texts or {})
         check_written(work, report, dense, model, in_memory=weights is None)
-        message = proven(work, Paths(report.recipe).without(report).to_dict())
-        (work / REPORT).write_text(strict_json(message) + "\n", encoding="utf-8")
-        _share(work)
+        content = proven(work, Paths(report.recipe).without(report).to_dict())
+        (work / REPORT).write_text(strict_json(content) + "\n", encoding="utf-8")
+        _set_default_permissions(work)
     return path
 
 
 def _document(work: Path, report: Report, texts: Mapping[str, str]) -> None:
-    """Write the card and further texts, and take the paths of this machine out of all that will be published."""
+    """Write the model card and further texts, without paths of this machine."""
     paths = Paths(report.recipe)
     for name, content in {CARD: paths.without(report).to_markdown(), **texts}.items():
         (work / name).write_text(content if name == CARD else paths.without_in_lines(content), encoding="utf-8")
@@ -134,8 +160,8 @@ def _document(work: Path, report: Report, texts: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _errors_of_system(path: Path) -> Iterator[None]:
-    """Raise the system's own error, where there is one behind safetensors' (a full disk, for one)."""
+def _raise_system_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError instead of a SafetensorError that a system error caused, such as a full disk."""
     try:
         yield
     except SafetensorError as error:
@@ -143,48 +169,48 @@ def _errors_of_system(path: Path) -> Iterator[None]:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else error from error
 
 
-def _assemble(model: PreTrainedModel, weights: DiskWeights, work: Path) -> None:
-    """Write a model that is not in memory: a weight file for each block and for each tensor of its ends, and its settings.
+def _save_offloaded(model: PreTrainedModel, weights: DiskWeights, work: Path) -> None:
+    """Write a model whose weights are on disk, as `save_pretrained` does: same names, same fused tensors.
 
-    Names and forms are those of the dense model's files, as `save_pretrained` would have it: tensors that are stored as one are
-    written together.
+    Each block and each group of tensors outside the blocks becomes one weight file.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
-    pieces = [*blocks, *weights.non_block_names()]
-    placed: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(pieces, 1):
-        file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
-        read = {name: weights.read(name).contiguous() for name in names}
-        tensors = revert_weight_conversion(model, read)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-        placed |= dict.fromkeys(tensors, file)
-        written = weights.file_of(names) if tensors.keys() == read.keys() else None
-        if written is None or written.parent.name != WORK or not _linked(written, work / file):
-            if tensors.keys() != read.keys():  # pieces of what was read, which may share its memory
+    shards = [*blocks, *weights.non_block_names()]
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        parameters = {name: weights.read(name).contiguous() for name in names}
+        tensors = revert_weight_conversion(model, parameters)
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+        weight_map |= dict.fromkeys(tensors, file)
+        converted = tensors.keys() != parameters.keys()
+        pruned_file = None if converted else weights.file_of(names)
+        if pruned_file is None or pruned_file.parent.name != WORK or not _hard_link(pruned_file, work / file):
+            if converted:  # the tensors may be views that share memory
                 tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
             save_file(tensors, work / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     model.config.save_pretrained(work)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(work)
 
 
-def _linked(file: Path, other: Path) -> bool:
-    """Give a file a second name, so that it takes no second place on the disk; False where that cannot be done."""
+def _hard_link(source: Path, target: Path) -> bool:
+    """Create a hard link, which takes no disk space; False if the file system refuses."""
     try:
-        os.link(file, other)
+        os.link(source, target)
     except OSError:
         return False
     return True
 
 
-def _share(work: Path) -> None:
-    """Give a temporary folder and its files, which are private, the permissions that any new file would have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for file in [work, *work.rglob("*")]:
-        file.chmod((0o777 if file.is_dir() else 0o666) & ~mask)
+def _set_default_permissions(work: Path) -> None:
+    """Give a private temporary folder and its files the default permissions of new files (the umask)."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in [work, *work.rglob("*")]:
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)

@@ -1,4 +1,4 @@
-"""What a run depends on, as data that can be compared: recipe, contents of the model's files, calibration tokens, machine."""
+"""Fingerprint of a run, compared on resume: recipe, digests of the model's files, calibration tokens, versions and machine."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from sparsellm.runtime import devices
 from sparsellm.solvers import sparsegpt_triton
 
 NOT_DECISIVE = ("max_memory", "offload", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
-"""Fields of a recipe that may differ when a run goes on: they do not change the weights."""
+"""Recipe fields that may differ on resume, since they do not change the weights."""
 
 SETTINGS = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-"""How names of files end that hold a configuration, a tokenizer or a chat template."""
+"""Suffixes of files with a configuration, a tokenizer or a chat template."""
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
-"""Whose versions may change a result."""
+"""Packages whose versions may change a result."""
 
 READERS = 8
-"""The most files that are digested at the same time: a disk that is faster than one processor is not kept waiting."""
+"""Most files to digest in parallel: one thread cannot saturate a fast disk."""
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The versions and the machine that a result may depend on."""
-    found = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
+    """Versions and machine properties that a result may depend on."""
+    result = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
     if sparsegpt_triton.is_available(device):
-        found["column loop"] = sparsegpt_triton.compiler_version()
-    return found | {
+        result["column loop"] = sparsegpt_triton.compiler_version()
+    return result | {
         "python": platform.python_version(),
         "system": platform.system(),
         "device": f"{device} ({devices.name_of(device)})",
@@ -52,11 +52,16 @@ def environment(device: torch.device) -> dict[str, str]:
 def fingerprint(
     recipe: RunRecipe, source: Checkpoint | InMemoryModel, windows: Tensor, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on: recipe, model, calibration tokens, and the versions and machine.
+    """Compute what must be unchanged for a run to be resumed.
 
-    Of every file that the recipe names, and of every file of the model that comes into the output or decides tokens, the
-    contents count: not its time, nor where it is. How many processes and threads there are may differ: sums then round
-    otherwise, which the run notes.
+    Files are compared by content, not by path or modification time. The number of processes and threads may differ: sums
+    are then rounded differently, which the run notes.
+
+    Args:
+        recipe: The run's settings; the fields in `NOT_DECISIVE` are left out.
+        source: The dense model; one in memory has no digests.
+        windows: Calibration tokens, (samples, seq).
+        environment: As returned by `environment`.
     """
     decisive = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
     if recipe.sharing not in ALLOCATIONS:
@@ -68,36 +73,36 @@ def fingerprint(
 
 
 def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
-    """What tells a model from others: the contents of its files, the terms in its card, and its form as its user describes it.
+    """Fingerprint of a model: digests of its files, the license terms in its card, and the architecture file's content.
 
-    Every byte of the weights is read, once for each process.
+    Every byte of the weights is read, once per process.
     """
     folder = source.folder
     settings = [file for file in (*folder.iterdir(), *folder.glob("*/*.jinja")) if file.suffix in SETTINGS and file.is_file()]
     files = sorted({*source.files(), *settings, *source.extra_files()})
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
-        found: dict[str, Any] = {
-            f"file {file.relative_to(folder)}": message for file, message in zip(files, pool.map(contents, files), strict=True)
+        result: dict[str, Any] = {
+            f"file {file.relative_to(folder)}": digest for file, digest in zip(files, pool.map(contents, files), strict=True)
         }
-    found["terms in README.md"] = card_terms(folder)
+    result["terms in README.md"] = card_terms(folder)
     if source.architecture is not None:
-        found["contents of `architecture`"] = repr(source.architecture)
-    return found
+        result["contents of `architecture`"] = repr(source.architecture)
+    return result
 
 
 def contents(file: Path) -> str:
-    """A file's size and a digest of all that it holds, in words. Read again in this process only where the file has changed."""
+    """Size and SHA-256 digest of a file as text; cached until the file changes."""
     stat = file.stat()
     return f"{stat.st_size:,} bytes, SHA-256 {_digest(file, stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)}"
 
 
 @lru_cache(maxsize=4096)
 def _digest(file: Path, *_: int) -> str:
-    """The digest of a file, by what the system says of it: the time of its last change cannot be set by programs."""
+    """SHA-256 digest of a file. The further arguments are the cache key; programs cannot set the change time (ctime)."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
 
 
 def token_digest(windows: Tensor) -> str:
-    """A digest of token numbers."""
+    """Digest of token ids."""
     return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""A finished output: its report, and whether its files are as a run wrote them."""
+"""Finished outputs: their report, and whether their files are unchanged."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from sparsellm.runs.records import saved_report
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 
 CARD = "README.md"
-"""The model card, which its owner may edit: a changed one is no fault of the model."""
+"""The model card, which users may edit."""
 
 Layers = Mapping[str, tuple[int, Pattern]]
-"""Pruned layers by their full names: how many zeros each has, and its pattern."""
+"""Number of zeros and pattern of each pruned layer, by its full name."""
 
 
 def finished_report(output: str | Path) -> tuple[Path, Mapping[str, Any]]:
-    """The folder of a finished output, all of whose files are there, and its report.
+    """Path and report of a finished output.
 
-    Raises InvalidSetting for a folder that is none, BadCheckpoint for a damaged one.
+    Raises:
+        InvalidSetting: The folder is not an output, or is unfinished.
+        BadCheckpoint: The report is damaged, or files are missing.
     """
     path = Path(output).expanduser()
     if (path / WORK).exists():
-        raise InvalidSetting(f"{output} is unfinished. Go on with it first: the same `sparsellm prune` with --resume.")
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: run the same `sparsellm prune` with --resume.")
     report = read_report(path)
     missing = sorted(name for name in report["files"] if not (path / name).is_file())
     if missing:
-        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that it was written with, {missing[0]} first.")
+        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
     return path, report
 
 
 def read_report(folder: Path) -> Mapping[str, Any]:
-    """The report in a folder. Raises InvalidSetting where there is none, BadCheckpoint where it is damaged."""
+    """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
     if not file.is_file():
-        what = "was not written by sparsellm" if folder.is_dir() else "is no folder"
-        raise InvalidSetting(f"{folder} {what}: there is no {REPORT} in it. Name a folder that `sparsellm prune` wrote.")
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that `sparsellm prune` wrote.")
     report = saved_report(file)
     if not report.get("digests") or "files" not in report:
-        raise BadCheckpoint(f"{file} holds no digests, so that nothing proves {folder}. Prune the model again.")
+        raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
     foreign = [name for name in report["files"] if not _is_within(folder, name)]
     if foreign:
         raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
@@ -51,23 +53,23 @@ def read_report(folder: Path) -> Mapping[str, Any]:
 
 
 def _is_within(folder: Path, name: str) -> bool:
-    """Whether a file is in a folder, or is what a link of the hub's cache leads to."""
+    """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
     if not is_path(name):
         return False
-    file, place = (folder / name).resolve(), folder.resolve()
-    return file.is_relative_to(place) or file.is_relative_to(place.parent.parent / "blobs")
+    file, root = (folder / name).resolve(), folder.resolve()
+    return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")
 
 
 def changed_files(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """The files of a finished output, its report among them, that are there and not as a run wrote them."""
+    """Files of a finished output, including its report, that exist and differ from what the run wrote."""
     recorded = report["digests"]["files"]
-    there = [name for name in report["files"] if name != REPORT and (folder / name).is_file()]
-    changed = [name for name in there if file_digest(folder / name) != recorded.get(name)]
+    present = [name for name in report["files"] if name != REPORT and (folder / name).is_file()]
+    changed = [name for name in present if file_digest(folder / name) != recorded.get(name)]
     return changed + [REPORT] * (report_digest(report) != report["digests"]["report"])
 
 
 def foreign_file(folder: Path, kept: Collection[str]) -> str:
-    """The first of a folder's files that is not as a run wrote it, and what is known of it; nothing where all are."""
+    """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
     if not kept:
         return ""
     try:
@@ -83,10 +85,10 @@ def foreign_file(folder: Path, kept: Collection[str]) -> str:
 
 
 def pruned_layers(report: Mapping[str, Any]) -> Layers:
-    """By layer, its zeros and its pattern as a report has them."""
+    """Pruned layers with their zeros and patterns, as recorded in a report."""
     return {x["name"]: (x["zeros"], parse_pattern(x["pattern"])) for block in report["blocks"] for x in block["layers"]}
 
 
 def moved_tensors(report: Mapping[str, Any]) -> set[str]:
-    """The tensors that a report says were changed besides the pruned layers."""
+    """Tensors besides the pruned layers that the run changed, as recorded in a report."""
     return {name for block in report["blocks"] for name in block.get("changed_parameters", ())}

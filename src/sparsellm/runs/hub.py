@@ -1,4 +1,4 @@
-"""A finished output put on the hub."""
+"""Upload of a finished output to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,15 +19,24 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 MAIN = "main"
-"""The branch that a repository has from the first."""
+"""Default branch of a repository."""
 
 OF_THE_HUB = {".gitattributes"}
-"""What the hub itself puts into a new repository."""
+"""Files that the hub adds to a new repository."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was pushed, or would be. url: where it is seen. commit: empty where nothing was pushed."""
+    """Result of a push or dry run.
+
+    Attributes:
+        url: Web address of the repository or branch.
+        repo: owner/name.
+        revision: The branch.
+        files: Names of the pushed files.
+        bytes: Their total size.
+        commit: Commit hash; empty after a dry run.
+    """
 
     url: str
     repo: str
@@ -47,21 +56,36 @@ def push(
     trusted: bool = False,
     architecture: str | Path | None = None,
 ) -> Pushed:
-    """Put a finished output on the hub, by huggingface_hub and its login; where it is then.
+    """Verify a finished output and upload it to the hub, with the login of huggingface_hub.
 
-    repo: owner/name; it is made if it is not there. private: make it so. revision: a branch, made if it is not there.
-    overwrite: replace what a repository holds. dry_run: check all that can be checked here, and push nothing. trusted,
-    architecture: as for `inspect`.
-    Only files that the report lists are pushed, after `verify` has passed; its card may have been edited.
-    Raises what `verification.verify` does; InvalidSetting for a name that is none, AccessDenied
-    without a login that may write, OutputExists for a repository that holds files, Unreachable without a network.
+    Only files that the report lists are uploaded. The model card may have been edited.
+
+    Args:
+        output: Folder that `prune` or `recover` wrote.
+        repo: Repository as owner/name, created if it does not exist.
+        private: Create a private repository.
+        revision: Branch, created if it does not exist; None is the default branch.
+        overwrite: Replace the files of an existing repository.
+        dry_run: Run all local checks without uploading.
+        trusted: Run Python code that comes with the checkpoint.
+        architecture: YAML file that describes the model's architecture.
+
+    Returns:
+        What was uploaded, or would be.
+
+    Raises:
+        InvalidSetting: `repo` is not a valid name, or `private` is set and the repository is public.
+        AccessDenied: There is no login with write access.
+        OutputExists: The repository holds files and `overwrite` is not set.
+        Unreachable: The hub cannot be reached or rejects the upload.
+        SparseLLMError: As raised by `verify`.
     """
     from huggingface_hub import HfApi, get_token
 
     _check_name(repo)
     folder, report = finished_report(output)
     if not dry_run and get_token() is None:
-        raise AccessDenied("The hub wants a login to write. Run `hf auth login` with a token that may write, or set HF_TOKEN.")
+        raise AccessDenied("Pushing needs a login. Run `hf auth login` with a token that has write access, or set HF_TOKEN.")
     verify(output, None, trusted, architecture)
     files = tuple(sorted(report["files"]))
     size = sum((folder / name).stat().st_size for name in files)
@@ -69,21 +93,21 @@ def push(
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     if dry_run:
         return Pushed(url, repo, branch, files, size)
-    with _told(repo):
-        _prepare(api, repo, branch, private, overwrite)
-        done = api.upload_folder(
+    with _translate_errors(repo):
+        _prepare_repo(api, repo, branch, private, overwrite)
+        commit = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
             revision=branch,
             commit_message=f"Pruned with sparsellm {__version__}",
             allow_patterns=[glob.escape(name) for name in files],
-            delete_patterns="*",  # the shards of a model that stood there before
+            delete_patterns="*",  # shards of an earlier model
         )
-    return Pushed(url, repo, branch, files, size, done.oid)
+    return Pushed(url, repo, branch, files, size, commit.oid)
 
 
 def _check_name(repo: str) -> None:
-    """Raise InvalidSetting unless a name is owner/name as the hub has them."""
+    """Raise InvalidSetting unless a repository name has the form owner/name and is valid on the hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -92,56 +116,56 @@ def _check_name(repo: str) -> None:
         if repo.count("/") != 1:
             raise HFValidationError("it has no owner")
     except HFValidationError as error:
-        raise InvalidSetting(f"{repo!r} is no repository's name ({first_line(error)}). Write owner/name.") from None
+        raise InvalidSetting(f"{repo!r} is not a valid repository name ({first_line(error)}). Write owner/name.") from None
 
 
-def _prepare(api: HfApi, repo: str, branch: str, private: bool, overwrite: bool) -> None:
-    """Make repository and branch where they are not there; raise OutputExists where they hold files."""
+def _prepare_repo(api: HfApi, repo: str, branch: str, private: bool, overwrite: bool) -> None:
+    """Create repository and branch if missing; raise OutputExists if they hold files that may not be replaced."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        there = api.model_info(repo)
+        info = api.model_info(repo)
     except RepositoryNotFoundError:
         api.create_repo(repo, private=private)
         files = set()
     else:
-        if private and not there.private:
+        if private and not info.private:
             raise InvalidSetting(f"{repo} exists and is public. Make it private in its settings, or leave out --private.")
         try:
             files = set(api.list_repo_files(repo, revision=branch)) - OF_THE_HUB
         except RevisionNotFoundError:
             files = set()
     if files and not overwrite:
-        what = f"{repo} ({branch}) exists and holds {len(files)} files, {min(files)} first"
-        raise OutputExists(f"{what}. Choose another name, or pass --overwrite to replace them.")
+        state = f"{repo} ({branch}) exists and holds {len(files)} files, {min(files)} first"
+        raise OutputExists(f"{state}. Choose another name, or pass --overwrite to replace them.")
     if branch != MAIN:
         api.create_branch(repo, branch=branch, exist_ok=True)
 
 
 @contextmanager
-def _told(repo: str) -> Iterator[None]:
-    """Within the context the hub's errors are this package's."""
+def _translate_errors(repo: str) -> Iterator[None]:
+    """Convert errors of the hub and the network to errors of this package."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
     except Exception as error:
-        for one in _causes(error):
-            if isinstance(one, HfHubHTTPError):
-                if one.response.status_code in (401, 403):
-                    why = f"The hub does not let this login write to {repo} ({first_line(one)})."
-                    raise AccessDenied(f"{why} Run `hf auth login` with a token that may.") from error
-                why = f"The hub did not take {repo} ({first_line(one)})."
-                raise Unreachable(f"{why} Try again, with --overwrite if a part arrived.") from error
-            # The hub's library has changed the one that it reaches the network by, and may again.
-            if isinstance(one, ConnectionError) or any(kind.__module__.startswith("httpx") for kind in type(one).__mro__):
-                why = f"The hub cannot be reached ({type(one).__name__}: {first_line(one)})."
-                raise Unreachable(f"{why} Try again, with --overwrite if a part arrived.") from error
+        for cause in _causes(error):
+            if isinstance(cause, HfHubHTTPError):
+                if cause.response.status_code in (401, 403):
+                    reason = f"The hub does not let this login write to {repo} ({first_line(cause)})."
+                    raise AccessDenied(f"{reason} Run `hf auth login` with a token that has write access.") from error
+                reason = f"The hub rejected the upload to {repo} ({first_line(cause)})."
+                raise Unreachable(f"{reason} Try again, with --overwrite if some files were uploaded.") from error
+            # huggingface_hub has used different HTTP libraries: requests raises ConnectionError, httpx its own classes.
+            if isinstance(cause, ConnectionError) or any(kind.__module__.startswith("httpx") for kind in type(cause).__mro__):
+                reason = f"The hub cannot be reached ({type(cause).__name__}: {first_line(cause)})."
+                raise Unreachable(f"{reason} Try again, with --overwrite if some files were uploaded.") from error
         raise
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what it came from, and so on: an upload's is behind one that only names the file."""
+    """Yield an error and its chain of causes: upload errors are wrapped in one that only names the file."""
     while error is not None:
         yield error
         error = error.__cause__

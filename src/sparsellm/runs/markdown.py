@@ -1,4 +1,4 @@
-"""Text from elsewhere put into Markdown so that it shows as it is: no markup, no HTML, no end of a code fence."""
+"""Escaping of external text for Markdown, so that it cannot add markup or HTML, or end a code block."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 def plain(text: str) -> str:
-    """A text as part of one line, or of one cell of a table: line breaks become spaces, markup is escaped.
+    """Escape a text for use within one line or table cell; line breaks become spaces.
 
-    An underscore within a word is left, since Markdown leaves it too.
+    Underscores within words are not escaped, since Markdown does not interpret them.
     """
-    line = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    line = "".join(character for character in " ".join(text.split()) if character.isprintable())
     line = re.sub(r"([\\`*\[\]|~$#])", r"\\\1", line).translate(ENTITIES)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
 
 
 def fenced(text: str, language: str = "") -> list[str]:
-    """The lines of a code block that holds a text; its fence is longer than any run of backticks in the text."""
+    """Lines of a code block with this text; the fence is longer than any run of backticks in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", *text.rstrip().splitlines(), fence]

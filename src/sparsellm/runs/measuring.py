@@ -1,4 +1,4 @@
-"""The perplexity and the zero-shot accuracy of a checkpoint."""
+"""Perplexity and zero-shot accuracy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from sparsellm.runs.recipe_file import read_recipe
 def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[str, Accuracy]]:
     """Measure a checkpoint's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
 
-    All texts are read, and the tasks' files found, before anything is measured. A model that is larger than the memory is
-    loaded block by block.
+    All texts and tasks are read before the first measurement. A model that does not fit in memory is loaded block by block.
 
     Args:
         model: Checkpoint folder, model name on the hub, demo:opt or demo:llama.
-        **settings: Fields of the recipe; `evaluate` has the texts and `task` the tasks.
+        **settings: Recipe fields; `evaluate` names the texts and `task` the tasks.
 
     Returns:
-        The perplexity by text, and the accuracy by task.
+        The perplexity by text and the accuracy by task.
     """
     recipe = read_recipe({"model": model, "method": "magnitude", **settings})
-    place = resolve_device(recipe.device)
+    device = resolve_device(recipe.device)
     source = open_checkpoint(model, recipe.revision, recipe.trust_remote_code)
     skeleton = source.skeleton()
     check_vocabulary(skeleton, source)
-    window = window_length(recipe, source.length)
-    tests = {text: read_test(recipe, source, text, window) for text in recipe.evaluate}
+    length = window_length(recipe, source.length)
+    tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
     check_tokens(skeleton, *tests.values())
     prepare_tasks(recipe.task, recipe.task_data)
-    loaded = load(recipe, source, place, Path(tempfile.gettempdir()))
+    loaded = load(recipe, source, device, Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.offloaded)
     perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:

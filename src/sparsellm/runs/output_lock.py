@@ -1,4 +1,4 @@
-"""Who may write an output, and what of it a killed process left behind: half-written files, a folder beside it."""
+"""Exclusive access to an output folder, its atomic replacement, and cleanup after a killed process."""
 
 from __future__ import annotations
 
@@ -16,58 +16,69 @@ from sparsellm.runs.inspection import REPORT, WORK
 from sparsellm.runtime.offload import ACTIVATIONS
 
 LOCK = "lock"
-"""The file in the work folder that tells other processes that one is at work; the system releases it when that one ends."""
+"""Lock file in the work folder; the operating system releases it when the process that holds it ends."""
 
 EXPORT = "export"
-"""The folder in the work folder that a finished checkpoint is written to, until it takes the output's place."""
+"""Subfolder of the work folder in which the finished checkpoint is written before it replaces the output."""
 
 
 @contextmanager
 def locked(output: str | Path) -> Iterator[Path]:
-    """An output's folder with a work folder in it, which no other process has; what a killed one left half-written is removed.
+    """Lock an output folder for this process, and remove partial files of a killed one.
 
-    The thread that has it may enter again. When the context ends by an error and the work folder holds nothing, it is removed,
-    and so is the output where it was not there before.
-    Raises CannotResume where another process has it.
+    The thread that holds the lock may enter again. After an error an empty work folder is removed, and so is the output
+    folder if the context created it.
+
+    Args:
+        output: The folder, created with its work folder if missing.
+
+    Yields:
+        The absolute path of the folder.
+
+    Raises:
+        CannotResume: Another process holds the lock.
     """
-    path = _place(output)
+    path = _normalized_path(output)
     lock = FileLock(path / WORK / LOCK, timeout=0, is_singleton=True)
     if lock.is_locked:
         yield path
         return
     recover(path)
-    ours = not path.exists() or (path / WORK).exists()
+    removable = not path.exists() or (path / WORK).exists()
     (path / WORK).mkdir(parents=True, exist_ok=True)
     _acquire(lock, path)
     try:
-        _clear(path / WORK)
+        _remove_stale(path / WORK)
         yield path
     except BaseException:
         with suppress(OSError):
             if {file.name for file in (path / WORK).iterdir()} <= {LOCK}:
                 shutil.rmtree(path / WORK)
-        if ours:
+        if removable:
             with suppress(OSError):
-                path.rmdir()  # where it is empty
+                path.rmdir()  # fails unless it is empty
         raise
     finally:
         lock.release()
 
 
 def recover(output: str | Path) -> None:
-    """Mend what a process left that was killed while it put a finished output in its place (see `replacing`).
+    """Clean up after a process that was killed while it moved a finished output into place (see `replacing`).
 
-    Before the output had its name: the unfinished one gets its name back. After that: what the output replaced is removed.
-    Raises CannotResume where a living process is between the two.
+    If the output does not exist, the unfinished one is moved back to its name. If it does, the folder that it replaced is
+    removed.
+
+    Raises:
+        CannotResume: A running process is moving the output.
     """
-    path = _place(output)
+    path = _normalized_path(output)
     replaced = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old")
     for old in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
         if not replaced.fullmatch(old.name) or not (old.is_dir() and ((path / REPORT).is_file() or not path.exists())):
             continue
         lock = FileLock(old / WORK / LOCK, timeout=0)
         try:
-            if (old / WORK).is_dir():  # else the rest of one that was being removed
+            if (old / WORK).is_dir():  # otherwise its removal was interrupted
                 _acquire(lock, path)
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
@@ -82,10 +93,12 @@ def recover(output: str | Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty folder that takes the output's place when the context ends well, at once; otherwise it is removed.
+    """Provide an empty folder that atomically replaces the output when the context ends; after an error it is removed.
 
-    The output with its work folder then steps aside under another name, and is removed last, when nothing can be lost any more.
-    Raises CannotResume where another process works on the output.
+    The old output with its work folder is renamed first, and removed once the new one is in place.
+
+    Raises:
+        CannotResume: Another process is working on the output.
     """
     with locked(path):
         export = path / WORK / EXPORT
@@ -107,26 +120,26 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def aside(path: Path) -> Path:
-    """Where an output steps while another takes its place: a name of its own beside it, a little longer than its own."""
+    """Random name in the same folder to which an output is moved while it is replaced."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
 
 
-def _place(output: str | Path) -> Path:
-    """An output's path under one spelling, whatever links lead to its parent."""
+def _normalized_path(output: str | Path) -> Path:
+    """Absolute path of an output, with links in its parent resolved."""
     path = Path(output).expanduser().absolute()
     return path.parent.resolve() / path.name
 
 
 def _acquire(lock: FileLock, path: Path) -> None:
-    """Take a lock, or raise CannotResume."""
+    """Acquire a lock without waiting, or raise CannotResume."""
     try:
         lock.acquire()
     except Timeout:
-        raise CannotResume(f"Another process works on {path}. Wait for it, or choose another output.") from None
+        raise CannotResume(f"Another process is working on {path}. Wait for it, or choose another output.") from None
 
 
-def _clear(work: Path) -> None:
-    """Remove what is of no use to a later process: a checkpoint that was not finished, and what travelled between blocks."""
-    for left in work.iterdir():
-        if left.name == EXPORT or left.name.startswith(ACTIVATIONS):
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_stale(work: Path) -> None:
+    """Remove an unfinished export and offloaded activations of an earlier process."""
+    for entry in work.iterdir():
+        if entry.name == EXPORT or entry.name.startswith(ACTIVATIONS):
+            shutil.rmtree(entry, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Recipes from settings and YAML files, with every complaint in one sentence or two."""
+"""Reading of recipes from settings and YAML files, with short error messages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ Kind = TypeVar("Kind", bound=RunRecipe)
 
 
 def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
-    """A recipe from settings, over those of a YAML file if there is one.
+    """Read a recipe.
 
-    Raises InvalidSetting that names the field, what it got, and the nearest right name.
+    Args:
+        settings: Recipe fields; they override those of the file.
+        config: YAML file with recipe fields.
+
+    Raises:
+        InvalidSetting: A field or value is invalid; the message has the field, its value and the nearest valid name.
     """
     merged: dict[str, Any] = {}
     if config is not None:
         merged.update(read_yaml(Path(config)))
     merged.update(settings)
     if "model" not in merged:
-        raise InvalidSetting("There is no model: name one on the command line, or as `model:` in the recipe.")
+        raise InvalidSetting("There is no model: pass one on the command line, or set `model:` in the recipe.")
     return validated(Recipe, merged)
 
 
 def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
-    """A recipe of a kind from all its settings. Raises InvalidSetting as `read_recipe` does."""
+    """Build a recipe of a class from its settings. Raises InvalidSetting as `read_recipe` does."""
     try:
-        check_value(settings)  # a path may hold bytes that no report can
+        check_value(settings)  # a path may contain bytes that JSON cannot represent
         return kind(**settings)
     except Unreadable as error:
         raise InvalidSetting(f"The recipe cannot be run: {error}.") from None
@@ -42,7 +47,7 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The fields of a recipe file."""
+    """Read the fields of a recipe file. Raises InvalidSetting for an unknown field."""
     content = read_mapping(path, "recipe")
     for key in content:
         if str(key) not in Recipe.model_fields:
@@ -53,7 +58,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def explain(error: Any, fields: Collection[str]) -> str:
-    """One sentence or two for pydantic's first complaint. fields: the names that would be right."""
+    """Describe one of pydantic's errors in a sentence or two. fields: the valid field names."""
     own = (error.get("ctx") or {}).get("error")
     if isinstance(own, InvalidSetting):
         return str(own)
@@ -61,6 +66,6 @@ def explain(error: Any, fields: Collection[str]) -> str:
     if error["type"] == "extra_forbidden":
         return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
     if error["type"] == "literal_error":
-        known = [word.strip("' ") for word in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), known)}"
+        valid = [value.strip("' ") for value in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), valid)}"
     return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."

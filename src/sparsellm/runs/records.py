@@ -1,4 +1,4 @@
-"""What is measured, and files that runs and sweeps wrote: typed records, checked when read, since anybody may change a file."""
+"""Typed records of the files that runs and sweeps write, validated on reading, since users may edit them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, prin
 from sparsellm.solvers.patterns import parse_pattern
 
 
-def _number(value: Any) -> Any:
-    """The words that `report.strict_json` writes for infinity as numbers; refuses integers that arrays cannot hold."""
+def _parse_number(value: Any) -> Any:
+    """Convert the strings that `report.strict_json` writes for infinity and NaN; reject integers that exceed 64 bits."""
     if value in ("inf", "-inf", "nan"):
         return float(value)
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -21,19 +21,19 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _pattern(text: str) -> str:
-    """The text of a pattern."""
+def _check_pattern(text: str) -> str:
+    """Return the text of a pattern; raise an error if it cannot be parsed."""
     parse_pattern(text)
     return text
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_parse_number)]
 Finite = Annotated[Number, Field(allow_inf_nan=False)]
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Record(BaseModel, strict=True, extra="allow"):
-    """A part of a file, with the fields that are read again; later versions may write more."""
+    """Base of all records. They declare only the fields that are read; files may have more."""
 
 
 class SavedFigure(Record):
@@ -44,7 +44,7 @@ class SavedFigure(Record):
 
 
 class SavedPair(Record):
-    """What was measured of the dense and of the pruned model."""
+    """Measurements of the dense and the pruned model."""
 
     dense: SavedFigure | None = None
     pruned: SavedFigure | None = None
@@ -54,7 +54,7 @@ class SavedLayer(Record):
     """A `LayerResult`."""
 
     name: str
-    pattern: Annotated[str, AfterValidator(_pattern)]
+    pattern: Annotated[str, AfterValidator(_check_pattern)]
     zeros: Annotated[int, Field(ge=0)]
     sparsity: Finite
     error: Number
@@ -90,7 +90,7 @@ class SavedDigests(Record):
 
 
 class SavedTotals(Record):
-    """The run in a few figures."""
+    """Totals of a run."""
 
     pruned_layers: int
     sparsity_of_pruned_layers: Finite
@@ -133,35 +133,35 @@ AnyModel = TypeVar("AnyModel", bound=BaseModel)
 def read_record(
     file: Path, model: type[AnyModel], what: str, refusal: type[SparseLLMError] = InvalidSetting
 ) -> tuple[AnyModel, dict[str, Any]]:
-    """Read a record.
+    """Read and validate a JSON file.
 
     Args:
-        file: A file of JSON.
-        model: The form that its content must have.
-        what: What messages call that form.
-        refusal: What is raised for a file that cannot be read.
+        file: The file.
+        model: The record class that its content must match.
+        what: Name of that record in error messages.
+        refusal: Exception class for a file that cannot be read.
 
     Returns:
-        The record, and the content of the file as it stands there.
+        The record, and the content of the file as plain data.
 
     Raises:
-        refusal: With the first field that is not as it must be.
+        refusal: The file is unreadable or invalid; the message has the first invalid field.
     """
     content: dict[str, Any] = read_json(file, refusal)
     try:
         return model.model_validate(content), content
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the whole"
+        where = ".".join(map(str, first["loc"])) or "top level"
         got = printable(repr(first["input"]), 80)
         raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
 
 
 def read_saved_report(file: Path) -> SavedReport:
-    """A run's report; raises BadCheckpoint for one that is not as a run writes it."""
+    """Read a run's report as a record. Raises BadCheckpoint if it is damaged."""
     return read_record(file, SavedReport, "report of a run", BadCheckpoint)[0]
 
 
 def saved_report(file: Path) -> dict[str, Any]:
-    """As `read_saved_report`, the content as it stands in the file: its digest is taken of that."""
+    """Read a run's report as plain data, unchanged, as its digest requires. Raises BadCheckpoint if it is damaged."""
     return read_record(file, SavedReport, "report of a run", BadCheckpoint)[1]

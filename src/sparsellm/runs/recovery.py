@@ -1,4 +1,4 @@
-"""Recovery: training what is left of a pruned checkpoint, masks held, toward the dense model that it was made from."""
+"""Recovery: train the remaining weights of a pruned checkpoint, with fixed masks, to match its dense model."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 RATE = 3e-4
-"""The first learning rate over one block: short steps, since what the pruning left is near the block's optimum."""
+"""Initial learning rate for one block; small, since the pruned weights are near the block's optimum."""
 
 KEPT = ("recipe", "resolved", "environment", "calibration", "perplexity", "tasks", "notes", "seconds", "recovered", "pruned")
-"""What the report of a recovery repeats from the report of the pruned checkpoint."""
+"""Entries of the pruned checkpoint's report that the report of the recovery repeats."""
 
 
 @dataclass(frozen=True)
 class BlockRecovery:
-    """Put the pruned weights into each block of the dense model, and train what is left of them toward the dense outputs.
+    """Copy the pruned weights into each block of the dense model, and train the remaining ones to match the dense outputs.
 
-    A method for `prune_blocks`, which walks the pruned stream and the dense one.
+    A method for `prune_blocks`.
 
     Attributes:
-        training: Gradient steps over each block, in the metric of `sparsellm.activations.sensitivity`. With 0 steps the
-            weights are only copied.
-        read: Gives a tensor of the pruned checkpoint by its name.
-        layers: By block name, what pruning reported of its layers.
+        training: Gradient steps on each block, with output errors weighted as in `sparsellm.activations.sensitivity`.
+            With 0 steps the weights are only copied.
+        read: Reads a tensor of the pruned checkpoint by its name.
+        layers: Results of pruning each layer, by block name.
     """
 
     training: MaskedAdam
@@ -79,10 +79,10 @@ class BlockRecovery:
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
-    """The recipe of a recovery from its settings, in the dtype in which the pruned checkpoint is stored.
+    """Read the recipe of a recovery; its dtype is that of the pruned run.
 
     Raises:
-        InvalidSetting: A setting is wrong, or the pruned folder is none that a run wrote and finished.
+        InvalidSetting: A setting is invalid, or the pruned folder is not a finished output.
         BadCheckpoint: The pruned folder is damaged.
     """
     recipe = validated(RecoveryRecipe, settings)
@@ -93,29 +93,33 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
 def recovery_plan(
     recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel, blocks: Sequence[Block]
 ) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
-    """What a recovery does to each block, the patterns of its layers, and what the pruned checkpoint's report says.
+    """Plan a recovery and verify the pruned checkpoint.
 
     Args:
-        recipe: The recovery.
+        recipe: The settings.
         source: The dense model.
         blocks: Its blocks.
 
+    Returns:
+        The method for each block, the pattern of each layer, and the entries of the pruned checkpoint's report to repeat.
+
     Raises:
-        InvalidSetting: The pruned checkpoint has no zeros, or another form than the dense model.
+        InvalidSetting: The pruned checkpoint has no zeros, or its tensors differ in name or shape from the dense model's.
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
     if isinstance(source, InMemoryModel):
-        raise InvalidSetting("Recovery needs the dense model as a checkpoint, got one in memory. Save it, and name its folder.")
+        raise InvalidSetting("Recovery needs the dense model as a checkpoint, got one in memory. Save it, and pass its folder.")
     path, report = finished_report(recipe.pruned)
     if not any(zeros for zeros, _ in pruned_layers(report).values()):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
     pruned = open_checkpoint(str(path), None, recipe.trust_remote_code, source.architecture)
-    shapes = [{name: tuple(tensor.shape) for name, tensor in some.skeleton().named_parameters()} for some in (pruned, source)]
-    if shapes[0] != shapes[1]:
-        first = min(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
-        here, there = (str(list(some[first])) if first in some else "missing" for some in shapes)
+    pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
+    if pruned_shapes != dense_shapes:
+        names = {**pruned_shapes, **dense_shapes}
+        first = min(name for name in names if pruned_shapes.get(name) != dense_shapes.get(name))
         raise InvalidSetting(
-            f"{recipe.pruned} was not made from {recipe.model}: {first} is {here} in the one and {there} in the other. "
+            f"{recipe.pruned} was not made from {recipe.model}: {first} is {pruned_shapes.get(first, 'missing')} in the pruned "
+            f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
             "Pass the dense model that it was made from as --against."
         )
     verify(str(path), str(source.folder), recipe.trust_remote_code, recipe.architecture)
@@ -126,8 +130,13 @@ def recovery_plan(
     return BlockRecovery(training, _reader(pruned, source.dtype(recipe.dtype)), layers), plan, kept
 
 
+def _shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Shape of each parameter."""
+    return {name: list(parameter.shape) for name, parameter in checkpoint.skeleton().named_parameters()}
+
+
 def _reader(pruned: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """Gives the tensors of a checkpoint by the names that the model gives them, one at a time where its files allow that."""
+    """Function that reads a tensor by its parameter name, one at a time if the files support it."""
     name = str(dtype).removeprefix("torch.")
     try:
         return pruned.stream(name)[1].read
@@ -137,6 +146,6 @@ def _reader(pruned: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
 
 
 def _layer_result(data: Mapping[str, Any]) -> LayerResult:
-    """A layer of a report, where an infinite error is a word."""
-    read = {field.name: data[field.name] for field in fields(LayerResult)}
-    return LayerResult(**{**read, "shape": tuple(read["shape"]), "error": float(read["error"])})
+    """Convert a layer of a report, in which an infinite error is a string."""
+    values = {field.name: data[field.name] for field in fields(LayerResult)}
+    return LayerResult(**{**values, "shape": tuple(values["shape"]), "error": float(values["error"])})

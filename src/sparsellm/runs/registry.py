@@ -1,4 +1,4 @@
-"""What can be chosen by name: methods, solvers, couplings, rules of allocation."""
+"""Names of methods, solvers, scopes and allocation rules."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SOLVERS: dict[str, Callable[[], LayerSolver]] = {
     "alps": ALPS,
     "alps-accurate": ALPS.accurate,
 }
-"""Every layer solver by its name on the command line; each is also a layer-wise method of that name."""
+"""Layer solvers by name; each is also a layer-wise method of that name."""
 
 METHODS = {
-    "sparsellm": "every layer toward what the dense model wrote, for what that is worth further down; any solver inside",
-    "alps-accurate": "ALPS with more patience: a penalty that rises half as fast, over-relaxed, and a longer fit",
-    "alps": "searches mask and weights together by ADMM, then fits the weights on the mask (NeurIPS 2024)",
-    "fast-admm": "the first steps of ALPS's search, for one factorisation, and a short fit",
-    "sparsegpt": "removes what costs least, column by column, and lets later columns make good (ICML 2023)",
-    "wanda": "keeps the largest weight times input size in each row; values unchanged (ICLR 2024)",
-    "magnitude": "keeps the largest weights; needs no text",
+    "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
+    "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
+    "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
+    "sparsegpt": "removes the cheapest weights column by column and updates later columns to compensate (ICML 2023)",
+    "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
+    "magnitude": "keeps the largest weights, without calibration text",
 }
-"""Every method by its name on the command line, in words."""
+"""Description of each method by name, as `sparsellm methods` prints it."""
 
 SCOPES = ("none", "feedforward")
-"""The set Omega: whose layers form one problem."""
+"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
 
 ALLOCATIONS = ("uniform", "owl", "fisher")
-"""How the total is shared among the layers; a file of YAML is the other way."""
+"""Rules that set each layer's sparsity; a YAML file may be used instead."""
