@@ -356,7 +356,7 @@ def test_out_of_memory_on_the_device(
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
     assert [line for line in " ".join(ran.stderr.split()).split("note: ") if "out of memory" in line][-1].startswith(
-        "cpu is out of memory: from here on 2 windows at a time"
+        "cpu is out of memory: continuing with 2 sequences per batch"
     )
     report = report_of(tmp_path / "out")
     assert report["resolved"]["batch_size"] == 2
