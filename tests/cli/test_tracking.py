@@ -130,12 +130,10 @@ def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path
     plain = sparsellm.prune(tiny["opt"], method="magnitude")
     assert watched.report.to_markdown() == plain.report.to_markdown()
     told = [event.text for event in said if "failed" in event.text]
-    assert (
-        told[0] == "The tracker recorder failed and is left out from here on (ConnectionError: the tracker's server went away)"
-    )
+    assert told[0] == "The tracker recorder failed and is disabled (ConnectionError: the tracker's server went away)"
     assert good.finished == 1
     assert len(good.runs[0][1]) == 4
-    with pytest.warns(RuntimeWarning, match="tracker recorder failed and is left out"):
+    with pytest.warns(RuntimeWarning, match="tracker recorder failed and is disabled"):
         sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(Recorder(call)))
 
 
@@ -153,7 +151,7 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
     assert own.finished == 1
-    assert list(by_name(own.runs[0][1]).values())[-1] == [(0, "cut off: KeyboardInterrupt")]
+    assert list(by_name(own.runs[0][1]).values())[-1] == [(0, "interrupted: KeyboardInterrupt")]
 
 
 @pytest.fixture
