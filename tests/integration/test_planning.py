@@ -246,7 +246,11 @@ def test_plan_tells_and_writes_nothing(folders: dict[str, Path], text_file: Path
     ran = command("plan", *words)
     assert ran.exit_code == 0, ran.stderr
     told = " ".join(ran.stdout.split())
-    for part in ("3 blocks; 21 layers to prune: 6 of 256 x 256 at 60%", "in memory as a whole", "8 windows of 32 tokens, 1 at"):
+    for part in (
+        "3 blocks; 21 layers to prune: 6 of 256 x 256 at 60%",
+        "in memory as a whole",
+        "8 sequences of 32 tokens, 1 per batch",
+    ):
         assert part in told
     for part in ("Peak:", "Disk:", "Time: about", "--samples"):
         assert part in told
