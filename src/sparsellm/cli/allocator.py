@@ -43,7 +43,7 @@ def keep_pages() -> None:
 def return_pages() -> None:
     """Return freed memory to the system at once, until `keep_pages` is called (glibc).
 
-    Otherwise unused memory in the heap can be as large as all data. Returning it took 20 % more processor time in a run.
+    Otherwise unused memory in the heap can be as large as all data. Returning it at once takes about 20 % more processor time.
     """
     _set_thresholds(LARGEST_KEPT, LARGEST_KEPT)
 

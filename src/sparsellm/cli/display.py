@@ -175,13 +175,13 @@ def print_inspection(console: Console, found: Inspection) -> None:
 
 def print_plan(console: Console, plan: RunPlan) -> None:
     """Print the estimates of a planned run."""
-    forecast, place = plan.found, plan.found.place
+    forecast, placement = plan.found, plan.found.place
     _print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
     _print_line(console, f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
     if coverage := plan.coverage.describe():
         _print_line(console, coverage)
-    _print_line(console, f"The model, {human_bytes(place.model)}, is {place.note or 'in memory as a whole'}.")
+    _print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
     if plan.samples:
         _print_line(console, f"{plan.samples} sequences of {plan.length:,} tokens, {forecast.batch} per batch.")
     rows = [
@@ -197,7 +197,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     show(console, table(["stage", f"memory ({forecast.device})", "files", "operations", "time"], rows))
     _print_line(
         console,
-        f"Peak: {human_bytes(forecast.data)} of {human_bytes(place.memory)} memory on {forecast.device}, while "
+        f"Peak: {human_bytes(forecast.data)} of {human_bytes(placement.memory)} memory on {forecast.device}, while "
         f"{forecast.peak.name}; {human_bytes(forecast.resident)} for the whole process with Python and its libraries.",
     )
     _print_line(

@@ -204,13 +204,13 @@ def run(
     ready = prepare(recipe, given, source, report, observer)
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
-    place, batch, journal = start_run(recipe, ready, report, observer, work)
+    placement, batch, journal = start_run(recipe, ready, report, observer, work)
     release_free_memory()  # used by tokenization
     if work and collectives.is_main():
         log.keep(work.folder / LOG)
     name = name or (work.output.name if work else PurePath(recipe.model).name)
-    observer(Begun(name, recipe, report.environment, place.tight))
-    loaded = _load(ready, work, place, report, observer)
+    observer(Begun(name, recipe, report.environment, placement.tight))
+    loaded = _load(ready, work, placement, report, observer)
     measure = partial(_measure, ready, report, observer)
     measure(loaded, "dense", shared)
     if recipe.calibration_written and len(windows):
@@ -236,7 +236,7 @@ def run(
         batch //= 2
         observer(Note(f"{ready.device} is out of memory: continuing with {batch} sequences per batch"))
         report.blocks.clear()
-        loaded = _reload(loaded, lambda: load(recipe, source, ready.device, work.folder if work else None, place))
+        loaded = _reload(loaded, lambda: load(recipe, source, ready.device, work.folder if work else None, placement))
     add_warnings(ready.method, report, observer)
     try:
         measure(loaded, "pruned")
@@ -246,11 +246,11 @@ def run(
     return _result(loaded, source, report, log, observer)
 
 
-def _load(ready: Prepared, work: WorkDirectory | None, place: Placement, report: Report, observer: Observer) -> LoadedModel:
+def _load(ready: Prepared, work: WorkDirectory | None, placement: Placement, report: Report, observer: Observer) -> LoadedModel:
     """Load the model, and check on a few tokens that it runs if anything is computed with it."""
     recipe = report.recipe
     with phase("loading", report, observer):
-        loaded = load(recipe, ready.source, ready.device, work.folder if work else None, place)
+        loaded = load(recipe, ready.source, ready.device, work.folder if work else None, placement)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
             check_runs(loaded, by_block=loaded.offloaded or len(ready.windows) > 0)
     if loaded.note:

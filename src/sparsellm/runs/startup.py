@@ -47,7 +47,7 @@ def start_run(
         CannotResume: The journal belongs to another run.
         InvalidSetting: The processes of the run differ in a setting.
     """
-    place = choose_placement(recipe, ready.source, ready.device, files=work is not None)
+    placement = choose_placement(recipe, ready.source, ready.device, files=work is not None)
     journal = None
     if work or collectives.world() > 1:
         observer(Stage(COMPARING))
@@ -58,11 +58,11 @@ def start_run(
         journal = work.begin(identity) if work else None
     if journal and journal.lost:
         observer(Note(journal.lost))
-    place, batch = fitted(recipe, ready, place, observer, work.output if work else None)
+    placement, batch = fitted(recipe, ready, placement, observer, work.output if work else None)
     batch = (journal.fact("batch") if journal else None) or batch  # a resumed run keeps its batch size
     if journal:
         _note_machine(journal, observer)
-    return *_agree(recipe, ready, place, batch, journal), journal
+    return *_agree(recipe, ready, placement, batch, journal), journal
 
 
 def check_alike(message: Mapping[str, Any]) -> None:
@@ -89,7 +89,9 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
         observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
 
 
-def _agree(recipe: RunRecipe, ready: Prepared, place: Placement, batch: int, journal: Journal | None) -> tuple[Placement, int]:
+def _agree(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, batch: int, journal: Journal | None
+) -> tuple[Placement, int]:
     """Choose the placement and batch size that suit every process; a single process keeps its own.
 
     Raises InvalidSetting for fewer sequences than processes, and for a model that is read block by block where not every
@@ -97,10 +99,10 @@ def _agree(recipe: RunRecipe, ready: Prepared, place: Placement, batch: int, jou
     """
     count, windows = collectives.world(), len(ready.windows)
     if count == 1:
-        return place, batch
+        return placement, batch
     if 0 < windows < count:
         raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more --samples.")
-    choices = collectives.all_gather_object([place.streamed, batch, journal is None or journal.file.exists()])
+    choices = collectives.all_gather_object([placement.streamed, batch, journal is None or journal.file.exists()])
     batch = max(1, min([size for _, size, _ in choices] + ([windows // count] if windows else [])))
     if any(streamed for streamed, _, _ in choices):
         if not all(visible for _, _, visible in choices):
@@ -108,6 +110,6 @@ def _agree(recipe: RunRecipe, ready: Prepared, place: Placement, batch: int, jou
                 "The model is read block by block, and not every process can read the folder to write. Name one that all "
                 "machines share, or pass --no-offload."
             )
-        if not place.streamed:
-            place = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
-    return place, batch
+        if not placement.streamed:
+            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
+    return placement, batch

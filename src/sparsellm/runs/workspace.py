@@ -113,6 +113,6 @@ def _secondary_directory(path: Path) -> Iterator[WorkDirectory]:
     try:
         yield work
     finally:
-        for folder in (work.folder, path):  # a folder shared with the main process is not empty, and removed there
+        for folder in (work.folder, path):  # a folder shared with the main process is not empty and stays
             with suppress(OSError):
                 folder.rmdir()
