@@ -82,7 +82,7 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
     own, said = Recorder(), []
     settings = {"calibration": text_file, "samples": 1, "sequence_length": 32, "evaluate": (str(text_file),)}
-    report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
+    report = sparsellm.prune(tiny["llama"], observe=Tracked(own, observer=said.append), **settings).report
     ((stored, rows),) = own.runs
     assert own.finished == 1
     assert stored["run"] == tiny["llama"].name
@@ -126,7 +126,7 @@ def test_experts_share_a_chart() -> None:
 def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path]) -> None:
     """It is told of once and left out; another one goes on, and the model is that of a run that nobody watches."""
     bad, good, said = Recorder(call), Recorder(), []
-    watched = sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(bad, good, say=said.append))
+    watched = sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(bad, good, observer=said.append))
     plain = sparsellm.prune(tiny["opt"], method="magnitude")
     assert watched.report.to_markdown() == plain.report.to_markdown()
     told = [event.text for event in said if "failed" in event.text]
