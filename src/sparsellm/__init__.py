@@ -1,4 +1,4 @@
-"""Prune pre-trained language models towards the global goal, block by block.
+"""Prune pre-trained language models block by block.
 
 >>> result = sparsellm.prune("facebook/opt-125m", sparsity="70%", calibration="c4")
 >>> result.save_pretrained("opt-125m-70")
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
+    "FastADMM": "solvers.fast_admm",
     "LayerWise": "methods.layerwise",
     "Magnitude": "solvers.criteria",
     "NM": "solvers.patterns",
@@ -48,7 +49,6 @@ _CONTENTS = {
     "Report": "runs.report",
     "Result": "runs.run",
     "SparseGPT": "solvers.sparsegpt",
-    "FastADMM": "solvers.fast_admm",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
     "Tracked": "runs.tracking",
@@ -68,7 +68,7 @@ __all__ = ["__version__", *_CONTENTS]  # noqa: PLE0604  (all strings)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported when first asked for: `import sparsellm` itself loads neither torch nor transformers."""
+    """Import a public name on first access, so that `import sparsellm` loads neither torch nor transformers."""
     if name not in _CONTENTS:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     return getattr(import_module(f"sparsellm.{_CONTENTS[name]}"), name)

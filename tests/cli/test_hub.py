@@ -315,9 +315,9 @@ def test_a_model_that_was_changed_since(own: Path, hub: Hub, command: Command) -
     filled = tensors[f"{name}.weight"].clone()
     filled[0] = torch.where(filled[0] == 0, 1e-3, filled[0])
     save_file({**tensors, f"{name}.weight": filled}, file, metadata={"format": "pt"})
-    refused(command("push", own, "me/model"), f"the numbers of {name}.weight were changed since")
+    refused(command("push", own, "me/model"), f"the values of {name}.weight were changed since")
     save_file({key: x for key, x in tensors.items() if key != f"{name}.weight"}, file, metadata={"format": "pt"})
-    refused(command("push", own, "me/model"), f"the tensor {name}.weight is not there")
+    refused(command("push", own, "me/model"), f"the tensor {name}.weight is missing")
     save_file(tensors, file, metadata={"format": "pt"})
     report = report_of(own)
     report["blocks"][0]["layers"][0]["name"] = "model.layers.9.mlp.up_proj"
@@ -325,5 +325,5 @@ def test_a_model_that_was_changed_since(own: Path, hub: Hub, command: Command) -
     refused(command("push", own, "me/model"), "sparsellm.json was changed since")
     report["digests"]["report"] = report_digest(report)
     (own / "sparsellm.json").write_text(json.dumps(report))
-    refused(command("push", own, "me/model"), "model.layers.9.mlp.up_proj", "is not there")
+    refused(command("push", own, "me/model"), "model.layers.9.mlp.up_proj", "is missing")
     assert hub.repos == {}

@@ -56,7 +56,7 @@ def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: 
     tensors = load_file(out / "model.safetensors")
     del tensors[f"{name}.weight"]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    refused(command("inspect", out, "--expect", "2:4"), f"1 layers are not there, {name} first")
+    refused(command("inspect", out, "--expect", "2:4"), f"1 layers are missing, {name} first")
     found = json.loads(command("inspect", out, "--expect", "2:4", "--json").stdout)
     assert found["missing"] == [name]
     assert found["as_expected"] is False

@@ -106,7 +106,7 @@ def test_the_first_windows_of_a_text(tiny: dict[str, Path], text_file: Path, tmp
     assert ran.exit_code == 0, ran.stderr
     found = json.loads(ran.stdout)["perplexity"][str(text_file)]
     assert [found[when]["windows"] for when in ("dense", "pruned")] == [3, 3]
-    assert "first 3 windows of 32 tokens" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "first 3 sequences of 32 tokens" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     again = command("evaluate", tmp_path / "out", "--text", text_file, *few, "--json")
     measured = json.loads(again.stdout)["perplexity"][str(text_file)]
     assert measured["windows"] == 3

@@ -82,7 +82,7 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
     own, said = Recorder(), []
     settings = {"calibration": text_file, "samples": 1, "sequence_length": 32, "evaluate": (str(text_file),)}
-    report = sparsellm.prune(tiny["llama"], observe=Tracked(own, say=said.append), **settings).report
+    report = sparsellm.prune(tiny["llama"], observe=Tracked(own, observer=said.append), **settings).report
     ((stored, rows),) = own.runs
     assert own.finished == 1
     assert stored["run"] == tiny["llama"].name
@@ -126,16 +126,14 @@ def test_experts_share_a_chart() -> None:
 def test_a_failing_tracker_does_not_lose_the_run(call: str, tiny: dict[str, Path]) -> None:
     """It is told of once and left out; another one goes on, and the model is that of a run that nobody watches."""
     bad, good, said = Recorder(call), Recorder(), []
-    watched = sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(bad, good, say=said.append))
+    watched = sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(bad, good, observer=said.append))
     plain = sparsellm.prune(tiny["opt"], method="magnitude")
     assert watched.report.to_markdown() == plain.report.to_markdown()
     told = [event.text for event in said if "failed" in event.text]
-    assert (
-        told[0] == "The tracker recorder failed and is left out from here on (ConnectionError: the tracker's server went away)"
-    )
+    assert told[0] == "The tracker recorder failed and is disabled (ConnectionError: the tracker's server went away)"
     assert good.finished == 1
     assert len(good.runs[0][1]) == 4
-    with pytest.warns(RuntimeWarning, match="tracker recorder failed and is left out"):
+    with pytest.warns(RuntimeWarning, match="tracker recorder failed and is disabled"):
         sparsellm.prune(tiny["opt"], method="magnitude", observe=Tracked(Recorder(call)))
 
 
@@ -153,7 +151,7 @@ def test_a_run_that_is_cut_off_is_ended(tiny: dict[str, Path], monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt), Tracked(own) as tracked:
         sparsellm.prune(tiny["opt"], method="magnitude", observe=tracked)
     assert own.finished == 1
-    assert list(by_name(own.runs[0][1]).values())[-1] == [(0, "cut off: KeyboardInterrupt")]
+    assert list(by_name(own.runs[0][1]).values())[-1] == [(0, "interrupted: KeyboardInterrupt")]
 
 
 @pytest.fixture

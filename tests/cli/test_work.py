@@ -91,7 +91,7 @@ def test_interrupted_and_resumed(
         ends(blocks, KeyboardInterrupt)
         ran = command("prune", model, out, *base, *(("--resume",) if blocks == 2 else ()))
         assert ran.exit_code == 130
-        assert f"interrupted; {blocks} blocks are finished and kept: pass --resume to go on" in " ".join(ran.stderr.split())
+        assert f"interrupted; {blocks} blocks are finished and kept: pass --resume to continue" in " ".join(ran.stderr.split())
         assert [file.name for file in out.iterdir()] == [WORK]
     ends(-1, KeyboardInterrupt)
     refused(command("prune", model, out, *base), "is unfinished", "--resume", "--restart")
@@ -259,7 +259,7 @@ def test_messages_agree(
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
     message = " ".join(ran.stderr.split())
     assert ran.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert (f"{kept} blocks are finished and kept: pass --resume to go on, or --restart" in message) == (kept > 0), message
+    assert (f"{kept} blocks are finished and kept: pass --resume to continue, or --restart" in message) == (kept > 0), message
     assert ("nothing was written" in message) == (not kept and not isinstance(error, VerificationFailed)), message
     assert message.count("--resume") == (kept > 0), message
     assert message.lower().count("kept") == (kept > 0), message
@@ -283,7 +283,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
     with monkeypatch.context() as patch:
         patch.setattr("sparsellm.runs.run.prepare", interrupt)
         ran = command(*base, "--resume")
-    assert "interrupted; what was finished before is kept: pass --resume" in " ".join(ran.stderr.split())
+    assert "interrupted; blocks that were finished before are kept: pass --resume" in " ".join(ran.stderr.split())
     ran = command(*base, "--seed", 1, "--resume")
     refused(ran, "recipe.seed was 0, now 1", "--restart")
     assert "pass --resume" not in ran.stderr

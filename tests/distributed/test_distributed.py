@@ -210,7 +210,7 @@ def test_a_killed_process(lost: int, run: tuple[tuple[object, ...], bytes], tiny
     again = [started(rank, port, "prune", tiny["llama"], output, *words, "--resume") for rank in (0, 1)]
     said = [process.communicate(timeout=240) for process in again]
     assert [process.returncode for process in again] == [0, 0], said
-    assert "begun by" not in said[0][1]
+    assert "started with" not in said[0][1]
     assert weights_of(output) == unbroken
 
 
@@ -236,7 +236,7 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
     assert "The launcher is gone" in (tmp_path / "said").read_text()
     alone = [sys.executable, "-m", "sparsellm", "prune", tiny["llama"], output, *words, "--resume"]
     resumed = subprocess.run(list(map(str, alone)), env=environment, capture_output=True, text=True, timeout=240, check=True)
-    assert "begun by 2 processes of 1 threads, goes on with 1 processes of 1 threads" in " ".join(resumed.stderr.split())
+    assert "started with 2 processes of 1 threads, resumed with 1 processes of 1 threads" in " ".join(resumed.stderr.split())
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
 
 
@@ -249,7 +249,7 @@ def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Pat
         first = started(0, port, "prune", tiny["llama"], output, *words)
         second = started(1, port, "prune", model, output, *words, *more)
         told = ended(first)
-        assert f"Process 1 was started otherwise than process 0: {name} is" in told
+        assert f"Process 1 differs from process 0: {name} is" in told
         assert ended(second) == ""
         assert not output.exists()
 
@@ -272,7 +272,7 @@ def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path)
     port = free_port()
     words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--sequence-length", 32)
     both = [started(rank, port, *words) for rank in (0, 1)]
-    assert "There are 1 calibration windows for 2 processes. Pass more --samples." in ended(both[0])
+    assert "There are 1 calibration sequences for 2 processes. Pass more --samples." in ended(both[0])
     assert ended(both[1]) == ""
 
 

@@ -199,7 +199,11 @@ def test_plan_tells_and_writes_nothing(folders: dict[str, Path], text_file: Path
     ran = command("plan", *words)
     assert ran.exit_code == 0, ran.stderr
     told = " ".join(ran.stdout.split())
-    for part in ("3 blocks; 21 layers to prune: 6 of 256 x 256 at 60%", "in memory as a whole", "8 windows of 32 tokens, 1 at"):
+    for part in (
+        "3 blocks; 21 layers to prune: 6 of 256 x 256 at 60%",
+        "in memory as a whole",
+        "8 sequences of 32 tokens, 1 per batch",
+    ):
         assert part in told
     for part in ("Peak:", "Disk:", "Time: about", "--samples"):
         assert part in told
@@ -309,7 +313,7 @@ def test_out_of_memory_on_the_device(
     ran = command("prune", folders["llama"], tmp_path / "out", *words)
     assert ran.exit_code == 0, ran.stderr
     assert [line for line in " ".join(ran.stderr.split()).split("note: ") if "out of memory" in line][-1].startswith(
-        "cpu is out of memory: from here on 2 windows at a time"
+        "cpu is out of memory: continuing with 2 sequences per batch"
     )
     report = report_of(tmp_path / "out")
     assert report["resolved"]["batch_size"] == 2

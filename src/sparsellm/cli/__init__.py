@@ -1,4 +1,4 @@
-"""The command line: one file a command, its options, the progress display and the tables.
+"""The command line: the commands, their options, the progress display and the tables.
 
-Nothing imports this folder but `__main__`.
+Only `__main__` imports this folder.
 """

@@ -1,4 +1,4 @@
-"""The command line: thin skins over the library. Data go to stdout, all else to stderr; heavy imports wait in the commands."""
+"""The Typer application. Results go to stdout, everything else to stderr; the commands import torch only when they run."""
 
 from __future__ import annotations
 
@@ -41,19 +41,21 @@ for command in (prune, recover, plan, sweep, report, evaluate, inspect, verify, 
 
 
 def main() -> None:
-    """Run the command line. Exit status: 0, 1 for an error told in one message, 2 for wrong usage, 130 when interrupted."""
+    """Run the command line. Exit status: 0, 1 for an error with a message, 2 for wrong usage, 130 when interrupted."""
     try:
         app()
-    except SystemExit as end:
-        together = sys.modules.get("sparsellm.runtime.collectives")  # imported with torch, which most commands do without
-        if together is not None and together.world() > 1:
-            _leave(end.code)
+    except SystemExit as error:
+        collectives = sys.modules.get("sparsellm.runtime.collectives")  # not imported here, since it imports torch
+        if collectives is not None and collectives.world() > 1:
+            _exit_now(error.code)
         raise
 
 
-def _leave(status: str | int | None) -> NoReturn:
-    """End this process at once, where an error left it among others: torch's threads, whose peers are gone, may abort what
-    Python does at its end. status: as `SystemExit` has it."""
+def _exit_now(status: str | int | None) -> NoReturn:
+    """End a process of a distributed run without Python's cleanup, which torch's threads may abort if other processes are gone.
+
+    `status` is the `code` of a `SystemExit`.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))

@@ -1,4 +1,4 @@
-"""The commands, a file for each family. Here is what they share: the two consoles, errors told in one message, JSON."""
+"""Consoles, error messages and JSON output, shared by all commands."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
 silent = Console(quiet=True)
-"""For processes that work with others and leave it to one of them to speak."""
+"""Console of the processes that print nothing in a distributed run."""
 
 
 @contextmanager
 def report_errors(context: typer.Context) -> Iterator[None]:
-    """Errors as one clean message and exit status 1; with --debug, as they are."""
+    """Turn errors into one message and exit status 1; with --debug, raise them."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -31,18 +31,18 @@ def report_errors(context: typer.Context) -> Iterator[None]:
     except Exception as error:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
-        where = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        stderr.print(Text(printable(f"error: {_message(error)}{where}", 4 * MAX_MESSAGE), style="red"), soft_wrap=True)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        stderr.print(Text(printable(f"error: {_error_text(error)}{notes}", 4 * MAX_MESSAGE), style="red"), soft_wrap=True)
         sys.exit(1)
 
 
 def message_of_lost_process(why: str) -> None:
-    """Say why a process is being ended that cannot do it by itself."""
+    """Print why a process of a distributed run is ended by another one."""
     stderr.print(Text(f"error: {why}", style="red"), soft_wrap=True)
 
 
-def _message(error: Exception) -> str:
-    """An error in words."""
+def _error_text(error: Exception) -> str:
+    """The message of an error."""
     if _out_of_memory(error):
         return (
             "The device is out of memory. Pass a smaller --batch-size, fewer --samples, a shorter --sequence-length, "
@@ -56,14 +56,14 @@ def _message(error: Exception) -> str:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether torch says so; not loaded for this alone, since --help must not wait for it."""
+    """Whether an error means that a device is out of memory; imported late, since --help must not wait for torch."""
     from sparsellm.runtime.memory import is_out_of_memory
 
     return isinstance(error, RuntimeError) and is_out_of_memory(error)
 
 
 def print_json(data: Any) -> None:
-    """JSON on stdout, one document."""
+    """Print one JSON document to stdout."""
     from sparsellm.runs.report import strict_json
 
     print(strict_json(data))

@@ -1,4 +1,4 @@
-"""What a person sees: one progress display for a whole run, on stderr; tables of results."""
+"""The progress display of a run, and tables of results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1024**3
 
 
 class Progress:
-    """Shows a run's events: one live line on a terminal, plain lines elsewhere. A context manager and an observer."""
+    """Observer that displays a run's progress: one live line on a terminal, plain lines elsewhere. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -41,12 +41,12 @@ class Progress:
         self._status.stop()
 
     def __call__(self, event: Event) -> None:
-        """Take in one event."""
+        """Display one event."""
         plain, detail = not self._console.is_terminal, ""
         if isinstance(event, Stage):
             self._stage, self._blocks, self._done, self._started = event.name, event.blocks, 0, time.monotonic()
             if plain:
-                _say(self._console, event.name)
+                _print_line(self._console, event.name)
         elif isinstance(event, Note):
             self._console.print(Text(f"note: {event.text}", style="yellow"), soft_wrap=True)
         elif isinstance(event, LayerResult):
@@ -54,55 +54,62 @@ class Progress:
         elif isinstance(event, EpochResult):
             detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
         elif isinstance(event, TrainingResult):
-            detail = f"refined, held-back error {event.before:.3g} to {event.after:.3g}"
+            detail = f"trained, held-out error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, Measured):
-            shown = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
-            _say(self._console, f"{event.kind} on {event.on}, {event.when}: {shown}{' %' if event.kind == 'accuracy' else ''}")
+            value = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
+            unit = " %" if event.kind == "accuracy" else ""
+            _print_line(self._console, f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
         elif isinstance(event, BlockResult):
             self._done += 1
             errors = [layer.error for layer in event.layers]
             detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
             if plain:
-                _say(self._console, self._line(detail))
+                _print_line(self._console, self._line(detail))
         self._status.update(Text(self._line(detail)))
 
     def _line(self, detail: str) -> str:
-        """The state of the run in one line."""
+        """The progress of the current stage in one line."""
         if not self._blocks:
             return self._stage
         elapsed = time.monotonic() - self._started
         left = f", {_duration(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
-        memory = f"{peak_memory() / GIB:.1f} GiB at most"
+        memory = f"peak {peak_memory() / GIB:.1f} GiB"
         return f"{self._stage}: block {self._done}/{self._blocks}  {_duration(elapsed)}{left}  {memory}  {detail}".rstrip()
 
 
-def _say(console: Console, text: str) -> None:
-    """Print a line as it is."""
+def _print_line(console: Console, text: str) -> None:
+    """Print a line without highlighting or wrapping."""
     console.print(text, highlight=False, soft_wrap=True)
 
 
 def table(columns: list[str], rows: list[list[str]], title: str | None = None, words: bool = False) -> Table:
-    """A plain table; the first column left, the others right and uncut, unless they hold words."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    """Make a table without borders.
+
+    Args:
+        columns: Headings. The first column is aligned left, the others right and without wrapping.
+        rows: The cells, row by row.
+        title: Title above the table.
+        words: All columns hold text: align them left, and allow wrapping.
+    """
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        made.add_column(
-            column, justify="right" if number and not words else "left", overflow="fold", no_wrap=number > 0 and not words
-        )
+        numeric = number > 0 and not words
+        result.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
     for row in rows:
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
 def show(console: Console, made: Table) -> None:
-    """Print a table as wide as it is: a narrow console would drop its first column, or cut its figures."""
-    before = console.width
-    console.width = max(before, Measurement.get(console, console.options.update(width=1000), made).maximum)
+    """Print a table at its full width, since a narrow console would drop its first column or truncate its numbers."""
+    width = console.width
+    console.width = max(width, Measurement.get(console, console.options.update(width=1000), made).maximum)
     console.print(made)
-    console.width = before
+    console.width = width
 
 
 def plus_minus(value: float, error: float | None) -> str:
-    """A measured figure with its standard error, the error to two digits."""
+    """Format a value with its standard error, to two digits after the point, or one if the error is 1 or more."""
     if error is None or not error > 0:
         return f"{value:,.2f}"
     digits = 1 if error >= 1 else 2
@@ -110,38 +117,38 @@ def plus_minus(value: float, error: float | None) -> str:
 
 
 def percent(value: float, error: float | None) -> str:
-    """A share in percent, with its standard error."""
+    """Format a fraction in percent, with its standard error."""
     return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
 
 
 def print_summary(console: Console, report: Report, folder: str) -> None:
-    """What a person wants to know of a finished run."""
+    """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    _say(console, f"{report.recipe.model}: {report.recipe.describe()}")
+    _print_line(console, f"{report.recipe.model}: {report.recipe.describe()}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
-    _say(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
+    _print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
-        _say(console, coverage)
+        _print_line(console, coverage)
     _show_results(console, "text", "perplexity", report.perplexity, plus_minus)
     _show_results(console, "task", "accuracy, %", report.tasks, percent)
-    _say(console, f"Wrote {folder}, read back and verified.")
+    _print_line(console, f"Wrote {folder}, read back and verified.")
 
 
 def _show_results(
     console: Console,
-    name: str,
+    subject: str,
     measure: str,
     results: Mapping[str, Mapping[When, Perplexity | Accuracy]],
-    shown: Callable[[float, float | None], str],
+    format_value: Callable[[float, float | None], str],
 ) -> None:
-    """Print what was measured before and after, if anything was."""
-    rows = [[on, *(shown(x.value, x.standard_error) for x in both.values())] for on, both in results.items()]
+    """Print a table of measurements before and after, if there are any."""
+    rows = [[name, *(format_value(x.value, x.standard_error) for x in pair.values())] for name, pair in results.items()]
     if rows:
-        show(console, table([name, f"dense {measure}", f"pruned {measure}"], rows))
+        show(console, table([subject, f"dense {measure}", f"pruned {measure}"], rows))
 
 
 def print_inspection(console: Console, found: Inspection) -> None:
-    """The zeros of a checkpoint: a line for each layer, one for all together, and what differs from another checkpoint."""
+    """Print the zeros of each layer and of the checkpoint, and its differences from another checkpoint."""
     marks = {True: "yes", False: "NO", None: "-"}
     columns, rows = ["layer", "shape", "zeros"], []
     for x in found.layers:
@@ -152,34 +159,31 @@ def print_inspection(console: Console, found: Inspection) -> None:
     checked = [x for x in found.layers if x.holds is not None]
     if checked:
         held = f"; {found.expected} holds: {marks[found.as_expected]}"
-        _say(console, f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}.")
+        _print_line(
+            console, f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}."
+        )
     if found.expected and found.missing:
-        _say(console, f"not there: {', '.join(found.missing)}")
+        _print_line(console, f"missing: {', '.join(found.missing)}")
     share = 100 * found.zeros / max(found.parameters, 1)
-    _say(console, f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
+    _print_line(console, f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
     if found.against:
-        _say(console, f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
-        for word, names in (("only here", found.only_here), ("only there", found.only_there)):
+        _print_line(console, f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
+        for label, names in (("only in this model", found.only_here), (f"only in {found.against}", found.only_there)):
             if names:
-                _say(console, f"{word}: {', '.join(names)}")
+                _print_line(console, f"{label}: {', '.join(names)}")
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:
-    """What a person wants to know of a run before it starts."""
-    place, ready = plan.place, plan.ready
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
-    say(f"{plan.recipe.model}: {plan.recipe.describe()}")
+    """Print the estimates of a planned run."""
+    placement, ready = plan.place, plan.ready
+    _print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    say(f"{len(ready.blocks)} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
-    if plan.coverage and (told := plan.coverage.describe()):
-        say(told)
-    where = place.note or "in memory as a whole"
-    say(f"The model, {human_bytes(place.model)}, is {where}.")
+    _print_line(console, f"{len(ready.blocks)} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    if plan.coverage and (coverage := plan.coverage.describe()):
+        _print_line(console, coverage)
+    _print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
     if len(ready.windows):
-        say(f"{len(ready.windows)} windows of {ready.length:,} tokens, {plan.batch} at a time.")
+        _print_line(console, f"{len(ready.windows)} sequences of {ready.length:,} tokens, {plan.batch} per batch.")
     rows = [
         [
             x.name,
@@ -191,17 +195,21 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         for x in plan.stages
     ]
     show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
-    say(
-        f"Peak: {human_bytes(plan.data)} of memory on {plan.device} while {plan.peak.name}, of {human_bytes(place.memory)} "
-        f"that may be taken; the process {human_bytes(plan.resident)}, Python and its libraries included."
+    _print_line(
+        console,
+        f"Peak: {human_bytes(plan.data)} of {human_bytes(placement.memory)} memory on {plan.device}, while {plan.peak.name}; "
+        f"{human_bytes(plan.resident)} for the whole process with Python and its libraries.",
     )
-    say(f"Disk: {human_bytes(plan.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(plan.seconds)}.")
+    _print_line(
+        console,
+        f"Disk: {human_bytes(plan.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(plan.seconds)}.",
+    )
     if plan.most_samples is not None:
-        say(f"Up to --samples {plan.most_samples:,} would fit.")
+        _print_line(console, f"Up to --samples {plan.most_samples:,} would fit.")
 
 
 def _operations(count: float) -> str:
-    """Floating-point operations as people say them."""
+    """Format a number of floating-point operations with a unit prefix."""
     units = ["", "k", "M", "G", "T", "P", "E"]
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
@@ -209,7 +217,7 @@ def _operations(count: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

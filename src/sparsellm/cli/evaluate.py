@@ -1,4 +1,4 @@
-"""`evaluate`, `inspect`, `verify`, `methods` and `demo`: the commands that look and compare."""
+"""`evaluate`, `inspect`, `verify`, `methods` and `demo`: the commands that measure, check and list."""
 
 from __future__ import annotations
 
@@ -52,23 +52,28 @@ def evaluate(
             (stderr if is_main else silent).status(f"measuring {model}"),
         ):
             keep_pages()
-            found, answered = measure(model, evaluate=tuple(text or ()), **settings)
+            perplexities, accuracies = measure(model, evaluate=tuple(text or ()), **settings)
         if not is_main:
             return
         if as_json:
-            figures = {name: asdict(x) for name, x in found.items()}, {task: asdict(x) for task, x in answered.items()}
-            print_json({"model": model, "perplexity": figures[0], "accuracy": figures[1]})
+            print_json(
+                {
+                    "model": model,
+                    "perplexity": {name: asdict(x) for name, x in perplexities.items()},
+                    "accuracy": {name: asdict(x) for name, x in accuracies.items()},
+                }
+            )
             return
-        rows = [
-            [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length}", f"{x.seconds:.1f}"]
-            for name, x in found.items()
-        ]
-        if rows:
-            show(stdout, table(["text", "perplexity", "windows", "seconds"], rows))
-        if answered:
-            lines = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in answered.items()]
-            average = mean([(x.value, x.standard_error) for x in answered.values()])
-            show(stdout, table(["task", "accuracy, %", "questions"], [*lines, ["mean", percent(*average), ""]]))
+        if perplexities:
+            rows = [
+                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length}", f"{x.seconds:.1f}"]
+                for name, x in perplexities.items()
+            ]
+            show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))
+        if accuracies:
+            rows = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in accuracies.items()]
+            average = mean([(x.value, x.standard_error) for x in accuracies.values()])
+            show(stdout, table(["task", "accuracy, %", "questions"], [*rows, ["mean", percent(*average), ""]]))
 
 
 @options.recipe_options("trust_remote_code", "architecture")
@@ -88,21 +93,24 @@ def inspect(
     """
     with report_errors(context):
         from sparsellm.cli.display import print_inspection
-        from sparsellm.runs.inspection import inspect as look
+        from sparsellm.runs.inspection import inspect as inspect_model
 
-        found = look(model, against, expect, trust_remote_code, architecture)
+        result = inspect_model(model, against, expect, trust_remote_code, architecture)
         if as_json:
-            print_json(found.to_dict())
+            print_json(result.to_dict())
         else:
-            print_inspection(stdout, found)
-        if not found.as_expected:
-            broken = [layer.name for layer in found.layers if layer.holds is False]
-            fault = f"{len(broken)} layers break {found.expected}, {broken[0]} first" if broken else "no such layer was found"
-            if found.missing:
-                fault = f"{len(found.missing)} layers are not there, {found.missing[0]} first"
-            elif not broken and not found.total_holds:
-                fault = f"all layers together have fewer zeros than {found.expected}"
-            stderr.print(Text(f"error: {fault}.", style="red"), soft_wrap=True)
+            print_inspection(stdout, result)
+        if not result.as_expected:
+            failed = [layer.name for layer in result.layers if layer.holds is False]
+            if result.missing:
+                message = f"{len(result.missing)} layers are missing, {result.missing[0]} first"
+            elif failed:
+                message = f"{len(failed)} layers do not match {result.expected}, {failed[0]} first"
+            elif not result.total_holds:
+                message = f"all layers together have fewer zeros than {result.expected}"
+            else:
+                message = "no such layer was found"
+            stderr.print(Text(f"error: {message}.", style="red"), soft_wrap=True)
             raise typer.Exit(1)
 
 
@@ -122,21 +130,21 @@ def verify(
     """
     with report_errors(context):
         from sparsellm.errors import VerificationFailed
-        from sparsellm.runs.verification import verify as check
+        from sparsellm.runs.verification import verify as verify_output
 
         try:
             with stderr.status(f"verifying {output}"):
-                done = check(output, against, trust_remote_code, architecture)
+                result = verify_output(output, against, trust_remote_code, architecture)
         except VerificationFailed as error:
             if as_json:
                 print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
             raise
         if as_json:
-            print_json(done.to_dict())
+            print_json(result.to_dict())
             return
-        what = f"{done.files} files, {done.tensors} tensors and {done.layers} pruned layers"
-        dense = f"; all else equals {against}" if against else ""
-        stdout.print(f"{output}: {what} are as its report says{dense}.", highlight=False, soft_wrap=True)
+        counts = f"{result.files} files, {result.tensors} tensors and {result.layers} pruned layers"
+        dense = f"; all other tensors equal those of {against}" if against else ""
+        stdout.print(f"{output}: {counts} match its report{dense}.", highlight=False, soft_wrap=True)
 
 
 def methods(context: typer.Context, as_json: options.Json = False) -> None:
@@ -182,11 +190,13 @@ def demo(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}
             )
             return
-        title = f"demo:{family}, {SPARSITY} removed, perplexity on text that it was not trained on"
+        title = f"demo:{family}, {SPARSITY} removed, perplexity on text outside its training data"
         cells = [
             [x.method, plus_minus(x.perplexity, x.standard_error), f"{100 * x.sparsity:.1f} %", f"{x.seconds:.1f}"]
             for x in rows
         ]
         show(stdout, table(["method", "perplexity", "zeros", "seconds"], cells, title))
         if output is not None:
-            stdout.print(f"Wrote SparseLLM's model to {output}, read back and verified.", highlight=False, soft_wrap=True)
+            stdout.print(
+                f"Wrote the model pruned by SparseLLM to {output}, read back and verified.", highlight=False, soft_wrap=True
+            )

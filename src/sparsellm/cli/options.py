@@ -1,4 +1,4 @@
-"""Arguments and options of the command line. Those that set a field of the recipe are generated from it."""
+"""Arguments and options of the command line. Options for fields of the recipe are generated from its declaration."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Paramet
 def recipe_options(
     *names: str, fields: type[RunFields] = RecipeFields, without: tuple[str, ...] = ("model",)
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for fields of the recipe.
+    """Add options for fields of the recipe to a command.
 
-    The command receives as keywords the fields that the user set. Its positional parameters are its arguments, its other
-    keyword-only parameters are further options, which help lists after the generated ones.
+    The command receives the fields that the user sets as keyword arguments. Its positional parameters are its arguments; its
+    other keyword-only parameters are further options, which help lists after the generated ones.
 
     Args:
-        *names: The fields; by default all but those of `without`.
-        fields: The class that declares them.
-        without: Fields that are arguments of the command, or not to be set on the command line.
+        *names: The fields. Default: all fields except `without`.
+        fields: The class that declares the fields.
+        without: Fields that are arguments of the command, or that the command line does not set.
 
     Returns:
         A decorator for the command's function.
     """
-    chosen = {name: fields.model_fields[name] for name in names or fields.model_fields if name not in without}
+    selected = {name: fields.model_fields[name] for name in names or fields.model_fields if name not in without}
 
     def add_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_settings(**values: Any) -> None:
             # An option that is not given is None, so that it does not override a recipe file.
-            command(**{name: value for name, value in values.items() if name not in chosen or value not in (None, [])})
+            command(**{name: value for name, value in values.items() if name not in selected or value not in (None, [])})
 
         signature = inspect.signature(command, eval_str=True)
-        own = [parameter for name, parameter in signature.parameters.items() if name not in chosen]
+        own = [parameter for name, parameter in signature.parameters.items() if name not in selected]
         parameters = [
             *(parameter for parameter in own if parameter.kind is _POSITIONAL),
-            *(_option(name, field) for name, field in chosen.items()),
+            *(_option(name, field) for name, field in selected.items()),
             *(parameter for parameter in own if parameter.kind is _KEYWORD),
         ]
         with_settings.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -70,9 +70,9 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _option_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
-    """The type of an option's value, and the values that it may have, empty where there are others.
+    """The type of an option's value, and its choices, empty if any value is allowed.
 
-    Values are checked with the recipe, whose message names the nearest one.
+    The recipe checks the values; its message names the nearest choice.
     """
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
@@ -85,7 +85,7 @@ def _option_type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _print_version(given: bool) -> None:
-    """Eager: runs before a missing command is reported."""
+    """Print the version and exit. Eager, so that it runs before a missing command is reported."""
     if given:
         print(__version__)
         raise typer.Exit

@@ -66,7 +66,7 @@ def recover(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Train the weights that a pruned checkpoint has left, zeros held, and write the recovered checkpoint.
+    """Train the remaining weights of a pruned checkpoint, keeping its zeros, and write the recovered checkpoint.
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
@@ -82,7 +82,7 @@ def recover(
 def _write(
     recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, report_to: list[str], as_json: bool
 ) -> None:
-    """Run a recipe, alone or with the other processes of a launcher, write the output, and print what was done."""
+    """Run a recipe, in one process or in those of a launcher, write the output, and print the results."""
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
@@ -96,11 +96,11 @@ def _write(
     from sparsellm.runs.workspace import work_directory
     from sparsellm.runtime import collectives, watchdog
 
-    with watchdog.init_process_group(os.environ, message_of_lost_process) as is_main:  # of several processes one prints
+    with watchdog.init_process_group(os.environ, message_of_lost_process) as is_main:  # only the main process prints
         if is_main:
             output_lock.recover(output)
         if collectives.broadcast_object(resume and is_finished(output)):
-            stderr.print(f"{output} is finished: there is nothing to go on with.", highlight=False, soft_wrap=True)
+            stderr.print(f"{output} is finished: there is nothing to resume.", highlight=False, soft_wrap=True)
             return
         if is_main:
             check_output(output, overwrite, recipe.model)
@@ -142,11 +142,11 @@ def plan(
         if model is not None:
             settings["model"] = model
         with stderr.status("planning"):
-            planned = plan_run(read_recipe(settings, config), output)
+            run_plan = plan_run(read_recipe(settings, config), output)
         if as_json:
-            print_json(planned.to_dict())
+            print_json(run_plan.to_dict())
         else:
-            print_plan(stdout, planned)
-        if planned.refusal:
-            stderr.print(Text(f"error: {planned.refusal}", style="red"), soft_wrap=True)
+            print_plan(stdout, run_plan)
+        if run_plan.refusal:
+            stderr.print(Text(f"error: {run_plan.refusal}", style="red"), soft_wrap=True)
             raise typer.Exit(1)

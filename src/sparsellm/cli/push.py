@@ -1,4 +1,4 @@
-"""`push`: the command that puts a finished output on the hub."""
+"""`push`: the command that uploads a finished output to the hub."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ def push(
 
         from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-        from sparsellm.runs.hub import push as put
+        from sparsellm.runs.hub import push as push_output
         from sparsellm.runtime.memory import human_bytes
 
         if not stderr.is_terminal:
             disable_progress_bars()
-        more = (private, revision, overwrite, dry_run, trust_remote_code, architecture)
-        next_block = "" if dry_run else f", then pushing it to {repo}"
-        stderr.print(f"verifying {output}{next_block}", highlight=False, soft_wrap=True)
-        done = put(output, repo, *more)
+        pushing = "" if dry_run else f", then pushing it to {repo}"
+        stderr.print(f"verifying {output}{pushing}", highlight=False, soft_wrap=True)
+        result = push_output(output, repo, private, revision, overwrite, dry_run, trust_remote_code, architecture)
         if as_json:
-            print_json(asdict(done))
+            print_json(asdict(result))
             return
-        told_of = f"{len(done.files)} files, {human_bytes(done.bytes)}"
-        text = f"Would push {told_of}, to {done.url}: {', '.join(done.files)}." if dry_run else f"Pushed {told_of}: {done.url}"
+        size = f"{len(result.files)} files, {human_bytes(result.bytes)}"
+        text = f"Would push {size}, to {result.url}: {', '.join(result.files)}." if dry_run else f"Pushed {size}: {result.url}"
         stdout.print(text, highlight=False, soft_wrap=True)

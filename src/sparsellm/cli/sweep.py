@@ -1,4 +1,4 @@
-"""`sweep` and `report`: the commands that compare many runs, and that explain one or many."""
+"""`sweep` and `report`: the commands that compare runs, and that write a page about one run or a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sweep(
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import Progress, show
-        from sparsellm.cli.display import table as shown
+        from sparsellm.cli.display import table as text_table
         from sparsellm.reports.comparison import grid, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
         from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
@@ -48,15 +48,15 @@ def sweep(
         if list_cells:
             outcomes = read_outcomes(cells, folder)
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
-            stdout.print(shown(["cell", "state", "what is run"], lines, words=True))
+            stdout.print(text_table(["cell", "state", "recipe"], lines, words=True))
             return
-        number, count = watchdog.apart(os.environ)  # processes of a launcher take cells of their own; the first one tells
-        with Progress(silent if number else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
+        rank, count = watchdog.apart(os.environ)  # processes of a launcher run different cells; only the first one prints
+        with Progress(silent if rank else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
             observe = combine_observers(manage_memory, progress, tracked)
             outcomes = run_sweep(
-                cells, folder, observe, retry, device, only or (), lambda so_far: write_tables(cells, so_far, folder)
+                cells, folder, observe, retry, device, only or (), lambda current: write_tables(cells, current, folder)
             )
-        if number:
+        if rank:
             return
         while count > 1 and any(x.state == "at work" for x in outcomes):
             time.sleep(1)
@@ -66,15 +66,15 @@ def sweep(
         if as_json:
             print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
         else:
-            show(stdout, shown(*grid(cells, rows), title=cells.title))
+            show(stdout, text_table(*grid(cells, rows), title=cells.title))
             stdout.print(f"Wrote {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
         failed = [x for x in outcomes if x.state == "failed"]
-        others = [x for x in outcomes if x.state == "at work"]
-        if others:
-            stderr.print(f"{len(others)} cells are being worked on by other processes.", highlight=False, soft_wrap=True)
+        running = [x for x in outcomes if x.state == "at work"]
+        if running:
+            stderr.print(f"{len(running)} cells are run by other processes.", highlight=False, soft_wrap=True)
         if failed:
-            told_of = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
-            stderr.print(Text(f"{told_of} Pass --retry to try them again.", style="red"), soft_wrap=True)
+            message = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
+            stderr.print(Text(f"{message} Pass --retry to run them again.", style="red"), soft_wrap=True)
             raise typer.Exit(1)
 
 
@@ -92,7 +92,9 @@ def report(
         from sparsellm.reports.page import report_page, write_figures
 
         page, plots = report_page(run)
-        file = Path(output or f"{Path(run)}.html")  # beside a run's folder: within, `--overwrite` would find a foreign file
+        file = Path(
+            output or f"{Path(run)}.html"
+        )  # beside the run's folder: inside it, `--overwrite` would find a foreign file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page, encoding="utf-8")
         stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)

@@ -13,15 +13,15 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
-SENSITIVITIES, SHARING = "finding what errors cost", "sharing out the sparsity by"
+SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
 PRUNING, RECOVERING = "pruning", "recovering"
-WRITING_WINDOWS, READING_PREDICTIONS, TRAINING = (
-    "letting the dense model write",
-    "reading the dense model's predictions",
+GENERATING, PREDICTING, TRAINING = (
+    "generating text with the dense model",
+    "computing the dense model's predictions",
     "training the whole model",
 )
-MEASURING, WRITING_SAMPLES = "measuring", "writing samples"
-"""The stages of a run by their names: `SHARING` is followed by the rule, `MEASURING` by "dense" or "pruned"."""
+MEASURING, CONTINUING = "measuring", "continuing prompts"
+"""The stages of a run by their names: `ALLOCATION` is followed by the rule in brackets, `MEASURING` by "dense" or "pruned"."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a run's model is: in memory as a whole, or read block by block; and what may be kept in memory beside it."""
+"""Where a run holds the model: in memory as a whole, or read block by block; and the memory budget for hidden states."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
 
 SHARE = 0.8
-"""Of the memory that is free, how much a run takes for its own where it is not told."""
+"""Fraction of the free memory that a run uses by default."""
 
 RESIDENT_SHARE = 0.5
-"""Of its memory, how much a run fills with the model; a larger one is read block by block."""
+"""Fraction of the run's memory that the model may fill; a larger model is read block by block."""
 
 STREAMS_SHARE = 0.25
-"""Of its memory, how much holds hidden states; what is more goes to files, a GPU's to such a share of the processor's first."""
+"""Fraction of the run's memory that holds hidden states; the rest goes to the host's memory (from a GPU), then to files."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run's model will be, before its weights are read.
+    """Where a run holds the model, chosen before any weights are read.
 
-    memory: bytes that the run may take for its data. model: bytes of the whole model. streamed: whether it is read block by
-    block. note: what a reader should know, or nothing. ahead: whether a block is read while the one before is worked on.
-    tight: whether there is no room for memory that was freed and is kept for what comes next.
+    Attributes:
+        memory: Bytes that the run may use for its data.
+        model: Bytes of the whole model.
+        streamed: Whether the model is read block by block.
+        note: Reason for the choice, for the user; may be empty.
+        ahead: Whether the next block is read while the current one is pruned.
+        tight: Whether memory is too scarce for the allocator to keep what is freed.
     """
 
     memory: int
@@ -46,23 +50,32 @@ class Placement:
 
 
 def choose_placement(recipe: RunRecipe, source: Checkpoint | InMemoryModel, device: torch.device, files: bool) -> Placement:
-    """Where the recipe's model will be. Raises TooLarge, InvalidSetting or BadCheckpoint.
+    """Choose where the recipe's model is held.
 
-    files: whether the run may keep files; if not, the model must fit.
+    Args:
+        recipe: `offload` and `max_memory` override the defaults.
+        source: The model to load.
+        device: Device that computes.
+        files: Whether the run may write files; without them the whole model must fit in memory.
+
+    Raises:
+        TooLarge: The run needs the whole model in memory, and it does not fit.
+        InvalidSetting: A setting of the recipe cannot be used with this model.
+        BadCheckpoint: The checkpoint cannot be read.
     """
     memory = recipe.memory_bytes or int(SHARE * available(device))
     size = resident_bytes(recipe, source)
-    message = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
-    wanted = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
-    if isinstance(source, InMemoryModel) or not wanted:
+    sizes = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
+    if isinstance(source, InMemoryModel) or not streamed:
         return Placement(memory, size, False)
     if recipe.model_steps or recipe.calibration_written:
-        what = "gradient steps over it" if recipe.model_steps else "`written`"
-        reason = message if recipe.offload is None else "--offload reads it block by block"
-        raise TooLarge(f"With {what} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
+        stage = "gradient steps over it" if recipe.model_steps else "`written`"
+        reason = sizes if recipe.offload is None else "--offload reads it block by block"
+        raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
     if not files:
         reason = (
-            message if recipe.offload is None else "`offload` reads the model block by block and keeps what is pruned in files"
+            sizes if recipe.offload is None else "`offload` reads the model block by block and stores pruned blocks in files"
         )
         raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:
@@ -70,7 +83,7 @@ def choose_placement(recipe: RunRecipe, source: Checkpoint | InMemoryModel, devi
     except NotStreamable as error:
         return Placement(memory, size, False, f"loaded as a whole: {error}")
     ahead = 2 * block_bytes(recipe, source) <= RESIDENT_SHARE * memory
-    return Placement(memory, size, True, "read block by block" + (f": {message}" if recipe.offload is None else ""), ahead)
+    return Placement(memory, size, True, "read block by block" + (f": {sizes}" if recipe.offload is None else ""), ahead)
 
 
 def load(
@@ -80,9 +93,17 @@ def load(
     folder: Path | None,
     place: Placement | None = None,
 ) -> LoadedModel:
-    """The recipe's model, where its size and the memory let it be. Raises TooLarge, InvalidSetting or BadCheckpoint.
+    """Load the recipe's model, as a whole or for reading block by block.
 
-    folder: where a run may keep files; without one the model must fit, and what travels too. place: from `place_of`.
+    Args:
+        recipe: Sets the dtype of the weights.
+        source: The model to load.
+        device: Device that computes.
+        folder: Folder for the run's files; without one the model and the hidden states must fit in memory.
+        place: Result of `choose_placement`; chosen here by default.
+
+    Raises:
+        TooLarge, InvalidSetting, BadCheckpoint: As `choose_placement`.
     """
     place = place or choose_placement(recipe, source, device, folder is not None)
     host = available(torch.device("cpu")) if devices.has_own_memory(device) else None

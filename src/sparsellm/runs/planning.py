@@ -19,7 +19,7 @@ from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned_layers
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.events import MEASURING, PRUNING, SENSITIVITIES, SHARING, TRAINING, Note, Observer
+from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Placement, choose_placement
 from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -151,10 +151,10 @@ class RunPlan:
             yield SENSITIVITIES, there_and_back(min(shapes.tokens, TOKENS), shapes.batch, 1)
         if recipe.sharing == "fisher":
             few = max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length)
-            yield f"{SHARING} fisher", there_and_back(min(shapes.tokens, few), shapes.length, 0)
+            yield f"{ALLOCATION} (fisher)", there_and_back(min(shapes.tokens, few), shapes.length, 0)
         elif recipe.sharing in ALLOCATIONS[1:]:
             memory = self._model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
-            yield f"{SHARING} {recipe.sharing}", BlockCost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
+            yield f"{ALLOCATION} ({recipe.sharing})", BlockCost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
         pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
         cost = getattr(ready.method, "cost", LayerWise(SparseGPT()).cost)  # a method that tells nothing is taken to be like it

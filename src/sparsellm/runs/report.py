@@ -1,4 +1,4 @@
-"""What a run did, layer by layer, as data: JSON for programs, Markdown for the model card."""
+"""The results of a run, layer by layer, as JSON and as a model card in Markdown."""
 
 from __future__ import annotations
 
@@ -23,22 +23,34 @@ from sparsellm.runs.recipe import RunRecipe
 When = Literal["dense", "pruned"]
 
 HUB = "https://huggingface.co"
-"""Where a card's links to a hub name lead."""
+"""Base address of a card's links to models on the hub."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-"""What may be a model's name on the hub; a card that names another as its base is refused there."""
+"""A valid model name on the hub, which rejects cards with any other base model."""
 
 
 @dataclass
 class Report:
-    """Everything known of a run. Filled as the run goes on.
+    """The results of a run, filled in as the run proceeds.
 
-    resolved: what was really run where the recipe leaves it open. recovered: what gradient steps over the whole model did, if
-    there were any. pruned: of a recovery, what the report of the pruned checkpoint says.
-    calibration: how the windows were drawn. perplexity: by text, before and after. tasks: by name, before and after.
-    samples: by prompt, how the models go on. notes: what a reader should know. seconds: by phase.
-    peak_memory: of this process so far, in bytes; the command line resets it for each run. origin: for the card. coverage: how
-    much of the blocks' matrix weights is pruned.
+    Attributes:
+        recipe: The recipe of the run.
+        environment: Versions of packages, and the machine.
+        resolved: Values that were used where the recipe leaves them open.
+        calibration: How the calibration sequences were drawn.
+        blocks: Results by block, in order.
+        perplexity: Perplexity before and after, by text.
+        tasks: Zero-shot accuracy before and after, by task.
+        samples: Continuations by the dense and the pruned model, by prompt.
+        notes: Warnings and remarks for the user.
+        seconds: Duration of each stage.
+        recovered: Result of training the whole model, if the run did.
+        pruned: For a recovery, the report of the pruned checkpoint.
+        parameters: Number of stored parameters.
+        zeros: Number of stored parameters that are zero.
+        peak_memory: Peak memory of this process so far, in bytes; the command line resets it before each run.
+        origin: The dense model, for the model card.
+        coverage: Fraction of the blocks' matrix weights that is pruned.
     """
 
     recipe: RunRecipe
@@ -71,16 +83,14 @@ class Report:
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
 
     def _rest(self) -> str:
-        """What became of the tensors that were not pruned."""
-        moved = sum(len(block.changed_parameters) for block in self.blocks)
-        return (
-            f"{moved} biases and norms moved; all else is as in the dense model."
-            if moved
-            else "All else is as in the dense model."
-        )
+        """State how the tensors that were not pruned differ from the dense model's."""
+        changed = sum(len(block.changed_parameters) for block in self.blocks)
+        if changed:
+            return f"{changed} biases and norms were changed; all other tensors equal the dense model's."
+        return "All other tensors equal the dense model's."
 
     def totals(self) -> dict[str, Any]:
-        """The run in a few figures."""
+        """Layer, parameter and zero counts, and the sparsities that follow."""
         return {
             "pruned_layers": len(self.layers),
             "sparsity_of_pruned_layers": self.sparsity,
@@ -90,7 +100,7 @@ class Report:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
+        """The report as plain data, ready for JSON."""
         return {
             "format": 1,
             "recipe": self.recipe.model_dump(mode="json"),
@@ -99,15 +109,15 @@ class Report:
             "calibration": self.calibration,
             "totals": self.totals(),
             "coverage": self.coverage.to_dict() if self.coverage else None,
-            "perplexity": _measured(self.perplexity),
-            "tasks": _measured(self.tasks),
+            "perplexity": _results_to_dict(self.perplexity),
+            "tasks": _results_to_dict(self.tasks),
             "samples": self.samples,
             "notes": self.notes,
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,
             "recovered": asdict(self.recovered) if self.recovered else None,
             **({"pruned": self.pruned} if self.pruned else {}),
-            "blocks": [_block(block) for block in self.blocks],
+            "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 
     def to_json(self) -> str:
@@ -115,43 +125,43 @@ class Report:
         return strict_json(self.to_dict())
 
     def _metadata(self) -> ModelCardData:
-        """What the hub reads of the card."""
-        sees = self.origin.loader == "AutoModelForImageTextToText"
+        """The card's metadata for the hub."""
+        vision = self.origin.loader == "AutoModelForImageTextToText"
         return ModelCardData(
             base_model=self.origin.name if HUB_NAME.fullmatch(self.origin.name) else None,
             library_name="transformers",
-            pipeline_tag="image-text-to-text" if sees else "text-generation",
+            pipeline_tag="image-text-to-text" if vision else "text-generation",
             tags=["sparsellm", "pruning", "sparse"],
             **self.origin.terms,
         )
 
     def _loading(self) -> list[str]:
-        """How to load the model, as lines of the card."""
-        more = ", trust_remote_code=True" if self.recipe.trust_remote_code else ""
+        """Instructions for loading the model, as lines of the card."""
+        options = ", trust_remote_code=True" if self.recipe.trust_remote_code else ""
         loader = self.origin.loader
         return [
             "## How to load it",
             "",
-            "By its folder, or by its name on the hub:",
+            "Replace FOLDER by the path of this folder, or by the model's name on the hub:",
             "",
             "```python",
             f"from transformers import {loader}, AutoTokenizer",
             "",
-            f'model = {loader}.from_pretrained("FOLDER"{more})',
-            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{more})',
+            f'model = {loader}.from_pretrained("FOLDER"{options})',
+            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{options})',
             "```",
             "",
         ]
 
     def _base(self) -> str:
-        """What the model was made from, as the card names it; linked where that is a name on the hub."""
+        """Name the dense model, with a link if it is on the hub."""
         origin = self.origin
         if origin.hub and HUB_NAME.fullmatch(origin.name):
             return f" from [{origin.name}]({HUB}/{origin.name})"
         return f" from {plain(origin.name)}" if origin.name else ""
 
     def to_markdown(self) -> str:
-        """The model card: the same bytes for the same result, so no times and no dates."""
+        """The model card. It holds no times or dates, so that equal results give equal bytes."""
         recipe = self.recipe
         lines = [
             "---",
@@ -164,8 +174,8 @@ class Report:
             f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
             f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
             "",
-            "The zeros are stored as ordinary numbers: files keep their size, and speed is that of the dense model unless",
-            "what runs the model makes use of zeros.",
+            "The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense",
+            "one, unless the software that runs it makes use of zeros.",
             "",
             f"Calibration: {plain(self.calibration) or 'none'}.",
             "",
@@ -179,27 +189,28 @@ class Report:
             lines.append("")
         if self.tasks:
             lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
-            for task, both in self.tasks.items():
-                lines.append(f"| {plain(task)} | {_plus_minus(both.get('dense'))} | {_plus_minus(both.get('pruned'))} |")
+            for task, accuracies in self.tasks.items():
+                dense, pruned = accuracies.get("dense"), accuracies.get("pruned")
+                lines.append(f"| {plain(task)} | {_plus_minus(dense)} | {_plus_minus(pruned)} |")
             lines.append("")
         lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
         lines += self._loading()
         lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
         if self.pruned:
-            before = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
-            lines += ["## Recipe of the pruned checkpoint", "", *fenced(before, "yaml"), ""]
+            previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
+            lines += ["## Recipe of the pruned checkpoint", "", *fenced(previous, "yaml"), ""]
         lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
         lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
         return "\n".join(lines) + "\n"
 
 
 def strict_json(data: Any) -> str:
-    """JSON that every parser reads: an infinite number, which JSON lacks, becomes the word "inf"."""
+    """JSON that every parser reads: infinite numbers become the string "inf"."""
     return json.dumps(finite(data), indent=1, allow_nan=False)
 
 
 def finite(data: Any) -> Any:
-    """The same data with words for infinite and undefined numbers."""
+    """Copy data with strings in place of infinite numbers and NaN."""
     if isinstance(data, float) and not math.isfinite(data):
         return str(data)
     if isinstance(data, dict):
@@ -207,21 +218,21 @@ def finite(data: Any) -> Any:
     return [finite(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def _block(block: BlockResult) -> dict[str, Any]:
-    """A block as plain data."""
+def _block_to_dict(block: BlockResult) -> dict[str, Any]:
+    """A block's result as plain data."""
     data = asdict(block)
     for layer, fields in zip(block.layers, data["layers"], strict=True):
         fields["sparsity"] = layer.sparsity
     return data
 
 
-def _measured(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
+def _results_to_dict(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
     """Results by text or task as plain data."""
-    return {name: {when: asdict(result) for when, result in both.items()} for name, both in results.items()}
+    return {name: {when: asdict(result) for when, result in pair.items()} for name, pair in results.items()}
 
 
 def _plus_minus(result: Perplexity | Accuracy | None) -> str:
-    """A result with its standard error."""
+    """Format a result with its standard error."""
     if result is None:
         return "not measured"
     return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")

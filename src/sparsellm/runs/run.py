@@ -1,4 +1,4 @@
-"""A whole run: open, plan, calibrate, prune, measure. The command line and `sparsellm.prune` are thin skins over `run`."""
+"""A whole run: open, plan, calibrate, prune, measure. The command line and `sparsellm.prune` are thin wrappers of `run`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sparsellm.recovery.distillation import generate_samples
 from sparsellm.recovery.masked_training import split_batches
 from sparsellm.runs.event_log import LOG, EventLog
 from sparsellm.runs.events import (
+    CONTINUING,
+    GENERATING,
     LOADING,
     MEASURING,
-    WRITING_SAMPLES,
-    WRITING_WINDOWS,
     Begun,
     Ended,
     Measured,
@@ -62,10 +62,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """A pruned model with its report. dense: the folder it came from, None for a model that was in memory.
+    """A pruned model with its report.
 
-    weights: what fills the model, block by block, where it was too large for memory: then it has none of its own.
-    along: files of the dense model that come along: its licence, and code that it needs. log: what happened, line by line.
+    Attributes:
+        model: The pruned model; without weights if these are read block by block.
+        report: The results of the run.
+        tokenizer: The model's tokenizer, if it has one.
+        dense: Folder of the dense model; None for a model in memory.
+        weights: The weights of a model that is too large for memory, read block by block; None otherwise.
+        along: Files of the dense model to copy: its licence, and the code that it needs.
+        log: The events of the run.
     """
 
     model: PreTrainedModel
@@ -77,13 +83,22 @@ class Result:
     log: EventLog | None = None
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
-        """Write model, tokenizer, model card, report and log to a folder, and read them back to verify; the folder.
+        """Write model, tokenizer, model card, report and log to a folder, and read the files back to verify them.
 
-        Raises OutputExists for a folder that is there, VerificationFailed when what was written is not what was meant.
+        Args:
+            folder: The folder to write.
+            overwrite: Replace an existing folder that sparsellm wrote.
+
+        Returns:
+            The folder.
+
+        Raises:
+            OutputExists: The folder exists.
+            VerificationFailed: The files differ from the model or the report.
         """
         texts = {LOG: self.log.text} if self.log else {}
-        model = self.model, self.tokenizer, self.report
-        path = collectives.on_main(lambda: save(*model, folder, self.dense, overwrite, self.weights, self.along, texts))
+        contents = self.model, self.tokenizer, self.report
+        path = collectives.on_main(lambda: save(*contents, folder, self.dense, overwrite, self.weights, self.along, texts))
         return path or Path(folder)
 
 
@@ -96,16 +111,23 @@ def prune(
     observe: Observer | None = None,
     **settings: Any,
 ) -> Result:
-    """Prune a model and say what was done.
+    """Prune a model.
 
-    model: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned IN PLACE.
-    method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
-    sparsity: "70%", 0.7, "2:4" (2 of every 4 removed).
-    calibration: a file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of (samples,
-    length), without padding; needed by every method but magnitude. tokenizer: for a model in memory and a text.
-    settings: any other field of `Recipe`. observe: told of every stage, layer, epoch and block.
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
+        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
+        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights.
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
+            (samples, length) without padding. Every method but magnitude needs it.
+        tokenizer: Tokenizer of a model in memory, for calibration on text.
+        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.runs.events`).
+        **settings: Any other field of `Recipe`.
 
-    Raises SparseLLMError (see `sparsellm.errors`), before any heavy work where that is possible.
+    Returns:
+        The pruned model with its report.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     given: GivenText = None
     if calibration is not None:
@@ -130,24 +152,25 @@ def recover(
     observe: Observer | None = None,
     **settings: Any,
 ) -> Result:
-    """Train the weights that a pruned checkpoint has left, toward the dense model; every zero stays zero.
+    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
 
     Args:
-        pruned: The folder that a run of `prune` or `recover` wrote. It is not changed.
+        pruned: Folder that `prune` or `recover` wrote. It is not changed.
         against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama".
-        calibration: A file of text, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token numbers of
-            (samples, length), without padding.
-        scope: What is trained as one. "model" lowers the KL divergence of the predictions from the dense model's; "block"
-            lowers the error of one block's outputs after the other, which takes the memory of a block.
-        steps: Gradient steps, at most: held-back windows choose the best state. Default: 300, or 100 over each block.
-        observe: Told of every stage and block.
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
+            (samples, length) without padding.
+        scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
+            "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
+        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
+            100 for each block.
+        observe: Callback that receives every stage and block (see `sparsellm.runs.events`).
         **settings: Any other field of `RecoveryRecipe`.
 
     Returns:
-        The recovered model with its report, whose `pruned` repeats what the report of the pruned checkpoint says.
+        The recovered model with its report, whose `pruned` is the report of the pruned checkpoint.
 
     Raises:
-        SparseLLMError: See `sparsellm.errors`; before any heavy work where that is possible.
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     given: GivenText = None
     if isinstance(calibration, (str, Path)):
@@ -167,13 +190,25 @@ def run(
     shared: DenseCache | None = None,
     name: str | None = None,
 ) -> Result:
-    """Do what a recipe says, as far as the pruned model and its report; `Result.save_pretrained` writes them.
+    """Run a recipe up to the pruned model and its report; `Result.save_pretrained` writes them.
 
-    given: in place of the recipe's calibration text. source: in place of the recipe's model. work: where finished blocks are
-    kept, from `sparsellm.runs.workspace.working`; without it a run that is killed starts over, and the model must fit the
-    memory. shared: what was measured of dense models, kept for other runs or known from them. name: what observers call the
-    run; by default the name of its output, or of its model.
-    All that can be refused is refused before the weights are read.
+    Invalid input is rejected before the weights are read.
+
+    Args:
+        recipe: What to run.
+        observe: Callback that receives every event.
+        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+        source: Model that replaces the recipe's.
+        work: Directory for finished blocks, from `sparsellm.runs.workspace.work_directory`. Without it a killed run cannot be
+            resumed, and the model must fit in memory.
+        shared: Cache of results on dense models, shared with other runs.
+        name: Name of the run for observers. Default: the name of its output, or of its model.
+
+    Returns:
+        The pruned model with its report.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`.
     """
     log = EventLog()
     observer = combine_observers(log, observe)
@@ -182,73 +217,71 @@ def run(
     ready = prepare(recipe, given, source, report, observer)
     source, windows = ready.source, ready.windows
     report.origin = source.origin()
-    place, batch, journal = start_run(recipe, ready, report, observer, work)
-    release_free_memory()  # what tokenising took
+    placement, batch, journal = start_run(recipe, ready, report, observer, work)
+    release_free_memory()  # used by tokenization
     if work and collectives.is_main():
         log.keep(work.folder / LOG)
-    called = name or (work.output.name if work else PurePath(recipe.model).name)
-    observer(Begun(called, recipe, report.environment, place.tight))
-    loaded = _load(ready, work, place, report, observer)
+    name = name or (work.output.name if work else PurePath(recipe.model).name)
+    observer(Begun(name, recipe, report.environment, placement.tight))
+    loaded = _load(ready, work, placement, report, observer)
     measure = partial(_measure, ready, report, observer)
     measure(loaded, "dense", shared)
     if recipe.calibration_written and len(windows):
-        with phase(WRITING_WINDOWS, report, observer):
-            # Before the given windows: the last of all are those that judge, and they should be real text.
+        with phase(GENERATING, report, observer):
+            # Generated sequences come first, because the last sequences are held out and should be real text.
             windows = torch.cat(
                 [generate_samples(loaded.model, windows, recipe.calibration_written, recipe.seed, loaded.compute), windows]
             )
-            report.calibration += f", and {recipe.calibration_written} windows that the dense model wrote"
+            report.calibration += f", and {recipe.calibration_written} sequences generated by the dense model"
     while True:
         if journal:
             journal.note("batch", batch)
         report.resolved = _resolved(ready.method, windows, batch, ready.device, loaded)
         batches = split_batches(windows, batch) if windows.numel() else ()
         try:
-            known = _cache_key(source, loaded, windows, batch, report)
-            facts = shared.open(known) if shared and known and len(windows) else None
+            key = _cache_key(source, loaded, windows, batch, report)
+            facts = shared.open(key) if shared and key and len(windows) else None
             prune_model(recipe, loaded, ready.method, ready.plan, batches, report, observer, journal, facts)
             break
         except RuntimeError as error:
             if not is_out_of_memory(error) or batch == 1 or isinstance(source, InMemoryModel) or collectives.world() > 1:
                 raise
         batch //= 2
-        observer(Note(f"{ready.device} is out of memory: from here on {batch} windows at a time"))
+        observer(Note(f"{ready.device} is out of memory: continuing with {batch} sequences per batch"))
         report.blocks.clear()
-        loaded = _again(loaded, lambda: load(recipe, source, ready.device, work.folder if work else None, place))
+        loaded = _reload(loaded, lambda: load(recipe, source, ready.device, work.folder if work else None, placement))
     add_warnings(ready.method, report, observer)
     try:
         measure(loaded, "pruned")
-    except NonFinite as error:  # hours of work are worth keeping, whatever they are worth
+    except NonFinite as error:  # the pruned model is still written
         add_note(f"the pruned model was not measured: {error}", report, observer)
     report.seconds["total"] = time.perf_counter() - started
     return _result(loaded, source, report, log, observer)
 
 
-def _load(ready: Prepared, work: WorkDirectory | None, place: Placement, report: Report, observer: Observer) -> LoadedModel:
-    """The model where it is pruned; it was run on a few tokens if anything is to be computed with it."""
+def _load(ready: Prepared, work: WorkDirectory | None, placement: Placement, report: Report, observer: Observer) -> LoadedModel:
+    """Load the model, and check on a few tokens that it runs if anything is computed with it."""
     recipe = report.recipe
     with phase(LOADING, report, observer):
-        loaded = load(recipe, ready.source, ready.device, work.folder if work else None, place)
+        loaded = load(recipe, ready.source, ready.device, work.folder if work else None, placement)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
             check_runs(loaded, by_block=loaded.offloaded or len(ready.windows) > 0)
     if loaded.note:
-        observer(
-            Note(loaded.note)
-        )  # what follows is about this machine and not about the result: none of it goes to the model card
+        observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
     return loaded
 
 
 def _result(
     loaded: LoadedModel, source: Checkpoint | InMemoryModel, report: Report, log: EventLog, observer: Observer
 ) -> Result:
-    """The pruned model with all that is to be written with it; the report is complete."""
+    """Complete the report, and collect everything that `Result.save_pretrained` writes."""
     report.parameters, report.zeros = loaded.size()
     report.peak_memory = peak_memory()
     observer(Ended(report.totals(), report.seconds["total"]))
     tokenizer = source.tokenizer() if not isinstance(source, InMemoryModel) else source.given
-    read = loaded.weights if isinstance(loaded.weights, DiskWeights) else None
+    weights = loaded.weights if isinstance(loaded.weights, DiskWeights) else None
     dense = source.folder if report.recipe.dtype == "auto" else None
-    return Result(loaded.model, report, tokenizer, dense, read, source.extra_files(), log)
+    return Result(loaded.model, report, tokenizer, dense, weights, source.extra_files(), log)
 
 
 def _measure(
@@ -259,55 +292,56 @@ def _measure(
     when: When,
     shared: DenseCache | None = None,
 ) -> None:
-    """Measure the model on the recipe's texts, or take the dense model's figures from runs that have shared them."""
+    """Measure the model on the recipe's texts, tasks and prompts; results of the dense model may come from the cache."""
     for text, test in ready.tests.items():
         with phase(f"{MEASURING} {when}", report, observer):
 
-            def find(text: str = text, test: Tensor = test) -> dict[str, Any]:
+            def measure_text(text: str = text, test: Tensor = test) -> dict[str, Any]:
                 return asdict(measure_perplexity(loaded, test, text))
 
-            known = _cache_key(ready.source, loaded, test, None, report)
-            values = shared.value(known, f"perplexity of {text}", find) if shared and known else find()
+            key = _cache_key(ready.source, loaded, test, None, report)
+            values = shared.value(key, f"perplexity of {text}", measure_text) if shared and key else measure_text()
             perplexity = report.perplexity.setdefault(text, {})[when] = Perplexity(**values)
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     recipe = report.recipe
     if recipe.task:
         with phase(f"{MEASURING} {when}", report, observer):
 
-            def ask() -> dict[str, Any]:
-                found = evaluate_tasks(loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
-                return {task: asdict(accuracy) for task, accuracy in found.items()}
+            def measure_tasks() -> dict[str, Any]:
+                result = evaluate_tasks(loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+                return {task: asdict(accuracy) for task, accuracy in result.items()}
 
-            known = _cache_key(ready.source, loaded, torch.empty(0, dtype=torch.long), None, report)
-            named = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
-            for task, values in (shared.value(known, named, ask) if shared and known else ask()).items():
+            key = _cache_key(ready.source, loaded, torch.empty(0, dtype=torch.long), None, report)
+            fact = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
+            results = shared.value(key, fact, measure_tasks) if shared and key else measure_tasks()
+            for task, values in results.items():
                 accuracy = report.tasks.setdefault(task, {})[when] = Accuracy(**values)
                 observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
-        with phase(WRITING_SAMPLES, report, observer):
+        with phase(CONTINUING, report, observer):
             report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)
 
 
 def _cache_key(
     source: Checkpoint | InMemoryModel, loaded: LoadedModel, windows: Tensor, batch: int | None, report: Report
 ) -> dict[str, Any] | None:
-    """What a figure of the dense model on these windows depends on; None for a model in memory, which no one else has."""
+    """Cache key of a result of the dense model on these sequences; None for a model in memory, which is not cached."""
     if isinstance(source, InMemoryModel):
         return None
     return cache_key(source, windows, loaded.compute or loaded.model.dtype, batch, report.environment)
 
 
-def _again(loaded: LoadedModel, settled: Callable[[], LoadedModel]) -> LoadedModel:
-    """The model anew, once the memory of the first is given back: what was pruned of it in part is of no use."""
+def _reload(loaded: LoadedModel, load_again: Callable[[], LoadedModel]) -> LoadedModel:
+    """Free the memory of a partly pruned model, and load the model again."""
     device = loaded.model.device
     loaded.model.to("meta")
     gc.collect()
     devices.empty_cache(device)
-    return settled()
+    return load_again()
 
 
 def _resolved(method: BlockMethod, windows: Tensor, batch: int, device: torch.device, loaded: LoadedModel) -> dict[str, Any]:
-    """What is really run, where the recipe leaves it open: every constant of the method, windows, device, dtypes."""
+    """The values used where the recipe leaves them open: constants of the method, samples, batch size, device, dtypes."""
     return {
         "method": repr(method),
         "samples": len(windows),

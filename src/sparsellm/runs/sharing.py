@@ -1,4 +1,4 @@
-"""What was found out about dense models, kept in a folder, so that runs of several processes find it once."""
+"""A cache on disk of results on dense models, shared by the runs of several processes."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from sparsellm.runs.fingerprint import model_fingerprint, token_digest
 
 
 class DenseCache:
-    """A folder of journals, one for each dense model and each set of windows that it was run on.
+    """A folder of journals, one for each dense model and set of sequences.
 
-    A process that needs what another is just finding waits for it; the lock goes with the process, however that ends.
-    say: what takes a note where a journal is damaged and its figures are found again.
+    A process that needs a result waits while another computes it. The lock is released when its process ends, in any way.
+
+    Args:
+        folder: Folder of the cache.
+        observer: Receives a note if a journal is damaged and its results are computed again.
     """
 
     def __init__(self, folder: Path, observer: Observer = lambda _: None) -> None:
-        self.folder, self._say = folder, observer
+        self.folder, self._observer = folder, observer
 
     @contextmanager
     def open(self, known: Mapping[str, Any]) -> Iterator[Journal]:
-        """The journal of what was found under the circumstances `known`, which no other process may add to meanwhile."""
+        """Open the journal of a cache key, and lock it against other processes."""
         digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
-        place = self.folder / digest
-        place.mkdir(parents=True, exist_ok=True)
-        with FileLock(place / "lock"):
-            journal = (Journal.resume if (place / JOURNAL).exists() else Journal.begin)(place, known)
+        folder = self.folder / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            journal = (Journal.resume if (folder / JOURNAL).exists() else Journal.begin)(folder, known)
             if journal.lost:
-                self._say(Note(journal.lost))
+                self._observer(Note(journal.lost))
             yield journal
 
     def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
-        """Plain data of that name, found if it is not known yet."""
+        """Return the cached plain data of that name, computed by `find` if missing."""
         with self.open(known) as journal:
             if journal.fact(name) is None:
                 journal.note(name, find())
@@ -52,6 +55,17 @@ class DenseCache:
 def cache_key(
     source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """All that a figure of a dense model depends on, to the last bit: model files, windows, dtype, batch, machine."""
-    message = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
-    return message | {f"environment.{name}": value for name, value in environment.items()}
+    """Everything that determines a result of a dense model to the last bit.
+
+    Args:
+        source: The dense model, known by the digests of its files.
+        windows: Token ids, (sequences, length).
+        dtype: Data type of the computation.
+        batch: Sequences per batch; None if the result does not depend on it.
+        environment: Versions of packages, and the machine.
+
+    Returns:
+        Plain data, by name.
+    """
+    key = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
+    return key | {f"environment.{name}": value for name, value in environment.items()}

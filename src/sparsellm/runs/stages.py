@@ -1,4 +1,4 @@
-"""The stages of a run that change the model: sharing out, pruning block by block, training the whole."""
+"""The stages of a run that change the model: allocation of sparsity, pruning block by block, whole-model training."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from sparsellm.recovery.distillation import (
     model_training,
 )
 from sparsellm.runs.events import (
+    ALLOCATION,
+    GENERATING,
+    PREDICTING,
     PRUNING,
-    READING_PREDICTIONS,
     RECOVERING,
     SENSITIVITIES,
-    SHARING,
     TRAINING,
-    WRITING_WINDOWS,
     Observer,
     add_note,
     phase,
@@ -58,25 +58,34 @@ def prune_model(
     journal: Journal | None,
     facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Share the sparsity out, prune or recover block by block, and train the whole model, as far as the recipe asks for each.
+    """Allocate sparsity, prune or recover block by block, and train the whole model, each if the recipe says so.
 
-    facts: where what is found of the dense model is kept, or known already; None for the run's own journal.
+    Args:
+        recipe: The recipe of the run.
+        loaded: The dense model, which is changed in place.
+        method: Method that prunes or recovers a block.
+        plan: Pattern of each layer to prune, by the layer's full name; an allocation rule replaces it.
+        batches: Calibration token ids, each (batch, length).
+        report: Receives the results.
+        observer: Receives the events.
+        journal: Stores finished blocks; None for a run that cannot be resumed.
+        facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """
     model, compute, weights, storage = loaded.model, loaded.compute, loaded.weights, loaded.storage
     blocks = blocks_of(model)
-    with facts or nullcontext(journal) as known:
-        metrics, plan = _sense_and_allocate(recipe, loaded, method, plan, batches, report, observer, known)
+    with facts or nullcontext(journal) as cache:
+        metrics, plan = _sense_and_allocate(recipe, loaded, method, plan, batches, report, observer, cache)
     groups: list[Group] = []
     states: list[Group] = []
-    back = 0
+    held_out = 0
     if recipe.model_steps:
         windows = torch.cat(list(batches))
-        with phase(WRITING_WINDOWS, report, observer):
-            ours = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
-            more = generate_samples(model, ours, model_written(recipe, *windows.shape), recipe.seed, compute)
-        with phase(READING_PREDICTIONS, report, observer):
-            read = model_step(*windows.shape)
-            groups, back = group_batches(windows, more, read, min(read, len(batches[0])))
+        with phase(GENERATING, report, observer):
+            prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
+            generated = generate_samples(model, prompts, model_written(recipe, *windows.shape), recipe.seed, compute)
+        with phase(PREDICTING, report, observer):
+            per_step = model_step(*windows.shape)
+            groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, visited):
@@ -86,8 +95,9 @@ def prune_model(
                 report.blocks.append(step)
     if recipe.model_steps:
         with phase(TRAINING, report, observer):
-            report.recovered, moved = distill(model, groups, states, plan, model_training(model, recipe.model_steps), back)
-            report.blocks = [_with_moved(done, blocks[done.index], moved) for done in report.blocks]
+            training = model_training(model, recipe.model_steps)
+            report.recovered, changed = distill(model, groups, states, plan, training, held_out)
+            report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
         observer(report.recovered)
         if report.recovered.note:
             add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
@@ -101,34 +111,34 @@ def _sense_and_allocate(
     batches: Sequence[Tensor],
     report: Report,
     observer: Observer,
-    known: Journal | None,
+    cache: Journal | None,
 ) -> tuple[Sequence[Tensor], Plan]:
-    """What the dense model shows before it is pruned: what errors of each block's output cost, and the plan shared out."""
+    """Estimate on the dense model the sensitivity to errors of each block's output, and allocate the plan's sparsity."""
     model, compute, weights, storage = loaded.model, loaded.compute, loaded.weights, loaded.storage
     metrics: Sequence[Tensor] = []
     if method.needs_fisher:
         with phase(SENSITIVITIES, report, observer):
-            if known is None:
+            if cache is None:
                 metrics = output_sensitivities(model, batches, compute, weights, storage)
             else:
                 find = partial(iterate_output_sensitivities, model, batches, compute, weights, storage)
-                metrics = _remembered(known, len(blocks_of(model)), find)
+                metrics = _cached_sensitivities(cache, len(blocks_of(model)), find)
     if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
-        with phase(f"{SHARING} {recipe.sharing}", report, observer):
-            where = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
-            asked = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {where}"
-            shares = known.fact(asked) if known else None
-            if shares is None:
+        with phase(f"{ALLOCATION} ({recipe.sharing})", report, observer):
+            layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
+            fact = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {layers}"
+            sparsities = cache.fact(fact) if cache else None
+            if sparsities is None:
                 plan = allocate(recipe.sharing, model, batches, plan, compute, recipe.bounds, weights, storage)
-                if known:
-                    known.note(asked, {name: pattern.sparsity for name, pattern in plan.items()})
+                if cache:
+                    cache.note(fact, {name: pattern.sparsity for name, pattern in plan.items()})
             else:
-                plan = {name: Unstructured(share) for name, share in shares.items()}
+                plan = {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
     return metrics, plan
 
 
 class JournalTensors(Sequence[Tensor]):
-    """Tensors in a journal, one for each number, read when they are asked for."""
+    """Numbered tensors of a journal, read on access."""
 
     def __init__(self, journal: Journal, name: str, count: int) -> None:
         self._journal, self._name, self._count = journal, name, count
@@ -142,26 +152,26 @@ class JournalTensors(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(index, slice):
-            raise TypeError("They are read one by one.")
+            raise TypeError("The tensors are read one by one: slices are not supported.")
         number = range(self._count)[index]
-        found = self._journal.tensors(f"{self._name}-{number}")
-        if found is None:
+        tensors = self._journal.tensors(f"{self._name}-{number}")
+        if tensors is None:
             raise KeyError(f"{self._name} {number} is not in the journal.")
-        return found["x"]
+        return tensors["x"]
 
 
-def _remembered(journal: Journal, count: int, find: Callable[[], Iterator[tuple[int, Tensor]]]) -> Sequence[Tensor]:
-    """The sensitivities, by way of the journal: from there where a run that is resumed had found them all."""
+def _cached_sensitivities(journal: Journal, count: int, find: Callable[[], Iterator[tuple[int, Tensor]]]) -> Sequence[Tensor]:
+    """The sensitivities by block, from the journal; computed and stored there unless all are present."""
     name = "sensitivity"
     if any(journal.fact(f"{name}-{number}") is None for number in range(count)):
-        for number, found in find():
-            journal.keep_tensors(f"{name}-{number}", {"x": found})
+        for number, sensitivity in find():
+            journal.keep_tensors(f"{name}-{number}", {"x": sensitivity})
     return JournalTensors(journal, name, count)
 
 
-def _with_moved(done: BlockResult, block: Block, moved: Sequence[str]) -> BlockResult:
-    """A block's result after the whole model's stage: what else moved, and its zeros as they now are."""
-    local = {name for name in moved if name.startswith(f"{done.name}.")}
+def _update_result(result: BlockResult, block: Block, changed: Sequence[str]) -> BlockResult:
+    """A block's result after whole-model training, with the parameters that it changed and the present zeros."""
+    local = {name for name in changed if name.startswith(f"{result.name}.")}
     zeros = {block.full_name(name): count_zeros(layer.weight) for name, layer in block.layers.items()}
-    layers = [replace(layer, zeros=zeros[layer.name]) for layer in done.layers]
-    return replace(done, changed_parameters=tuple(sorted({*done.changed_parameters, *local})), layers=tuple(layers))
+    layers = [replace(layer, zeros=zeros[layer.name]) for layer in result.layers]
+    return replace(result, changed_parameters=tuple(sorted({*result.changed_parameters, *local})), layers=tuple(layers))

@@ -1,5 +1,4 @@
-"""How a run begins: where the model will be, how many windows travel together, what was done already. Several processes that
-work together settle it for all."""
+"""The start of a run: model placement, batch size and journal, agreed on by all processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -22,79 +21,92 @@ from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives
 
 OF_ONE = ("environment.device", "recipe.device")
-"""What may differ between processes that work together."""
+"""Settings that may differ between the processes of a run."""
 
 
 def start_run(
     recipe: RunRecipe, ready: Prepared, report: Report, observer: Observer, work: WorkDirectory | None
 ) -> tuple[Placement, int, Journal | None]:
-    """The model's place, the windows at a time, and the journal, if there is a folder to work in.
+    """Choose placement and batch size, and open the journal.
 
-    Raises what `place_of`, `fitted`, `Work.begin` and `check_alike` raise.
+    Args:
+        recipe: The recipe of the run.
+        ready: Result of `prepare`.
+        report: The run's report, with its environment.
+        observer: Receives the events.
+        work: Work directory of the output; None for a run that cannot be resumed.
+
+    Returns:
+        The placement, the sequences per batch, and the journal (None without `work`).
+
+    Raises:
+        TooLarge: The run does not fit in memory or on disk.
+        CannotResume: The journal belongs to another run.
+        InvalidSetting: The processes of the run differ in a setting.
     """
-    place = choose_placement(recipe, ready.source, ready.device, files=work is not None)
+    placement = choose_placement(recipe, ready.source, ready.device, files=work is not None)
     journal = None
     if work or collectives.world() > 1:
         observer(Stage(DIGESTING))
-        message = fingerprint(recipe, ready.source, ready.windows, report.environment)
+        identity = fingerprint(recipe, ready.source, ready.windows, report.environment)
         if report.pruned:
-            message["pruned checkpoint"] = report.pruned["digest"]
-        check_alike(message)
-        journal = work.begin(message) if work else None
+            identity["pruned checkpoint"] = report.pruned["digest"]
+        check_alike(identity)
+        journal = work.begin(identity) if work else None
     if journal and journal.lost:
         observer(Note(journal.lost))
-    place, batch = fitted(recipe, ready, place, observer, work.output if work else None)
-    batch = (journal.fact("batch") if journal else None) or batch  # a run that goes on goes on as it began
+    placement, batch = fitted(recipe, ready, placement, observer, work.output if work else None)
+    batch = (journal.fact("batch") if journal else None) or batch  # a resumed run keeps its batch size
     if journal:
         _note_machine(journal, observer)
-    return *_suiting(recipe, ready, place, batch, journal), journal
+    return *_agree(recipe, ready, placement, batch, journal), journal
 
 
 def check_alike(message: Mapping[str, Any]) -> None:
-    """Raise InvalidSetting unless all processes that work together are about to do the same. told: this one's fingerprint."""
+    """Raise InvalidSetting unless all processes of the run have the same fingerprint, `message` in this process."""
     local = json.loads(json.dumps({name: value for name, value in message.items() if name not in OF_ONE}))
     first, *others = collectives.all_gather_object(local)
     for number, other in enumerate(others, 1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
                 raise InvalidSetting(
-                    f"Process {number} was started otherwise than process 0: {name} is {other.get(name)!r}, there "
-                    f"{first.get(name)!r}. Start all with the same command, versions and files."
+                    f"Process {number} differs from process 0: {name} is {other.get(name)!r} instead of "
+                    f"{first.get(name)!r}. Start all processes with the same command, versions and files."
                 )
 
 
 def _note_machine(journal: Journal, observer: Observer) -> None:
-    """Tell where a run goes on with other processes or threads than it was begun with."""
-    now = {"processes": collectives.world(), "threads": torch.get_num_threads()}
-    begun = journal.fact("machine")
-    if begun is None:
-        journal.note("machine", now)
-    elif begun != now:
-        was, here = (f"{x['processes']} processes of {x['threads']} threads" for x in (begun, now))
-        observer(Note(f"begun by {was}, goes on with {here}: rounding differs, and masks may with it"))
+    """Add a note if a run is resumed with another number of processes or threads."""
+    current = {"processes": collectives.world(), "threads": torch.get_num_threads()}
+    recorded = journal.fact("machine")
+    if recorded is None:
+        journal.note("machine", current)
+    elif recorded != current:
+        before, now = (f"{x['processes']} processes of {x['threads']} threads" for x in (recorded, current))
+        observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
 
 
-def _suiting(
-    recipe: RunRecipe, ready: Prepared, place: Placement, batch: int, journal: Journal | None
+def _agree(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, batch: int, journal: Journal | None
 ) -> tuple[Placement, int]:
-    """The place and the windows at a time that suit every process; with one, as they are.
+    """Choose the placement and batch size that suit every process; a single process keeps its own.
 
-    Raises InvalidSetting where there are fewer windows than processes, and for a model that is read block by block into a
-    folder that not all of them see.
+    Raises InvalidSetting for fewer sequences than processes, and for a model that is read block by block where not every
+    process can read the output folder.
     """
     count, windows = collectives.world(), len(ready.windows)
     if count == 1:
-        return place, batch
+        return placement, batch
     if 0 < windows < count:
-        raise InvalidSetting(f"There are {windows} calibration windows for {count} processes. Pass more --samples.")
-    every = collectives.all_gather_object([place.streamed, batch, journal is None or journal.file.exists()])
-    batch = max(1, min([some for _, some, _ in every] + ([windows // count] if windows else [])))
-    if any(streamed for streamed, _, _ in every):
-        if not all(seen for _, _, seen in every):
+        raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more --samples.")
+    choices = collectives.all_gather_object([placement.streamed, batch, journal is None or journal.file.exists()])
+    batch = max(1, min([size for _, size, _ in choices] + ([windows // count] if windows else [])))
+    if any(streamed for streamed, _, _ in choices):
+        if not all(visible for _, _, visible in choices):
             raise InvalidSetting(
-                "The model is read block by block, and not every process sees the folder to write. Name one that all machines "
-                "share, or pass --no-offload."
+                "The model is read block by block, and not every process can read the folder to write. Name one that all "
+                "machines share, or pass --no-offload."
             )
-        if not place.streamed:
-            place = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
-    return place, batch
+        if not placement.streamed:
+            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
+    return placement, batch

@@ -1,4 +1,4 @@
-"""A written checkpoint held against what its report says, and against the dense model."""
+"""Verification of a written checkpoint against its report and against the dense model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOADED = (".safetensors", ".bin", ".json", ".jinja", ".model", ".py")
-"""How the names of files end that may decide what is loaded from a folder."""
+"""Suffixes of files that can affect what is loaded from a folder."""
 
 SHOWN = 5
-"""Differences that a message names; all are in the error's `differences`."""
+"""Number of differences that a message names; all are in the error's `differences`."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """An output that is as it was written. against: the dense model that what was not pruned was compared with, if any."""
+    """An output without differences from its report.
+
+    Attributes:
+        output: Folder of the output.
+        files: Number of files.
+        tensors: Number of tensors.
+        layers: Number of pruned layers.
+        against: Dense model that all other tensors were compared with, if any.
+    """
 
     output: str
     files: int
@@ -54,93 +62,115 @@ def verify(
     trusted: bool = False,
     architecture: str | Path | None = None,
 ) -> Verification:
-    """Check that an output is as a run wrote it, read tensor by tensor.
+    """Check that an output is unchanged since a run wrote it, one tensor at a time.
 
-    Every file but the model card, every tensor and the report itself must have the digests that the report holds; there is no
-    further file that loading would read; every pruned layer has the zeros of the report and its pattern.
+    Every file except the model card, every tensor and the report must have the digest recorded in the report; no other file
+    may be present that loading would read; every pruned layer must have the recorded zeros and follow its pattern.
 
     Args:
-        output: The folder that a run wrote.
-        against: The dense model, as a folder, hub name or demo:opt. What the run did not prune or move must equal it bit by
-            bit, in the output's dtype.
-        trusted: Run code that the output brings.
-        architecture: A file that describes the model's form.
+        output: Folder that a run wrote.
+        against: The dense model: a folder, a hub name or demo:opt. Tensors that the run did not change must equal its tensors
+            bit by bit, in the output's dtype.
+        trusted: Run the Python code that comes with the output.
+        architecture: YAML file that describes the model's architecture.
 
     Returns:
-        What was verified, in numbers.
+        The numbers of files, tensors and layers that were verified.
 
     Raises:
-        VerificationFailed: Something differs; its `differences` has one sentence for each.
-        InvalidSetting: The folder is no finished output, or has no report.
+        VerificationFailed: The output differs; its `differences` holds one sentence for each difference.
+        InvalidSetting: The folder is not a finished output, or has no report.
         BadCheckpoint: The report or the model cannot be read.
     """
     path, report = finished_report(output)
-    stored = {name: read for name in report["files"] if (read := _tensors_in(path / name)) is not None}
-    tensors = {key: tensor for read in stored.values() for key, tensor in read.items()}
-    _hold(output, [*_tensor_differences(report["digests"]["tensors"], tensors), *_file_differences(path, report)])
+    digests = [_tensors_in(path / name) or {} for name in report["files"]]
+    tensors = {key: tensor for file in digests for key, tensor in file.items()}
+    _raise_if_any(output, [*_tensor_differences(report["digests"]["tensors"], tensors), *_file_differences(path, report)])
     described = None if architecture is None else read_architecture(architecture)
     model = open_checkpoint(str(path), None, trusted, described).skeleton()
-    there = None
+    dense_tensors = None
     if against is not None:
         dense = open_checkpoint(against, None, trusted, described)
-        there = Tensors(dense.folder, dense.skeleton())
+        dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers = pruned_layers(report)
-    moved = moved_tensors(report)
+    changed = moved_tensors(report)
     total = report["totals"]["pruned_layers"]
-    _hold(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"] * (total != len(layers)))
-    _hold(output, _layer_differences(model, Tensors(path, model), there, layers, moved))
+    _raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"] * (total != len(layers)))
+    _raise_if_any(output, _layer_differences(model, Tensors(path, model), dense_tensors, layers, changed))
     return Verification(str(output), len(report["files"]), len(tensors), len(layers), against)
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, model: PreTrainedModel, in_memory: bool) -> None:
-    """Read a checkpoint back that was just written; raise VerificationFailed unless it holds what the report says.
+    """Read back a checkpoint that was just written and compare it with its report.
 
-    Every pruned layer has the zeros reported and its pattern; every tensor that the report does not call
-    moved is bit-identical to the one in `dense`, after conversion where the model was loaded in another dtype than its file's.
-    Of a parameter that holds several layers, so are those that were not pruned. model: of that form, for its names. in_memory:
-    whether it is what was written; then every tensor must have its bits.
+    Every pruned layer must have the reported zeros and follow its pattern. Every other tensor, unless the report lists it as
+    changed, must equal the dense model's bit by bit after conversion to the output's dtype; so must the layers that were not
+    pruned in a parameter that holds several layers.
+
+    Args:
+        folder: The checkpoint.
+        report: The report of the run.
+        dense: Folder of the dense model; None if there is none.
+        model: The pruned model, or a skeleton that gives the names of its parameters.
+        in_memory: Whether `model` holds the weights that were written; then every tensor is compared with it bit by bit.
+
+    Raises:
+        VerificationFailed: The checkpoint differs.
     """
-    here = Tensors(folder, model)
-    held = model.state_dict() if in_memory else {}
-    _hold("What was written", [f"{key} has other numbers than in memory" for key, x in here if not _same(x, held.get(key, x))])
+    written = Tensors(folder, model)
+    state = model.state_dict() if in_memory else {}
+    _raise_if_any(
+        "The written checkpoint",
+        [f"{key} has other values than in memory" for key, x in written if not _equal_bits(x, state.get(key, x))],
+    )
     layers = {layer.name: (layer.zeros, parse_pattern(layer.pattern)) for layer in report.layers}
-    changed_parameters = {name for block in report.blocks for name in block.changed_parameters}
-    there = None if dense is None else Tensors(dense, model)
-    _hold("What was written", _layer_differences(model, here, there, layers, changed_parameters))
+    changed = {name for block in report.blocks for name in block.changed_parameters}
+    dense_tensors = None if dense is None else Tensors(dense, model)
+    _raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers, changed))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    """A report with the names of the folder's files and the digests of these, of their tensors, and of itself.
+    """Add to a report the names of the folder's files, their digests, and those of their tensors and of the report itself.
 
-    Raises VerificationFailed for a tensor that holds NaN or infinity.
+    Args:
+        folder: The written checkpoint.
+        report: The report as plain data.
+
+    Returns:
+        The report with `files` and `digests`.
+
+    Raises:
+        VerificationFailed: A tensor holds NaN or infinity.
     """
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
-    tensors = {key: one for name in names for key, one in (_tensors_in(folder / name) or {}).items()}
-    _hold("What was written", [f"{key} holds NaN or infinity" for key, one in tensors.items() if not one.finite])
+    tensors = {key: tensor for name in names for key, tensor in (_tensors_in(folder / name) or {}).items()}
+    _raise_if_any(
+        "The written checkpoint", [f"{key} holds NaN or infinity" for key, tensor in tensors.items() if not tensor.finite]
+    )
     digests: dict[str, Any] = {
         "files": {name: file_digest(folder / name) for name in names},
-        "tensors": {key: one.to_dict() for key, one in tensors.items()},
+        "tensors": {key: tensor.to_dict() for key, tensor in tensors.items()},
     }
-    message: dict[str, Any] = json.loads(json.dumps(finite({**report, "files": sorted({*names, REPORT}), "digests": digests})))
-    digests["report"] = report_digest(message)
-    return message | {"digests": digests}
+    data: dict[str, Any] = json.loads(json.dumps(finite({**report, "files": sorted({*names, REPORT}), "digests": digests})))
+    digests["report"] = report_digest(data)
+    return data | {"digests": digests}
 
 
-def _hold(output: str | Path, differences: Sequence[str]) -> None:
-    """Raise VerificationFailed where there are differences: how many, and the first of them."""
+def _raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
+    """Raise VerificationFailed if there are differences, with their number and the first of them."""
     if not differences:
         return
-    more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    rest = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     count = f"{len(differences)} difference{'s' * (len(differences) > 1)}"
     raise VerificationFailed(
-        f"{output} is not what the run made, {count}: {'; '.join(differences[:SHOWN])}{more}.",
+        f"{output} is not what the run made, {count}: {'; '.join(differences[:SHOWN])}{rest}.",
         tuple(differences),
     )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, the second on any device, have the same bits."""
-    return one is other or (one.dtype == other.dtype and one.shape == other.shape and _bits(one).equal(_bits(other.cpu())))
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, the second on any device, have the same dtype, shape and bits."""
+    return a is b or (a.dtype == b.dtype and a.shape == b.shape and _bits(a).equal(_bits(b.cpu())))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -149,7 +179,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _tensors_in(file: Path) -> dict[str, TensorDigest] | None:
-    """The tensors of a weight file; None for another file, none for one that cannot be read."""
+    """Digests of the tensors in a weight file: None for any other file, empty for a file that cannot be read."""
     if file.suffix != ".safetensors":
         return None
     try:
@@ -159,74 +189,78 @@ def _tensors_in(file: Path) -> dict[str, TensorDigest] | None:
 
 
 def _tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> list[str]:
-    """How the tensors of an output's files differ from those of its report."""
-    found = [f"the tensor {key} is not there" for key in recorded if key not in tensors]
-    found += [f"the tensor {key} was not written by the run" for key in tensors if key not in recorded]
+    """Differences between the tensors in an output's files and those in its report."""
+    differences = [f"the tensor {key} is missing" for key in recorded if key not in tensors]
+    differences += [f"the tensor {key} was not written by the run" for key in tensors if key not in recorded]
     for key in (key for key in tensors if key in recorded):
-        tensor, message = tensors[key], recorded[key]
+        tensor, record = tensors[key], recorded[key]
         if not tensor.finite:
-            found.append(f"{key} holds NaN or infinity")
-        elif tensor.dtype != message.get("dtype"):
-            found.append(f"{key} is {tensor.dtype} where the report says {message.get('dtype')}")
-        elif list(tensor.shape) != message.get("shape"):
-            found.append(f"{key} has the shape {list(tensor.shape)} where the report says {message.get('shape')}")
-        elif tensor.digest != message.get("digest"):
-            found.append(f"the numbers of {key} were changed since")
-    return found
+            differences.append(f"{key} holds NaN or infinity")
+        elif tensor.dtype != record.get("dtype"):
+            differences.append(f"{key} is {tensor.dtype} where the report says {record.get('dtype')}")
+        elif list(tensor.shape) != record.get("shape"):
+            differences.append(f"{key} has the shape {list(tensor.shape)} where the report says {record.get('shape')}")
+        elif tensor.digest != record.get("digest"):
+            differences.append(f"the values of {key} were changed since")
+    return differences
 
 
 def _file_differences(path: Path, report: Mapping[str, Any]) -> list[str]:
-    """How the files of an output differ from those of its report."""
-    found = [f"{name} was changed since" for name in changed_files(path, report) if name != CARD]
-    listed, proved = set(report["files"]), {REPORT, *report["digests"]["files"]}
-    found += [f"the report lists {name} in one of two places" for name in sorted(listed ^ proved)]
+    """Differences between the files of an output and those in its report."""
+    differences = [f"{name} was changed since" for name in changed_files(path, report) if name != CARD]
+    listed, digested = set(report["files"]), {REPORT, *report["digests"]["files"]}
+    differences += [f"the report does not list {name} in both `files` and `digests`" for name in sorted(listed ^ digested)]
     loaded = [file.name for file in sorted(path.iterdir()) if file.suffix in LOADED and not file.is_dir()]
-    return found + [f"{name} was not written by the run" for name in loaded if name not in listed | proved]
+    return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
 
 
 def _layer_differences(
-    model: PreTrainedModel, here: Tensors, there: Tensors | None, layers: Layers, moved: set[str]
+    model: PreTrainedModel, tensors: Tensors, dense: Tensors | None, layers: Layers, changed: set[str]
 ) -> list[str]:
-    """How layers differ from what is said of them, and other tensors from the dense model's, where there is one."""
-    found: list[str] = []
-    pruned, left = set(moved), dict(layers)
+    """Differences between pruned layers and their report, and between other tensors and the dense model's, if given."""
+    differences: list[str] = []
+    skipped, missing = set(changed), dict(layers)
     for block in blocks_of(model):
-        for parameter, names in _by_parameter(block).items():
-            message = {name: left.pop(full) for name in names if (full := block.full_name(name)) in layers}
-            if not message or parameter not in here.files:
-                found += [f"{block.full_name(name)} is not there" for name in message]
+        for key, names in _by_parameter(block).items():
+            pruned = {name: missing.pop(full) for name in names if (full := block.full_name(name)) in layers}
+            if not pruned or key not in tensors.files:
+                differences += [f"{block.full_name(name)} is missing" for name in pruned]
                 continue
-            pruned.add(parameter)
-            whole = here[parameter]
-            found += [fault for name, meant in message.items() if (fault := _fault(block, name, whole, *meant))]
-            if there is not None and len(message) < len(names):
-                other = there[parameter].to(whole.dtype)
-                open_ = [name for name in names if name not in message]
-                found += [
+            skipped.add(key)
+            parameter = tensors[key]
+            differences += [
+                text for name, expected in pruned.items() if (text := _layer_difference(block, name, parameter, *expected))
+            ]
+            if dense is not None and len(pruned) < len(names):
+                original = dense[key].to(parameter.dtype)
+                differences += [
                     f"{block.full_name(name)} was not pruned and differs from the dense model's"
-                    for name in open_
-                    if other.shape != whole.shape
-                    or not torch.equal(block.linear_view(name, whole), block.linear_view(name, other))
+                    for name in names
+                    if name not in pruned
+                    and (
+                        original.shape != parameter.shape
+                        or not torch.equal(block.linear_view(name, parameter), block.linear_view(name, original))
+                    )
                 ]
-    found += [f"{name}, which its report says was pruned, is not there" for name in left]
-    if there is not None:
-        changes = compare(here, there, as_stored=False)
-        others = [key for key in (*changes["changed"], *changes["only_here"]) if key not in pruned]
-        found += [f"{key} was not pruned and differs from the dense model's" for key in others]
-    return found
+    differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
+    if dense is not None:
+        comparison = compare(tensors, dense, as_stored=False)
+        unexpected = [key for key in (*comparison["changed"], *comparison["only_here"]) if key not in skipped]
+        differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
+    return differences
 
 
-def _fault(block: Block, name: str, whole: Tensor, zeros: int, pattern: Pattern) -> str:
-    """What is wrong with a pruned layer; nothing where all is well."""
-    weight = block.linear_view(name, whole)
+def _layer_difference(block: Block, name: str, parameter: Tensor, zeros: int, pattern: Pattern) -> str:
+    """How a pruned layer differs from its report; empty if it does not."""
+    weight = block.linear_view(name, parameter)
     if count_zeros(weight) == zeros and follows(weight, pattern):
         return ""
     return f"{block.full_name(name)} has {count_zeros(weight)} zeros where the report says {zeros} ({pattern})"
 
 
 def _by_parameter(block: Block) -> dict[str, list[str]]:
-    """The names of a block's layers, by the full name of the parameter that holds them."""
-    found: dict[str, list[str]] = {}
+    """Names of a block's layers, by the full name of the parameter that holds them."""
+    names: dict[str, list[str]] = {}
     for name in block.layers:
-        found.setdefault(block.full_name(block.parameter(name)), []).append(name)
-    return found
+        names.setdefault(block.full_name(block.parameter(name)), []).append(name)
+    return names

@@ -1,4 +1,4 @@
-"""The folder that a run works in, within its output, until that is finished; and who may work there."""
+"""The work directory of a run, inside its output folder, locked against other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparsellm.runtime import collectives
 
 
 class WorkDirectory:
-    """An output in the making. journal: what is finished of it, once the run is known well enough to say."""
+    """Work directory of an unfinished output. `journal` is None until `begin`."""
 
     def __init__(self, output: Path, resume: bool) -> None:
         self.output, self._resume = output, resume
@@ -24,13 +24,16 @@ class WorkDirectory:
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps its files."""
+        """Folder of the run's files."""
         return self.output / WORK
 
     def begin(self, fingerprint: Mapping[str, Any]) -> Journal:
-        """The journal: a new one, or the one of the run that is resumed. Raises CannotResume where that was another run.
+        """Open the journal: a new one, or that of the run to resume.
 
-        Of several processes that work together, which all call this, one keeps it for all.
+        In a distributed run every process calls this, and the main process writes the journal.
+
+        Raises:
+            CannotResume: The journal has another fingerprint.
         """
         journal = Journal(self.folder)
         if collectives.is_main():
@@ -42,70 +45,74 @@ class WorkDirectory:
 
 @contextmanager
 def work_directory(output: str | Path, resume: bool = False, restart: bool = False) -> Iterator[WorkDirectory]:
-    """The work on an output, which no other process may do at the same time.
+    """Open the work directory of an output, locked against other runs.
 
-    resume: go on with an unfinished run, or start where there is none. restart: throw an unfinished run away first.
-    Raises CannotResume for an unfinished output when neither is asked for, and for one that another process works on.
-    When the context ends by an error and no block is finished, nothing is left; else the error gets a note that says how to
-    go on. When it ends well, the output is finished and holds no files of the work.
+    On success the work directory is removed. On an error it is kept if any block is finished, with a note on the error that
+    says how to resume, and removed otherwise. In a distributed run every process enters, and the main process does the work.
 
-    Of several processes that work together, which all enter, one does this for all.
+    Args:
+        output: Folder of the output.
+        resume: Resume an unfinished run, or start a new one if there is none.
+        restart: Discard an unfinished run first.
+
+    Raises:
+        CannotResume: The output is unfinished and neither is set, or another process works on it.
     """
     path = Path(output).expanduser().absolute()
     if not collectives.is_main():
-        with _following(path) as work:
+        with _secondary_directory(path) as work:
             yield work
         return
     work = WorkDirectory(path, resume)
     with locked(path):
-        begun = (work.folder / JOURNAL).exists()
-        if begun and not resume and not restart:
-            raise CannotResume(f"{output} is unfinished. Pass --resume to go on with it, or --restart to begin anew.")
+        unfinished = (work.folder / JOURNAL).exists()
+        if unfinished and not resume and not restart:
+            raise CannotResume(f"{output} is unfinished. Pass --resume to continue it, or --restart to start over.")
         try:
             if restart:
-                _emptied(work.folder)
+                _clear(work.folder)
             collectives.broadcast_object(None)
             yield work
         except BaseException as error:
-            _end(work, error, kept=begun and not restart)
+            _clean_up(work, error, resumable=unfinished and not restart)
             raise
         shutil.rmtree(work.folder, ignore_errors=True)
 
 
-def _end(work: WorkDirectory, error: BaseException, kept: bool) -> None:
-    """Keep the work that an error ends where something is finished of it, and say in a note to the error what becomes of it.
+def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> None:
+    """After an error, keep the work directory if any block is finished or `resumable`, else clear it; note which on the error.
 
-    kept: whether there was work before, which counts until the journal says what is finished of it.
+    `resumable` tells whether there was a journal before; it counts until the journal is read.
     """
-    done = len(work.journal.block_files()) if work.journal else 0
-    if done or (kept and work.journal is None):
-        what = f"{done} blocks are finished and kept" if done else "what was finished before is kept"
-        if not isinstance(error, CannotResume):  # which says itself what to pass
-            error.add_note(f"{what}: pass --resume to go on, or --restart to begin anew.")
+    finished = len(work.journal.block_files()) if work.journal else 0
+    if finished or (resumable and work.journal is None):
+        state = f"{finished} blocks are finished and kept" if finished else "blocks that were finished before are kept"
+        if not isinstance(error, CannotResume):  # its message names the options
+            error.add_note(f"{state}: pass --resume to continue, or --restart to start over.")
         return
-    _emptied(work.folder)
+    _clear(work.folder)
     if isinstance(error, (KeyboardInterrupt, OSError)) and not isinstance(error, SparseLLMError):
         error.add_note("nothing was written")
 
 
-def _emptied(folder: Path) -> None:
-    """Remove everything from a work folder but its lock."""
-    for left in list(folder.iterdir()) if folder.is_dir() else ():
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-        elif left.name != LOCK:
-            left.unlink()
+def _clear(folder: Path) -> None:
+    """Remove everything from a work folder except its lock."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 @contextmanager
-def _following(path: Path) -> Iterator[WorkDirectory]:
-    """The work of a process that does not lead: a place for its files, which may be on a machine of its own."""
-    collectives.broadcast_object(None)  # the leader has the folder
+def _secondary_directory(path: Path) -> Iterator[WorkDirectory]:
+    """The work directory of a process other than the main one, possibly on another machine."""
+    collectives.broadcast_object(None)  # the main process holds the lock
     work = WorkDirectory(path, resume=False)
     work.folder.mkdir(parents=True, exist_ok=True)
     try:
         yield work
     finally:
-        for folder in (work.folder, path):  # where it is the leader's, that one removes it
+        for folder in (work.folder, path):  # a folder shared with the main process is not empty and stays
             with suppress(OSError):
                 folder.rmdir()
