@@ -89,7 +89,7 @@ class PublishedSparseLLM:
         if not block.architecture.known:
             return UNKNOWN
         left = unplanned_layers(block, plan)
-        return f"pruned layer-wise, since {', '.join(left)} stays dense" if left else ""
+        return f"pruned layer-wise, since the plan excludes {', '.join(left)}" if left else ""
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         parts = coupled_parts(block, plan) if self._wants(block) else []
