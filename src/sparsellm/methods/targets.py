@@ -108,7 +108,7 @@ class LayerTargets:
         return target
 
     def _captured_module(self, name: str) -> str:
-        """The module whose output is captured for a layer: for attention's output projection, the cacheable attention module."""
+        """The module whose output is captured for a layer: attention as a whole, where possible, for its output projection."""
         return self._attention if name == self._attention_out else name
 
 
