@@ -252,18 +252,18 @@ class FeedForwardProblem:
         return errors @ self._root
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets in float32, in pieces of one window, or of one batch if `window` is None."""
+        """Inputs and targets in float32, in pieces of at most `window` tokens, or by batch if it is None."""
         for x, t, start in zip(self.inputs, self.targets, self._starts, strict=True):
             sizes = self._sizes(start, len(x))
             yield from zip(x.float().split(sizes), t.float().split(sizes), strict=True)
 
     def _sizes(self, start: int, count: int) -> list[int]:
-        """Sizes of the pieces that window boundaries cut `count` tokens into, from token `start` of this problem on."""
+        """Sizes of the pieces of `count` tokens from token `start` of this problem on, cut at multiples of `window`."""
         if self.window is None:
             return [count]
         numbers = range(self._first + self._step * start, self._first + self._step * (start + count), self._step)
-        windows = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)
-        cuts = [0, *(min(count, -(-(window * self.window - numbers[0]) // self._step)) for window in windows)]
+        ends = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)  # in multiples of `window`
+        cuts = [0, *(min(count, -(-(end * self.window - numbers[0]) // self._step)) for end in ends)]
         return [stop - begin for begin, stop in pairwise(cuts) if stop > begin]
 
 

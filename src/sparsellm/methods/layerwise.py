@@ -28,7 +28,7 @@ from sparsellm.solvers.statistics import InputRMS, TokenCount
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
 
-FOUND = "its model family is not known: its layers are the linear layers found in its blocks (docs/families.md)"
+FOUND = "its model family is not known; the linear layers found in its blocks were pruned (docs/families.md)"
 """Note of a layer-wise method for a block of a family that is not in the table."""
 
 UNKNOWN = "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
@@ -223,7 +223,7 @@ def _prune_non_blocking(
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
     """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
 
-    A layer that received no token, such as an expert that the router never selects, loses its smallest weights.
+    A layer that received no token, as experts of an unknown model family may, loses its smallest weights.
 
     Args:
         solver: The solver.

@@ -24,11 +24,11 @@ class SparseLLM(Settings):
     Two streams of hidden states pass through the network: the pruned model's, which the pruned layers read at inference, and
     the dense model's, which supplies the targets. The groups of layers of a block are pruned one after another:
 
-    1. The attention projections and its output projection, then the input and output projections of the feed-forward part.
+    1. The input and output projections of attention, then those of the feed-forward part.
        The solver prunes each on its inputs $\hat x$ in the pruned stream, toward the dense outputs $t$: $C = E[t \hat x^\top]$.
-       The targets of the two output projections also include the error that the residual stream has accumulated.
+       The targets of the two output projections also correct the error that the residual stream has accumulated.
     2. Gauss-Newton rounds with fixed masks, with a refit of the output projection after each. A round is kept if it lowers the
-       error.
+       error on held-out tokens.
 
     Output errors are weighted by their effect on the loss: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
 

@@ -29,7 +29,7 @@ class Cell(BaseModel, frozen=True):
     """One run of a sweep.
 
     Attributes:
-        labels: By axis.
+        labels: Its label on each axis.
         recipe: The recipe of the run.
     """
 

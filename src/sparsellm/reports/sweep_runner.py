@@ -61,7 +61,7 @@ class CellFolder:
         name: Name of the run, with the name of the sweep.
         folder: Path of the folder.
         result: File that exists once the cell is finished.
-        failure: File that exists once the cell has failed.
+        failure: File that exists if the last run of the cell failed.
         model: Output folder of the run, which keeps the pruned model if the sweep does.
     """
 
