@@ -96,10 +96,10 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
     [
         ({"axes": {"method": []}}, "The axis `method` is empty"),
         ({"axes": {}}, "has no axes"),
-        ({"axes": {"sparsity": ["70%", 0.7]}}, "two values of one name, '70%'"),
+        ({"axes": {"sparsity": ["70%", 0.7]}}, "two values named '70%'"),
         (
             {"axes": {"seed": {"one": 0, "another": 0}, "model": ["demo:opt"]}},
-            "'one, demo:opt' and 'another, demo:opt' .* one recipe",
+            "'one, demo:opt' and 'another, demo:opt' .* same recipe",
         ),
         ({"axes": {"metod": ["wanda"]}}, "unknown field: 'metod'. Did you mean 'method'"),
         ({"axes": {"method": "wanda"}}, "must be a list"),

@@ -153,7 +153,7 @@ def test_the_report_says_that_nothing_was_coupled(tmp_path: Path, text_file: Pat
     result = command("prune", source, output, *words)
     assert result.exit_code == 0, result.stderr
     for text in (" ".join(result.stderr.split()), (output / "README.md").read_text(), (output / "sparsellm.json").read_text()):
-        assert "pruned one by one, since models of its form are not known" in text
+        assert "pruned one by one, since its model family is not known" in text
     assert inspect(str(output), str(source), "2:4").as_expected
 
 

@@ -58,10 +58,15 @@ def test_what_moves_is_told_and_all_else_stays(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "choice", "couple", "note"),
     [
-        ("opt-tanh", {}, "feedforward", "its layers were pruned one by one, since its activation is none that is coupled"),
+        ("opt-tanh", {}, "feedforward", "its layers were pruned one by one, since its activation function is not supported"),
         ("opt-tanh", {}, "none", ""),
-        ("opt", {"exclude": ["fc1"]}, "feedforward", "its feed-forward layers were pruned one by one, since fc1 stays dense"),
-        ("llama", {"include": ["up_proj"]}, "block", "one by one, since mlp.down_proj, mlp.gate_proj stays dense"),
+        (
+            "opt",
+            {"exclude": ["fc1"]},
+            "feedforward",
+            "its feed-forward layers were pruned one by one, since the plan excludes fc1",
+        ),
+        ("llama", {"include": ["up_proj"]}, "block", "one by one, since the plan excludes mlp.down_proj, mlp.gate_proj"),
         ("llama", {"include": ["up_proj"]}, "none", ""),
         ("llama", {"include": ["self_attn.*"]}, "block", ""),
         ("llama", {}, "feedforward", ""),
@@ -107,7 +112,7 @@ def test_same_call_same_bits(family: str) -> None:
 @pytest.mark.parametrize("bad", [{"gauss_newton_steps": -1}, {"ridge": -1e-3}, {"ridge": float("nan")}], ids=str)
 def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
     """Settings that cannot be raise at once, name the limits, and say what they got."""
-    with pytest.raises(InvalidSetting, match="ridge >= 0 and newton >= 0, got") as caught:
+    with pytest.raises(InvalidSetting, match="ridge >= 0 and gauss_newton_steps >= 0, got") as caught:
         SparseLLM(**bad)
     assert str(next(iter(bad.values()))) in str(caught.value).split("got")[1]
     assert SparseLLM(gauss_newton_steps=0, ridge=0.0).ridge == 0

@@ -1,4 +1,7 @@
-"""Methods: each prunes a block. Here is what they share: the protocol, the plan, and the results."""
+"""Methods, each of which prunes one block at a time: the protocol, the plan and the result records.
+
+Imports errors, runtime, solvers, models and activations.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,28 @@ from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.statistics import TokenCount
 
 Plan = dict[str, Pattern]
-"""Which pattern each layer gets, by the layer's full name; layers that it lacks stay as they are."""
+"""The pattern of each layer, by the layer's full name. Layers that are not in the plan are not changed."""
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What became of one layer.
+    """The result of pruning one layer.
 
-    error: output error relative to what the layer aimed at, over the calibration tokens: the dense layer's own output, or for
-    the default the dense stream's, with what the stream had lost. known: what that rests on: "Gram" (exact), "InputNorms"
-    (inputs taken as uncorrelated), "NoInputs" (as white). damping: the value really used, None for
-    solvers without. tokens: that it was solved on. epoch: which epoch's weights these are. seconds: of solving. routed: for a
-    layer of an expert, how many tokens the router sends there; fewer than `tokens` where these were too few.
+    Attributes:
+        name: Full name of the layer.
+        pattern: Its sparsity pattern, as text.
+        shape: (out, in).
+        zeros: Number of weights that are zero.
+        error: Squared output error over the calibration tokens, relative to the energy of the target: the dense layer's output,
+            or for the default method the dense stream's, with a correction for the error that the stream has accumulated.
+        known: Statistics that the error is computed from: "Gram" (exact), "InputRMS" (inputs taken as uncorrelated) or
+            "TokenCount" (inputs taken as white).
+        damping: The value used; None for solvers without damping.
+        tokens: Number of tokens in the statistics.
+        epoch: Epoch of Algorithm 1 that the weights come from; 1 for other methods.
+        seconds: Time to solve the layer.
+        routed_tokens: For a layer of an expert, the number of tokens that the router sends to the expert. Fewer than `tokens`
+            where these were too few and others were added.
     """
 
     name: str
@@ -46,15 +59,17 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """The true feed-forward error after one step of SparseLLM; for Algorithm 1 also its objective.
+    """The true feed-forward error after one step of SparseLLM; for Algorithm 1 also its objective (eq. 5 or 6).
 
-    The objective is eq. 5 or 6 of the paper, mean over tokens.
-
-    step: "published" for an epoch of Algorithm 1; "solve" for the first solve of the default,
-    "newton" for a Gauss-Newton round. epoch: which of its kind, from 1.
-    feed_forward_error: E‖t - FFN(x)‖² of the pruned part itself, relative to E‖t‖². accepted: whether its weights were kept.
-    after_weights: the objective with new weights and the signals as they were. after_signals: with new signals too;
-    None in the last epoch, whose signals nobody needs.
+    Attributes:
+        block: Name of the block.
+        epoch: Number of the step among those of its kind, from 1.
+        step: "published" for an epoch of Algorithm 1, "solve" for the first solve of the default, "newton" for a Gauss-Newton
+            round.
+        feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖².
+        accepted: Whether the weights of this step were kept.
+        after_weights: The objective with the new weights and the previous signals, mean over tokens.
+        after_signals: The objective with the new signals too; None in the last epoch, which does not update them.
     """
 
     block: str
@@ -68,10 +83,13 @@ class EpochResult:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What gradient steps did. before, after: the loss on held-back groups of windows, relative where it is an error.
+    """The result of gradient steps.
 
-    steps: how many had been taken at the best look; 0 where none helped, and the weights are as they were. note: what went
-    wrong, or nothing.
+    Attributes:
+        before: Loss on the held-out sequences before training; relative if it is an error.
+        after: The same loss after training.
+        steps: Number of steps at the best evaluation. 0 if no step lowered the loss: the weights are then unchanged.
+        note: A problem that occurred, or an empty string.
     """
 
     before: float
@@ -82,10 +100,17 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class BlockResult:
-    """A finished block.
+    """The result of pruning one block.
 
-    note: what a reader of the report should know, or an empty string. refined: what gradient steps did, if there were any.
-    moved: the biases and norms that the method changed besides the pruned weights, by their full names.
+    Attributes:
+        index: Number of the block.
+        name: Full name of the block.
+        layers: Results of its pruned layers.
+        epochs: Results of the steps over its feed-forward part.
+        seconds: Time for the whole block.
+        note: A remark for the report, or an empty string.
+        refined: Result of the gradient steps; None if there were none.
+        changed_parameters: Full names of the biases and norm weights that the method changed besides the pruned weights.
     """
 
     index: int
@@ -100,27 +125,27 @@ class BlockResult:
 
 @runtime_checkable
 class BlockMethod(Protocol):
-    """What it takes to be a method: a frozen record with these five."""
+    """Protocol of a pruning method: a frozen dataclass with these five members."""
 
     @property
     def needs(self) -> type[TokenCount]:
-        """The richest class of moments that it reads; with NoInputs no calibration text is needed."""
+        """The richest class of statistics that the method reads. With `TokenCount` it needs no calibration text."""
         ...
 
     @property
     def needs_dense_stream(self) -> bool:
-        """Whether it reads the dense stream too, and the present block's teacher."""
+        """Whether the method reads the dense stream and the dense copy of the current block."""
         ...
 
     @property
     def needs_fisher(self) -> bool:
-        """Whether it reads what errors of each block's output cost."""
+        """Whether the method weights errors of each block's output by their effect on the loss."""
         ...
 
     def note(self, block: Block, plan: Plan) -> str:
-        """What a reader should know of how this block is pruned; mostly nothing."""
+        """A remark for the report on how this block is pruned; usually an empty string."""
         ...
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
-        """Prune the planned layers of the block in place, yielding each result as it is known."""
+        """Prune the planned layers of the block in place, yielding each result as soon as it is available."""
         ...

@@ -1,4 +1,4 @@
-"""SparseLLM as published: the layers of a feed-forward part pruned towards its output, through auxiliary signals."""
+"""Algorithm 1 of the SparseLLM paper: prunes the layers of a feed-forward part jointly, by means of auxiliary signals."""
 
 from __future__ import annotations
 
@@ -40,23 +40,31 @@ GATE_PASSES = 3500
 
 @dataclass(frozen=True)
 class PublishedSparseLLM:
-    r"""Prune a block's feed-forward layers for the output of the whole part; its attention layers for their own.
+    r"""Prune a block's feed-forward layers for the output of the whole part, and its attention layers for their own outputs.
 
-    Alternates between the weights, each the solver's answer to a layer problem toward the present signals, and the signals,
-    each in closed form (`sparsellm.models.feedforward`). Epoch 1 prunes the dense weights themselves, so one epoch is local
-    pruning, bit for bit.
+    Alternates between the weights, each solved by the layer solver toward the current signals, and the signals, each updated in
+    closed form (`sparsellm.models.feedforward`). Epoch 1 prunes the dense weights, so one epoch is layer-wise pruning, to the
+    bit.
 
     Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
-    Departs from it: least squares by Cholesky with a ridge, not by a pseudo-inverse of the activations; the activation step
-    inverts (model, model), not (hidden, hidden); the gate's global minimiser, not a table's; `keep_best`.
-    Departs from its code: fc2 by least squares, not ten gradient steps; damping does not accumulate; float32 signals; no block
-    is special-cased by its number.
 
-    solver: any layer solver. epochs: K >= 1; 2-4 in the paper. alpha, beta: weights of fitting the layers and of fitting the
-    activation; only beta / alpha changes the result. ridge: of the least squares, toward the dense weight, as a share of the
-    Gram's mean diagonal. couple: the set Omega, as the numbers of the blocks whose feed-forward layers form one problem: None
-    for every block, empty for local pruning. keep_best: return the epoch of the smallest true feed-forward error, not the last.
-    keep_zeros: weights that are zero already stay zero.
+    Differences from the paper: the regressions use a Cholesky factorisation and a ridge, not a pseudo-inverse of the
+    activations; the activation update inverts a (model, model) matrix, not (hidden, hidden); the gate update finds the global
+    minimiser, not the best entry of a table; `keep_best`.
+
+    Differences from its code: fc2 is solved by least squares, not ten gradient steps; damping does not accumulate; signals are
+    float32; no block is treated differently because of its number.
+
+    Attributes:
+        solver: Any layer solver.
+        epochs: K >= 1; 2-4 in the paper.
+        alpha: Weight of the layers' errors in the objective.
+        beta: Weight of the activation's error. Only beta / alpha affects the result.
+        ridge: Regularisation of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
+        scope: The set Omega: numbers of the blocks whose feed-forward layers form one problem. None for every block; empty for
+            layer-wise pruning.
+        keep_best: Whether to return the epoch with the smallest true feed-forward error instead of the last one.
+        keep_zeros: Whether weights that are already zero stay zero.
     """
 
     solver: LayerSolver = field(default_factory=SparseGPT)
@@ -88,12 +96,12 @@ class PublishedSparseLLM:
         return False
 
     def note(self, block: Block, plan: Plan) -> str:
-        if not self._wants(block):
+        if not self._in_scope(block):
             return ""
         if not block.architecture.known:
             return UNKNOWN
-        left = unplanned_layers(block, plan)
-        return f"pruned layer-wise, since {', '.join(left)} stays dense" if left else ""
+        excluded = unplanned_layers(block, plan)
+        return f"pruned layer-wise, since the plan excludes {', '.join(excluded)}" if excluded else ""
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
         """What a block takes: pruned layer by layer, then for each epoch a pass over the part's signals and its layers anew."""
@@ -116,8 +124,8 @@ class PublishedSparseLLM:
         )
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        parts = coupled_parts(block, plan) if self._wants(block) else []
-        if self._wants(block) and block.architecture.known and not block.architecture.feed_forward_parts:
+        parts = coupled_parts(block, plan) if self._in_scope(block) else []
+        if self._in_scope(block) and block.architecture.known and not block.architecture.feed_forward_parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
                 "Use --scope none, or a layer-wise method."
@@ -127,7 +135,7 @@ class PublishedSparseLLM:
         else:
             yield from LayerWise(self.solver, self.keep_zeros).prune(block, inputs, plan)
 
-    def _wants(self, block: Block) -> bool:
+    def _in_scope(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
         return self.scope is None or block.index in self.scope
 
@@ -135,48 +143,50 @@ class PublishedSparseLLM:
         self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan
     ) -> Iterator[LayerResult | EpochResult]:
         """`prune` for a block with feed-forward parts whose layers are all planned."""
-        together = {name for part in parts for name in (*part.in_proj, part.out_proj)}
-        needs = {name: Gram if name in together else self.solver.needs for name in planned_layers(block, plan)}
+        coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
+        needs = {name: Gram if name in coupled else self.solver.needs for name in planned_layers(block, plan)}
         signals = [AuxiliarySignals(block, part, self.beta / self.alpha) for part in parts]
-        looks = [some.hooks() for some in signals]
-        reads = {name: many for looked, _ in looks for name, many in looked.items()}
-        writes = {name: many for _, looked in looks for name, many in looked.items()}
-        moments = collect_statistics(block, inputs, needs, reads, writes)
-        problems = {name: problem_of(block, name, known, self.keep_zeros) for name, known in moments.items()}
-        whose = assign_owners(block, [name for name in problems if name not in together])
-        local = [name for name, owner in whose.items() if owner == collectives.rank()]
-        steps = (
+        hooks = [part_signals.hooks() for part_signals in signals]
+        input_hooks = {name: functions for by_layer, _ in hooks for name, functions in by_layer.items()}
+        output_hooks = {name: functions for _, by_layer in hooks for name, functions in by_layer.items()}
+        statistics = collect_statistics(block, inputs, needs, input_hooks, output_hooks)
+        problems = {name: problem_of(block, name, layer_stats, self.keep_zeros) for name, layer_stats in statistics.items()}
+        owners = assign_owners(block, [name for name in problems if name not in coupled])
+        local = [name for name, owner in owners.items() if owner == collectives.rank()]
+        results = (
             prune_layer(block, name, self.solver, problems[name], plan, inputs.expert_tokens(block, name)) for name in local
         )
-        yield from broadcast_results(block, whose, steps)
-        for part, some in zip(parts, signals, strict=True):
-            own = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
-            for step in self._prune_part(block, some, own, plan):
+        yield from broadcast_results(block, owners, results)
+        for part, part_signals in zip(parts, signals, strict=True):
+            part_problems = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
+            for result in self._prune_part(block, part_signals, part_problems, plan):
                 yield (
-                    replace(step, routed_tokens=inputs.expert_tokens(block, part.out_proj))
-                    if isinstance(step, LayerResult)
-                    else step
+                    replace(result, routed_tokens=inputs.expert_tokens(block, part.out_proj))
+                    if isinstance(result, LayerResult)
+                    else result
                 )
 
     def _prune_part(
         self, block: Block, signals: AuxiliarySignals, problems: dict[str, LayerProblem], plan: Plan
     ) -> Iterator[LayerResult | EpochResult]:
-        """One feed-forward part: the alternation, then what became of each layer. problems: the dense weights' own."""
+        """Prune one feed-forward part: the epochs, then the results of its layers. `problems`: those of the dense weights."""
         signals.start({name: problem.inputs for name, problem in problems.items() if isinstance(problem.inputs, Gram)})
-        aims = problems
+        current = problems
         best = PartSolution({}, {}, 0, float("inf"))
         for epoch in range(1, self.epochs + 1):
-            answer = self._solve_all(block, aims, plan, epoch)
-            after_weights, last = self.alpha * signals.objective(answer.weights), epoch == self.epochs
-            answer.error = signals.error(answer.weights) if last else signals.refit(answer.weights)
-            after_signals = None if last else self.alpha * signals.objective(answer.weights)
-            better = answer.error < best.error or not self.keep_best
-            yield EpochResult(block.name, epoch, "published", answer.error, better, after_weights, after_signals)
+            solution = self._solve_all(block, current, plan, epoch)
+            after_weights, last = self.alpha * signals.objective(solution.weights), epoch == self.epochs
+            solution.error = signals.error(solution.weights) if last else signals.refit(solution.weights)
+            after_signals = None if last else self.alpha * signals.objective(solution.weights)
+            better = solution.error < best.error or not self.keep_best
+            yield EpochResult(block.name, epoch, "published", solution.error, better, after_weights, after_signals)
             if better:
-                best = answer
+                best = solution
             if not last:
-                fresh = signals.problems(self.ridge)
-                aims = {name: replace(aim, pruned_mask=problems[name].pruned_mask) for name, aim in fresh.items()}
+                current = {
+                    name: replace(problem, pruned_mask=problems[name].pruned_mask)
+                    for name, problem in signals.problems(self.ridge).items()
+                }
 
         if not best.weights:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
@@ -185,23 +195,30 @@ class PublishedSparseLLM:
             damping, seconds = best.spent[name]
             yield layer_result(block, name, plan, problems[name], damping, best.epoch, seconds)
 
-    def _solve_all(self, block: Block, aims: dict[str, LayerProblem], plan: Plan, epoch: int) -> PartSolution:
-        """One weight step: every coupled layer toward its present aim."""
+    def _solve_all(self, block: Block, problems: dict[str, LayerProblem], plan: Plan, epoch: int) -> PartSolution:
+        """Solve the current problem of every layer of a part; the error is not computed yet."""
 
-        def solved(name: str) -> tuple[Tensor, list[float | None]]:
-            started, full = time.perf_counter(), block.full_name(name)
-            weight, damping = solve(self.solver, aims[name], plan[full], full)
+        def solve_layer(name: str) -> tuple[Tensor, list[float | None]]:
+            started, full_name = time.perf_counter(), block.full_name(name)
+            weight, damping = solve(self.solver, problems[name], plan[full_name], full_name)
             return weight, [damping, time.perf_counter() - started]
 
-        answer = PartSolution({}, {}, epoch, float("inf"))
-        for name, weight, (damping, seconds) in solve_in_parallel(block, list(aims), solved):
-            answer.weights[name], answer.spent[name] = weight, (damping, seconds)
-        return answer
+        solution = PartSolution({}, {}, epoch, float("inf"))
+        for name, weight, (damping, seconds) in solve_in_parallel(block, list(problems), solve_layer):
+            solution.weights[name], solution.spent[name] = weight, (damping, seconds)
+        return solution
 
 
 @dataclass
 class PartSolution:
-    """One epoch's weights by layer, the damping and the seconds that each took, and the true feed-forward error they have."""
+    """The result of one epoch.
+
+    Attributes:
+        weights: Pruned weights by layer, (out, in) float32.
+        spent: By layer, the damping used and the seconds.
+        epoch: Number of the epoch, from 1; 0 before the first.
+        error: True feed-forward error of the weights, relative.
+    """
 
     weights: dict[str, Tensor]
     spent: dict[str, tuple[float | None, float]]

@@ -1,4 +1,4 @@
-"""A block on its way: its layers solved one group after the other on the pruned stream, toward the dense one, and coupled."""
+"""The layers of one block, solved group by group on the pruned stream toward the dense stream, and Gauss-Newton rounds."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ from sparsellm.solvers.regression import Regression
 from sparsellm.solvers.statistics import Gram
 
 NEWTON_STEPS = 8
-"""Conjugate gradients in one Gauss-Newton round."""
+"""Conjugate gradient steps in one Gauss-Newton round."""
 
 SHORTEST_STEP = 0.1
-"""Of a Gauss-Newton step's length, how little is still tried."""
+"""The line search stops at this fraction of the Gauss-Newton step."""
 
 WRITER_STEPS = 20
-"""Conjugate gradients in a refit of the writer."""
+"""Conjugate gradient steps in one refit of the output projection."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A layer to solve toward the targets of a regression. curvature: of its outputs."""
+    """A layer to solve toward the targets of a regression.
+
+    Attributes:
+        name: The layer, by its name within the block.
+        regression: Statistics of its inputs and targets.
+        curvature: S, (out, out): the weights of its output errors; None if all count alike.
+    """
 
     name: str
     regression: Regression
@@ -47,7 +53,15 @@ class Task:
 
 
 class BlockSolver:
-    """One block on its way, the pruned stream held against the dense one: what is known of it so far."""
+    """Prunes the layers of one block and collects their results.
+
+    Args:
+        settings: Settings of the method.
+        block: The block, pruned in place.
+        inputs: Its inputs in the pruned and in the dense stream.
+        plan: Patterns by full layer name.
+        sensitivities: S by layer, (out, out); layers without one count all output errors alike.
+    """
 
     def __init__(
         self,
@@ -55,120 +69,133 @@ class BlockSolver:
         block: Block,
         inputs: Activations,
         plan: Plan,
-        metric: Tensor | None,
         sensitivities: Mapping[str, Tensor],
     ) -> None:
-        self._settings, self._block, self._inputs, self._plan, self._metric = settings, block, inputs, plan, metric
+        self._settings, self._block, self._inputs, self._plan = settings, block, inputs, plan
         self._keep: dict[str, Tensor] = {}
         self._results: dict[str, LayerResult] = {}
         self._targets = LayerTargets(block, inputs, plan)
-        self._gone = {name: zero_mask(block.layer(name).weight, settings.keep_zeros) for name in planned_layers(block, plan)}
+        names = planned_layers(block, plan)
+        self._pruned_masks = {name: zero_mask(block.layer(name).weight, settings.keep_zeros) for name in names}
         self._sensitivities = sensitivities
 
     def solve_group(self, names: Sequence[str], last: bool) -> None:
-        """Solve layers that share an input, each by itself, and write them. last: whether no other of the block follows."""
+        """Solve layers that share an input, each separately, and write them.
+
+        Args:
+            names: The layers, by name within the block.
+            last: Whether this is the last group of the block.
+        """
         regressions = self._targets.regressions(names, last)
         self._solve(*(Task(name, regressions[name], self._sensitivities.get(name)) for name in names))
         self._targets.mark_final(names)
 
     def solve_part(self, feed_forward: FeedForward, metric: Tensor) -> Iterator[EpochResult]:
-        """Solve the feed-forward part: its layers, then the Gauss-Newton rounds. metric: F, (model, model)."""
-        reads, writes = (self._block.layer(name) for name in (feed_forward.in_proj[0], feed_forward.out_proj))
-        size = 4 * self._inputs.tokens * max(reads.in_features, writes.out_features)
+        """Solve the feed-forward part: its layers, then the Gauss-Newton rounds. `metric`: F, (model, model)."""
+        in_proj, out_proj = (self._block.layer(name) for name in (feed_forward.in_proj[0], feed_forward.out_proj))
+        size = 4 * self._inputs.tokens * max(in_proj.in_features, out_proj.out_features)  # bytes, float32
         with self._inputs.storage.new_lists(2, size) as (inputs, targets):
             regressions = self._targets.regressions(feed_forward.in_proj, True, (inputs, targets))
-            yield from self._solve_together(self._part(feed_forward, metric, inputs, targets), regressions)
+            yield from self._solve_jointly(self._problem(feed_forward, metric, inputs, targets), regressions)
 
     def solve_experts(self, parts: Sequence[FeedForward], metric: Tensor) -> Iterator[EpochResult]:
-        """Solve experts one after the other, each as a feed-forward part of its own on the tokens that it is shown.
+        """Solve experts one after another, each as a feed-forward part on the tokens that are routed to it.
 
-        Each aims at what the dense expert makes of the dense stream's same tokens. What the stream has lost is not laid on
-        experts: which of them a token goes to is the router's matter.
+        The target of an expert is the dense expert's output for the same tokens of the dense stream. It does not include the
+        accumulated error of the stream, since the router decides which experts a token passes through.
+
+        Args:
+            parts: The experts.
+            metric: F, (model, model).
         """
         routes = self._inputs.expert_samples(self._block, parts[0].in_proj)
-        shown = 0 if routes is None else routes.max_tokens
+        max_tokens = 0 if routes is None else routes.max_tokens
         with self._inputs.storage.new_lists(
-            2 * len(parts), 4 * shown * self._block.layer(parts[0].in_proj[0]).in_features
+            2 * len(parts), 4 * max_tokens * self._block.layer(parts[0].in_proj[0]).in_features
         ) as lists:
-            seen = list(zip(lists[::2], lists[1::2], strict=True))
-            asked = CaptureRequest([part.in_proj[0] for part in parts])
-            for pruned, dense in self._inputs.paired_batches(self._block, asked, asked):
-                for part, (inputs, targets) in zip(parts, seen, strict=True):
+            pairs = list(zip(lists[::2], lists[1::2], strict=True))
+            request = CaptureRequest([part.in_proj[0] for part in parts])
+            for pruned, dense in self._inputs.paired_batches(self._block, request, request):
+                for part, (inputs, targets) in zip(parts, pairs, strict=True):
                     inputs.append(pruned.inputs[part.in_proj[0]].float())
                     targets.append(dense.inputs[part.in_proj[0]].float())
-            for part, (inputs, targets) in zip(parts, seen, strict=True):
+            for part, (inputs, targets) in zip(parts, pairs, strict=True):
                 regressions = expert_regressions(self._block, part, inputs, targets)
-                yield from self._solve_together(self._part(part, metric, inputs, targets), regressions)
+                yield from self._solve_jointly(self._problem(part, metric, inputs, targets), regressions)
 
-    def _part(self, feed_forward: FeedForward, metric: Tensor, inputs: TensorList, targets: TensorList) -> FeedForwardProblem:
-        """The part with what it reads and should write."""
+    def _problem(
+        self, feed_forward: FeedForward, metric: Tensor, inputs: TensorList, targets: TensorList
+    ) -> FeedForwardProblem:
+        """The problem of a feed-forward part with its inputs and targets."""
         return FeedForwardProblem(feed_forward, metric, inputs, targets, self._settings.sampled, self._inputs.window)
 
-    def _solve_together(self, part: FeedForwardProblem, regressions: Mapping[str, Regression]) -> Iterator[EpochResult]:
-        """Solve a part's layers, given its readers' regressions."""
-        names = part.names
-        curvatures = part.curvatures(self._weights(names))
-        power = max(part.target_energy(), 1e-30)
+    def _solve_jointly(self, problem: FeedForwardProblem, regressions: Mapping[str, Regression]) -> Iterator[EpochResult]:
+        """Solve the layers of a feed-forward part, given the regressions of its input projections."""
+        names = problem.names
+        curvatures = problem.curvatures(self._weights(names))
+        energy = max(problem.target_energy(), 1e-30)
         self._solve(*(Task(name, regressions[name], curvatures[name]) for name in names[:-1]))
-        self._solve(Task(names[-1], part.regression(self._weights(names)), part.metric))
-        error = part.error(self._weights(names))
-        yield EpochResult(self._block.name, 1, "solve", error / power, True)
-        yield from self._gauss_newton(part, names, power)
+        self._solve(Task(names[-1], problem.regression(self._weights(names)), problem.metric))
+        error = problem.error(self._weights(names))
+        yield EpochResult(self._block.name, 1, "solve", error / energy, True)
+        yield from self._gauss_newton(problem, names, energy)
 
-    def _gauss_newton(self, part: FeedForwardProblem, names: tuple[str, ...], power: float) -> Iterator[EpochResult]:
-        """Gauss-Newton rounds over the readers, the writer refitted after each, as long as held-back batches gain by it."""
-        fitted, held = part.split()
-        error = held.error(self._weights(names))
+    def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
+        """Gauss-Newton rounds over the input projections, until the error on held-out tokens no longer falls."""
+        training, held_out = problem.split()
+        error = held_out.error(self._weights(names))
         for number in range(1, self._settings.gauss_newton_steps + 1):
             weights = self._weights(names)
-            steps = fitted.gauss_newton_step(weights, self._keep, NEWTON_STEPS)
-            length, found, moved = 1.0, error, weights
+            steps = training.gauss_newton_step(weights, self._keep, NEWTON_STEPS)
+            length, new_error, new_weights = 1.0, error, weights
             while length > SHORTEST_STEP:
-                moved = weights | {name: _moved(weights[name], step, length) for name, step in steps.items()}
-                moved |= {names[-1]: self._refit_out_proj(fitted, moved, names[-1])}
-                found = held.error(moved)
-                if found < error:
+                new_weights = weights | {name: _add_step(weights[name], step, length) for name, step in steps.items()}
+                new_weights |= {names[-1]: self._refit_out_proj(training, new_weights, names[-1])}
+                new_error = held_out.error(new_weights)
+                if new_error < error:
                     break
                 length /= 2
-            yield EpochResult(self._block.name, number, "newton", found / power, found < error)
-            if not found < error:
+            yield EpochResult(self._block.name, number, "newton", new_error / energy, new_error < error)
+            if not new_error < error:
                 break
-            error = found
-            self._write(moved)
+            error = new_error
+            self._write(new_weights)
 
     def results(self) -> Iterator[LayerResult]:
-        """What became of each layer, in running order: the zeros as they now are, the error as the layer was solved."""
+        """The result of each layer, in running order: zeros of the current weight, error of the first solve."""
         for name in planned_layers(self._block, self._plan):
             zeros = count_zeros(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
 
     def _solve(self, *tasks: Task) -> None:
-        """Solve layers toward their targets and write weights and biases. Several processes share them out."""
+        """Solve layers toward their targets, in parallel over processes, and write weights and biases."""
         by_name = {task.name: task for task in tasks}
 
-        def solved(name: str) -> tuple[Tensor, dict[str, Any]]:
-            weight, step = self._solution(by_name[name])
-            return weight, asdict(step)
+        def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
+            weight, result = self._solve_task(by_name[name])
+            return weight, asdict(result)
 
-        for name, weight, step in solve_in_parallel(self._block, list(by_name), solved):
-            self._results[name], self._keep[name] = step_from_dict(step), weight != 0
+        for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
+            self._results[name], self._keep[name] = step_from_dict(result), weight != 0
             self._write({name: (weight, by_name[name].regression.bias(weight))})
 
-    def _solution(self, task: Task) -> tuple[Tensor, LayerResult]:
-        """The weight that solves a layer, and what to say of it."""
+    def _solve_task(self, task: Task) -> tuple[Tensor, LayerResult]:
+        """Solve one layer; the weight is not written."""
         started, regression = time.perf_counter(), task.regression
-        full, layer = self._block.full_name(task.name), self._block.layer(task.name)
+        full_name, layer = self._block.full_name(task.name), self._block.layer(task.name)
         dense = layer.weight.detach().to(torch.float32, copy=True)
-        problem = replace(regression.problem(dense, self._settings.ridge, task.curvature), pruned_mask=self._gone[task.name])
-        weight, damping = solve(self._settings.solver, problem, self._plan[full], full)
+        problem = replace(
+            regression.problem(dense, self._settings.ridge, task.curvature), pruned_mask=self._pruned_masks[task.name]
+        )
+        weight, damping = solve(self._settings.solver, problem, self._plan[full_name], full_name)
         try:
             error = relative_error(regression.error(weight), regression.power)
         except NonFinite as failure:
-            failure.add_note(f"in layer {full}")
+            failure.add_note(f"in layer {full_name}")
             raise
         return weight, LayerResult(
-            name=full,
-            pattern=str(self._plan[full]),
+            name=full_name,
+            pattern=str(self._plan[full_name]),
             shape=(weight.shape[0], weight.shape[1]),
             zeros=count_zeros(weight),
             error=error,
@@ -180,13 +207,14 @@ class BlockSolver:
             routed_tokens=self._inputs.expert_tokens(self._block, task.name),
         )
 
-    def _refit_out_proj(self, part: FeedForwardProblem, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:
-        """The writer fitted to what the readers now give, its mask held."""
-        regression = part.regression(weights)
-        problem = regression.problem(weights[name][0], self._settings.ridge)
-        metric, gram = add_curvature_diagonal(part.metric, METRIC_LIFT), add_diagonal_(problem.gram, self._settings.ridge)
+    def _refit_out_proj(self, problem: FeedForwardProblem, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the output projection `name`, refitted to the current activations with a fixed mask."""
+        regression = problem.regression(weights)
+        layer_problem = regression.problem(weights[name][0], self._settings.ridge)
+        metric = add_curvature_diagonal(problem.metric, METRIC_LIFT)
+        gram = add_diagonal_(layer_problem.gram, self._settings.ridge)
         weight = conjugate_gradient_refit(
-            weights[name][0], problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric
+            weights[name][0], layer_problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric
         )
         return weight, regression.bias(weight)
 
@@ -194,16 +222,16 @@ class BlockSolver:
         return weights_of(self._block, names)
 
     def _write(self, weights: Weights) -> None:
-        """Put weights, and biases where there are any, into the block."""
+        """Write weights, and biases where there are any, to the block."""
         for name, (weight, bias) in weights.items():
             self._block.write(name, weight)
             if bias is not None:
                 self._block.write_bias(name, bias)
 
 
-def _moved(
-    present: tuple[Tensor, Tensor | None], step: tuple[Tensor, Tensor | None], length: float
+def _add_step(
+    current: tuple[Tensor, Tensor | None], step: tuple[Tensor, Tensor | None], length: float
 ) -> tuple[Tensor, Tensor | None]:
-    """A weight and bias after a step of some length."""
-    bias = present[1] if present[1] is None or step[1] is None else present[1] + length * step[1]
-    return present[0] + length * step[0], bias
+    """Weight and bias plus `length` times a step."""
+    bias = current[1] if current[1] is None or step[1] is None else current[1] + length * step[1]
+    return current[0] + length * step[0], bias

@@ -1,7 +1,8 @@
-r"""A feed-forward part on what it reads in the pruned model, held against what it should write: its true error, and the
-closed-form steps that lower it.
+r"""A feed-forward part as one problem: its true error in the pruned model, and the closed-form steps that lower it.
 
-With the readers' weights $W_k$ and the writer's $V$, the part computes $V \varphi(W_1 x, \dots) + c$ and should write $t$.
+With the input projections' weights $W_k$ and the output projection's $V$, the part computes $V \varphi(W_1 x, \dots) + c$. Its
+target is $t$. The "stack" of a gradient or step is one matrix for all input projections: their weights, (hidden, in) each, one
+above another, with their biases as a last column if they have any.
 """
 
 from __future__ import annotations
@@ -24,39 +25,43 @@ from sparsellm.solvers.regression import Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
 
 Weights = dict[str, tuple[Tensor, Tensor | None]]
-"""By layer: the weight, (out, in), and the bias, (out,), or None where the layer has none; float32."""
+"""By layer: the weight, (out, in), and the bias, (out,), or None if the layer has none; float32."""
 
 HELD = 0.0625
-"""The share of the tokens, the last, that judges a Gauss-Newton round and takes no part in it."""
+"""The fraction of tokens, the last ones, that is held out to evaluate Gauss-Newton rounds."""
 
 SAMPLED, SAMPLED_WIDTHS = 8192, 4
-"""How many tokens a Gauss-Newton step's curvature is taken from, usually at least, and at least how many widths. The gradient
-is taken from all: it says where to go, the curvature only how far in each direction."""
+"""Least number of tokens for the curvature of a Gauss-Newton step, by default, and the same in multiples of the model width.
+The gradient uses all tokens: it sets the direction, the curvature only the step length in each direction."""
 
 METRIC_LIFT = 1e-3
-"""Added to a metric's diagonal, as a share of its mean: a sample cannot tell what costs nothing from what costs little."""
+"""Added to the diagonal of F, relative to its mean: F is estimated from a sample, which cannot tell small costs from zero."""
 
 NEWTON_RIDGE = 1e-2
-"""Of a Gauss-Newton step, toward no change, as a share of each entry's own curvature: a step is only good near its start."""
+"""Penalty on a Gauss-Newton step, relative to the curvature of each entry: the quadratic model only holds near the start."""
 
 
 def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
-    """The present weights and biases of a block's layers, as float32 copies."""
-    found: Weights = {}
+    """The current weights and biases of a block's layers, as float32 copies."""
+    weights: Weights = {}
     for name in names:
         layer = block.layer(name)
         bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
-        found[name] = layer.weight.detach().to(torch.float32, copy=True), bias
-    return found
+        weights[name] = layer.weight.detach().to(torch.float32, copy=True), bias
+    return weights
 
 
 @dataclass
 class FeedForwardProblem:
-    """One block's feed-forward part with its batches.
+    """The feed-forward part of one block, with its inputs and targets.
 
-    feed_forward: where readers and writer are. metric: F, (model, model): what errors of the output cost.
-    inputs: x, (tokens, model) for each batch of this process. targets: t, (tokens, model) for each. least: tokens for a
-    curvature, if there are as many. window: tokens that are summed at a time, whatever the batch; None sums all of a batch.
+    Attributes:
+        feed_forward: Names of its layers, and its activation function.
+        metric: F, (model, model), positive semi-definite: an output error e counts as eᵀ F e.
+        inputs: x, (tokens, model) for each batch of this process.
+        targets: t, (tokens, model) for each batch of this process.
+        least: Least number of tokens for the curvature, if there are as many.
+        window: Number of tokens that are summed at a time, independent of the batch size; None sums each batch at once.
     """
 
     feed_forward: FeedForward
@@ -67,197 +72,209 @@ class FeedForwardProblem:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        self._first, self._step = 0, 1  # which tokens these are, of all that there are
+        self._first, self._step = 0, 1  # the tokens of this problem are first, first + step, ... of the calibration tokens
         self._width, self._device = self.inputs[0].shape[-1], self.inputs[0].device
-        # How many tokens stand before each batch, and how many there are, those of the other processes among them.
-        before = list(accumulate(collectives.all_gather(lengths(self.inputs)), initial=0))
-        self._starts, self._tokens = collectives.shard(before[:-1]), before[-1]
-        # With F = L Lᵀ, errors of V p weigh as plain errors of Lᵀ V p.
+        # Number of the first token of each batch, and the total, both over all processes.
+        offsets = list(accumulate(collectives.all_gather(lengths(self.inputs)), initial=0))
+        self._starts, self._tokens = collectives.shard(offsets[:-1]), offsets[-1]
+        # With F = L Lᵀ, the weighted error of V p is the plain error of Lᵀ V p.
         self._root: Tensor = torch.linalg.cholesky(add_curvature_diagonal(self.metric, METRIC_LIFT))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Readers, then the writer."""
+        """The input projections, then the output projection."""
         return (*self.feed_forward.in_proj, self.feed_forward.out_proj)
 
     def split(self) -> tuple[FeedForwardProblem, FeedForwardProblem]:
-        """What to fit on, and a sixteenth of the tokens, the last, held back to judge by; the same for both where there are too
-        few. Where one batch ends and the next begins makes no difference."""
-        back = round(HELD * self._tokens)
-        if back == 0:
+        """A problem to fit on and one of held-out tokens, the last sixteenth; twice the whole problem if there are too few.
+
+        The split does not depend on the batch size.
+        """
+        held_out = round(HELD * self._tokens)
+        if held_out == 0:
             return self, self
-        return self._rows(slice(0, self._tokens - back)), self._rows(slice(self._tokens - back, self._tokens))
+        return self._rows(slice(0, self._tokens - held_out)), self._rows(slice(self._tokens - held_out, self._tokens))
 
     def sampled(self) -> FeedForwardProblem:
-        """Every so-manieth token: as many as a curvature needs."""
-        wanted = max(self.least, SAMPLED_WIDTHS * self._width)
-        return self._rows(slice(0, self._tokens, max(1, self._tokens // wanted)))
+        """The problem with evenly spaced tokens, as many as the curvature needs."""
+        count = max(self.least, SAMPLED_WIDTHS * self._width)
+        return self._rows(slice(0, self._tokens, max(1, self._tokens // count)))
 
-    def _rows(self, wanted: slice) -> FeedForwardProblem:
-        """The part with some of its tokens, counted over all batches; batches without any are left out."""
-        part, inputs = copy(self), RowSubset(self.inputs, wanted, self._starts)
-        part.inputs, part.targets = inputs, RowSubset(self.targets, wanted, self._starts)
-        part._starts, part._tokens = inputs.starts, len(range(self._tokens)[wanted])
-        part._first, part._step = self._first + self._step * wanted.start, self._step * (wanted.step or 1)
-        return part
+    def _rows(self, rows: slice) -> FeedForwardProblem:
+        """The problem with some of its tokens, numbered over all batches; batches without any are left out."""
+        subset, inputs = copy(self), RowSubset(self.inputs, rows, self._starts)
+        subset.inputs, subset.targets = inputs, RowSubset(self.targets, rows, self._starts)
+        subset._starts, subset._tokens = inputs.starts, len(range(self._tokens)[rows])
+        subset._first, subset._step = self._first + self._step * rows.start, self._step * (rows.step or 1)
+        return subset
 
     def hidden(self, weights: Weights, x: Tensor) -> tuple[Tensor, ...]:
-        """The readers' outputs, each (tokens, hidden)."""
+        """The outputs of the input projections, each (tokens, hidden)."""
         return tuple(linear(x, *weights[name]) for name in self.feed_forward.in_proj)
 
     def error(self, weights: Weights) -> float:
         """E‖t - FFN(x)‖² in the metric, mean over tokens."""
-        missed = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)
+        sums = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)  # squared error, tokens
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
             residual = self._weighted(t - linear(activated, *weights[self.feed_forward.out_proj]))
-            missed += torch.stack([residual.square().sum(), torch.tensor(float(len(x)), device=x.device)]).to(missed.dtype)
-        collectives.all_reduce_(missed)
-        return float(missed[0] / missed[1].clamp(min=1))
+            sums += torch.stack([residual.square().sum(), torch.tensor(float(len(x)), device=x.device)]).to(sums.dtype)
+        collectives.all_reduce_(sums)
+        return float(sums[0] / sums[1].clamp(min=1))
 
     def target_energy(self) -> float:
-        """E‖t‖² in the metric: what the error is relative to."""
-        had = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)
+        """E‖t‖² in the metric, the denominator of the relative error."""
+        sums = torch.zeros(2, dtype=devices.widest_float(self._device), device=self._device)  # energy, tokens
         for _, t in self._batches():
-            had += torch.stack([self._weighted(t).square().sum(), torch.tensor(float(len(t)), device=t.device)])
-        collectives.all_reduce_(had)
-        return float(had[0] / had[1].clamp(min=1))
+            sums += torch.stack([self._weighted(t).square().sum(), torch.tensor(float(len(t)), device=t.device)])
+        collectives.all_reduce_(sums)
+        return float(sums[0] / sums[1].clamp(min=1))
 
     def regression(self, weights: Weights) -> Regression:
-        """The writer's: from the activations that these readers really give, toward t."""
+        """The regression of the output projection: from the activations with these input projections toward t."""
         (out, features), bias = weights[self.feed_forward.out_proj][0].shape, weights[self.feed_forward.out_proj][1]
         gram = Gram(features, self._device)
-        found = TargetRegression(gram, out, affine=bias is not None)
+        regression = TargetRegression(gram, out, affine=bias is not None)
         for x, t in self._batches():
             activated = self.feed_forward.activate(*self.hidden(weights, x))
             gram.update(activated)
-            found.update(t, activated)
+            regression.update(t, activated)
         gram.reduce()
-        found.reduce()
-        return found
+        regression.reduce()
+        return regression
 
     def curvatures(self, dense: Weights) -> dict[str, Tensor]:
-        r"""S for each reader, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$, at the dense weights."""
-        readers, writer = self.feed_forward.in_proj, self._writer(dense)
-        slopes = {name: Gram(writer.shape[1], writer.device) for name in readers}
+        r"""S of each input projection, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$."""
+        in_proj, out_proj = self.feed_forward.in_proj, self._weighted_out_proj(dense)
+        grams = {name: Gram(out_proj.shape[1], out_proj.device) for name in in_proj}
         for x, _ in self._batches():
-            for name, slope in zip(readers, self.feed_forward.slopes(*self.hidden(dense, x)), strict=True):
-                slopes[name].update(slope)
-        for gram in slopes.values():
+            for name, slopes in zip(in_proj, self.feed_forward.slopes(*self.hidden(dense, x)), strict=True):
+                grams[name].update(slopes)
+        for gram in grams.values():
             gram.reduce()
-        return {name: (writer.T @ writer) * gram.matrix for name, gram in slopes.items()}
+        return {name: (out_proj.T @ out_proj) * gram.matrix for name, gram in grams.items()}
 
     def gauss_newton_step(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
-        r"""The change of the readers that a Gauss-Newton step proposes, masks and writer held.
+        r"""A Gauss-Newton step of the input projections with fixed masks and a fixed output projection.
 
-        Conjugate gradients on $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$, preconditioned by the
-        diagonal; a product with the Jacobian and one with its transpose for each of the `steps`, on a sample of the tokens.
+        Minimises $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$ over $\Delta$ by conjugate gradients
+        with a diagonal preconditioner, on a sample of the tokens.
+
+        Args:
+            weights: Current weights and biases of all layers.
+            keep: By layer, True where a weight stays.
+            steps: Number of conjugate gradient steps; each multiplies by the Jacobian and its transpose once.
+
+        Returns:
+            The changes of weights and biases, by input projection.
         """
         sample, stack = self.sampled(), self._stack(weights)
-        held = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.in_proj])
+        mask = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.in_proj])
         change = torch.zeros_like(stack)
         residual, curvature = self._gradient(weights, stack)
-        slopes = [sample._slopes(_widened(x, stack), stack) for x, _ in sample._batches()]
-        scale = held / (curvature + curvature.mean() * 1e-3)
+        slopes = [sample._slopes(_with_ones(x, stack), stack) for x, _ in sample._batches()]
+        preconditioner = mask / (curvature + curvature.mean() * 1e-3)
         ridge = NEWTON_RIDGE * curvature
-        residual = residual * held
-        direction = residual * scale
+        residual = residual * mask
+        direction = residual * preconditioner
         energy = float((residual * direction).sum())
         for _ in range(steps):
             if not energy > 0:
                 break
-            product = (sample._gauss_newton_product(weights, slopes, direction) + ridge * direction) * held
+            product = (sample._gauss_newton_product(weights, slopes, direction) + ridge * direction) * mask
             length = energy / max(float((direction * product).sum()), 1e-30)
             change += length * direction
             residual -= length * product
-            fresh = float((residual * residual * scale).sum())
-            direction = residual * scale + fresh / energy * direction
-            energy = fresh
+            new_energy = float((residual * residual * preconditioner).sum())
+            direction = residual * preconditioner + new_energy / energy * direction
+            energy = new_energy
         return self._unstack(change, weights)
 
     def _gradient(self, weights: Weights, stack: Tensor) -> tuple[Tensor, Tensor]:
-        """Jᵀ of what the part misses, mean over tokens, and the diagonal of Jᵀ J as if the slopes did not depend on the inputs:
-        ‖v‖² E[φ'²] E[x²], all that a preconditioner needs. Both of the stack's shape."""
-        writer, readers = self._writer(weights), len(self.feed_forward.in_proj)
+        """Jᵀ of the residual, mean over tokens, and an approximate diagonal of Jᵀ J, both of the stack's shape.
+
+        The diagonal is ‖v‖² E[φ'²] E[x²], as if slopes and inputs were independent; it serves as a preconditioner.
+        """
+        out_proj, projections = self._weighted_out_proj(weights), len(self.feed_forward.in_proj)
         wide = devices.widest_float(stack.device)  # see `sparsellm.solvers.statistics`
-        found, powers, widths = (torch.zeros_like(some, dtype=wide) for some in (stack, stack[:, 0], stack[0]))
+        gradient, slope_squares, input_squares = (torch.zeros_like(like, dtype=wide) for like in (stack, stack[:, 0], stack[0]))
         tokens = torch.zeros((), dtype=wide, device=stack.device)
         for x, t in self._batches():
-            inputs = _widened(x, stack)
-            hidden = (inputs @ stack.T).chunk(readers, 1)
+            inputs = _with_ones(x, stack)
+            hidden = (inputs @ stack.T).chunk(projections, 1)
             slopes = torch.cat(self.feed_forward.slopes(*hidden), 1)
-            missed = self._weighted(t - linear(self.feed_forward.activate(*hidden), *weights[self.feed_forward.out_proj]))
-            found += (missed @ writer).repeat(1, readers).mul_(slopes).T @ inputs
-            powers += slopes.square().sum(0)
-            widths += inputs.square().sum(0)
+            residual = self._weighted(t - linear(self.feed_forward.activate(*hidden), *weights[self.feed_forward.out_proj]))
+            gradient += (residual @ out_proj).repeat(1, projections).mul_(slopes).T @ inputs
+            slope_squares += slopes.square().sum(0)
+            input_squares += inputs.square().sum(0)
             tokens += len(x)
-        collectives.all_reduce_(found, powers, widths, tokens)
-        heights = writer.square().sum(0).repeat(readers) * (powers / tokens).float()
-        return (found / tokens).float(), heights.outer((widths / tokens).float())
+        collectives.all_reduce_(gradient, slope_squares, input_squares, tokens)
+        row_curvatures = out_proj.square().sum(0).repeat(projections) * (slope_squares / tokens).float()
+        return (gradient / tokens).float(), row_curvatures.outer((input_squares / tokens).float())
 
     def _slopes(self, inputs: Tensor, stack: Tensor) -> Tensor:
-        """The activation's derivatives by each reader's output, side by side: (tokens, readers x hidden)."""
+        """The activation's derivatives by the output of each input projection: (tokens, projections × hidden)."""
         return torch.cat(self.feed_forward.slopes(*(inputs @ stack.T).chunk(len(self.feed_forward.in_proj), 1)), 1)
 
     def _gauss_newton_product(self, weights: Weights, slopes: Sequence[Tensor], direction: Tensor) -> Tensor:
-        """Jᵀ J times a direction of the stack's shape, mean over tokens. slopes: as `_slopes`, for each batch."""
-        writer, readers = self._writer(weights), len(self.feed_forward.in_proj)
+        """Jᵀ J times a direction of the stack's shape, mean over tokens. `slopes`: see `_slopes`, for each batch."""
+        out_proj, projections = self._weighted_out_proj(weights), len(self.feed_forward.in_proj)
         wide = devices.widest_float(direction.device)
-        found, tokens = torch.zeros_like(direction, dtype=wide), torch.zeros((), dtype=wide, device=direction.device)
-        for (x, _), slope in zip(self._batches(), slopes, strict=True):
-            inputs = _widened(x, direction)
-            moved = (inputs @ direction.T).mul_(slope)
-            out = sum(moved.chunk(readers, 1), torch.zeros(())) @ writer.T
-            found += (out @ writer).repeat(1, readers).mul_(slope).T @ inputs
+        product, tokens = torch.zeros_like(direction, dtype=wide), torch.zeros((), dtype=wide, device=direction.device)
+        for (x, _), batch_slopes in zip(self._batches(), slopes, strict=True):
+            inputs = _with_ones(x, direction)
+            change = (inputs @ direction.T).mul_(batch_slopes)
+            output = sum(change.chunk(projections, 1), torch.zeros(())) @ out_proj.T
+            product += (output @ out_proj).repeat(1, projections).mul_(batch_slopes).T @ inputs
             tokens += len(x)
-        collectives.all_reduce_(found, tokens)
-        return (found / tokens).float()
+        collectives.all_reduce_(product, tokens)
+        return (product / tokens).float()
 
     def _stack(self, weights: Weights) -> Tensor:
-        """The readers' weights one above the other, with their biases as a last column where there are any."""
+        """The stack: (projections × hidden, in), or one column more with biases."""
         return torch.cat([_with_bias(*weights[name]) for name in self.feed_forward.in_proj])
 
     def _unstack(self, stack: Tensor, weights: Weights) -> Weights:
         """The inverse of `_stack`."""
-        parts = stack.chunk(len(self.feed_forward.in_proj))
-        found: Weights = {}
-        for name, some in zip(self.feed_forward.in_proj, parts, strict=True):
+        chunks = stack.chunk(len(self.feed_forward.in_proj))
+        changes: Weights = {}
+        for name, chunk in zip(self.feed_forward.in_proj, chunks, strict=True):
             affine = weights[name][1] is not None
-            found[name] = (some[:, :-1].contiguous(), some[:, -1].contiguous()) if affine else (some, None)
-        return found
+            changes[name] = (chunk[:, :-1].contiguous(), chunk[:, -1].contiguous()) if affine else (chunk, None)
+        return changes
 
-    def _writer(self, weights: Weights) -> Tensor:
-        """The writer's weight as it counts: Lᵀ V, (model, hidden)."""
+    def _weighted_out_proj(self, weights: Weights) -> Tensor:
+        """The output projection in the metric: Lᵀ V, (model, hidden)."""
         return self._root.T @ weights[self.feed_forward.out_proj][0]
 
     def _weighted(self, errors: Tensor) -> Tensor:
-        """Errors of the output as they count: (tokens, model) times L."""
+        """Output errors in the metric: (tokens, model) times L."""
         return errors @ self._root
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets in float32, window by window or, where windows are not known, batch by batch."""
+        """Inputs and targets in float32, in pieces of at most `window` tokens, or by batch if it is None."""
         for x, t, start in zip(self.inputs, self.targets, self._starts, strict=True):
             sizes = self._sizes(start, len(x))
             yield from zip(x.float().split(sizes), t.float().split(sizes), strict=True)
 
     def _sizes(self, start: int, count: int) -> list[int]:
-        """So many tokens from one on, cut where windows begin: how many are of each window."""
+        """Sizes of the pieces of `count` tokens from token `start` of this problem on, cut at multiples of `window`."""
         if self.window is None:
             return [count]
         numbers = range(self._first + self._step * start, self._first + self._step * (start + count), self._step)
-        ends = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)
+        ends = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)  # in multiples of `window`
         cuts = [0, *(min(count, -(-(end * self.window - numbers[0]) // self._step)) for end in ends)]
         return [stop - begin for begin, stop in pairwise(cuts) if stop > begin]
 
 
-def _widened(x: Tensor, stack: Tensor) -> Tensor:
-    """Inputs, (tokens, in), with a last column of ones where the stack has one for biases."""
+def _with_ones(x: Tensor, stack: Tensor) -> Tensor:
+    """Inputs, (tokens, in), with a last column of ones if the stack has a column of biases."""
     return x if stack.shape[1] == x.shape[1] else torch.cat([x, torch.ones_like(x[:, :1])], 1)
 
 
 def _with_bias(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A weight or a mask with the bias (or, for a mask, True) as its last column; as it is where there is no bias."""
+    """A weight with its bias as last column, or a mask with a column of True; unchanged if there is no bias."""
     if bias is None:
         return weight
-    last = torch.ones_like(weight[:, :1]) if weight.dtype is torch.bool else bias.unsqueeze(1)
-    return torch.cat([weight, last], 1)
+    column = torch.ones_like(weight[:, :1]) if weight.dtype is torch.bool else bias.unsqueeze(1)
+    return torch.cat([weight, column], 1)

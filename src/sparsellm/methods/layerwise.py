@@ -1,4 +1,4 @@
-"""Local pruning: one problem for every linear layer."""
+"""Layer-wise pruning: one separate problem for each linear layer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,27 @@ from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, 
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 LARGEST_DAMPING = 1.0
-"""Where raising the damping ends: beyond the mean of the diagonal nothing of the inputs is left."""
+"""Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
+
+FOUND = "its model family is not known; the linear layers found in its blocks were pruned (docs/families.md)"
+"""Note of a layer-wise method for a block of a family that is not in the table."""
+
+UNKNOWN = "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
+"""Note of SparseLLM for a block of a family that is not in the table."""
 
 
 @dataclass(frozen=True)
 class LayerWise:
-    """Every layer is pruned for its own outputs (paper eq. 2), on what it reads before any layer of its block is pruned.
+    """Prune each layer for its own output (paper eq. 2), on the inputs of the dense block.
 
-    That is the order of SparseGPT, Wanda and ALPS: one pass through the block for all its moments, then the solves.
-    true_sequential: on what it really reads, the layers before it in its block pruned too, as SparseGPT's code has it on
-    demand. Passes do not run what is settled again, so that this takes fewer operations: those of one pass through the block,
-    where there is memory for what the feed-forward's writer reads. keep_zeros: weights that are zero already stay zero.
+    This is the order of SparseGPT, Wanda and ALPS: one pass through the block for all statistics, then the solves.
+
+    Attributes:
+        solver: Any layer solver.
+        keep_zeros: Whether weights that are already zero stay zero.
+        true_sequential: Whether each layer is pruned on the inputs that the pruned layers before it in the block produce, as an
+            option of SparseGPT's code does. Passes reuse the cached outputs of pruned modules, so that all passes together cost
+            about one pass through the block, if there is memory for the inputs of the feed-forward output projection.
     """
 
     solver: LayerSolver
@@ -80,60 +90,51 @@ class LayerWise:
             inputs.mark_final(block, stage)
 
     def _prune_stage(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
-        """Layers that are pruned on one pass."""
+        """Prune the layers of one stage, with statistics from one pass."""
         last = names[0] if self.true_sequential else None
-        moments = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
-        whose = assign_owners(block, names)
-        local = {name: moments[name] for name in names if whose[name] == collectives.rank()}
+        statistics = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
+        owners = assign_owners(block, names)
+        local = {name: statistics[name] for name in names if owners[name] == collectives.rank()}
         if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not self.keep_zeros:
-            steps = _prune_non_blocking(block, inputs, self.solver, local, plan)
+            results = _prune_non_blocking(block, inputs, self.solver, local, plan)
         else:
-            steps = (self._prune_one(block, inputs, name, known, plan) for name, known in local.items())
-        yield from broadcast_results(block, whose, steps)
+            results = (self._prune_one(block, inputs, name, layer_stats, plan) for name, layer_stats in local.items())
+        yield from broadcast_results(block, owners, results)
 
-    def _prune_one(self, block: Block, inputs: Activations, name: str, known: TokenCount, plan: Plan) -> LayerResult:
-        """One layer by itself."""
-        known.finalize()
-        problem = problem_of(block, name, known, self.keep_zeros)
+    def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, plan: Plan) -> LayerResult:
+        """Prune one layer."""
+        statistics.finalize()
+        problem = problem_of(block, name, statistics, self.keep_zeros)
         return prune_layer(block, name, self.solver, problem, plan, inputs.expert_tokens(block, name))
 
 
 def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
-    """These layers, in running order, as they are pruned: those of a group together, and the same of all experts."""
+    """The layers in running order, by stage: layers of one group, and the same layers of all experts, are pruned together."""
     stages: dict[str, list[str]] = {}
     for group in block.architecture.groups:
-        wanted = [name for name in group if name in names]
+        planned = [name for name in group if name in names]
         view = block.views.get(group[0])
         expert = view is not None and view.expert is not None
-        if wanted:
-            stages.setdefault(group[0].rpartition(".")[2] if expert else group[0], []).extend(wanted)
+        if planned:
+            stages.setdefault(group[0].rpartition(".")[2] if expert else group[0], []).extend(planned)
     return list(stages.values())
 
 
 def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
-    """The block's feed-forward parts of which every layer is planned: those that can be one problem."""
-    there = set(planned_layers(block, plan))
-    return [part for part in block.architecture.feed_forward_parts if {*part.in_proj, part.out_proj} <= there]
+    """The block's feed-forward parts whose layers are all planned, so that they can be pruned as one problem."""
+    planned = set(planned_layers(block, plan))
+    return [part for part in block.architecture.feed_forward_parts if {*part.in_proj, part.out_proj} <= planned]
 
 
 def unplanned_layers(block: Block, plan: Plan) -> list[str]:
-    """The layers that the plan lacks of feed-forward parts that it names in part."""
-    there = set(planned_layers(block, plan))
-    wanted = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
-    return sorted(set().union(*(names - there for names in wanted if names & there)))
-
-
-FOUND = "models of its form are not known: its layers are those that were found in its blocks (docs/families.md)"
-"""What the report of a layer-wise method says of a block of a family that is not in the table."""
-
-UNKNOWN = (
-    "its layers were pruned one by one, since models of its form are not known (docs/families.md says how to describe one)"
-)
-"""What a report says of a block of a family that is not in the table."""
+    """The layers missing from the plan in feed-forward parts that are only partly planned."""
+    planned = set(planned_layers(block, plan))
+    parts = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
+    return sorted(set().union(*(names - planned for names in parts if names & planned)))
 
 
 def planned_layers(block: Block, plan: Plan) -> list[str]:
-    """The block's layers that the plan names, in running order."""
+    """The block's layers that are in the plan, in running order."""
     return [name for name in block.layers if block.full_name(name) in plan]
 
 
@@ -146,37 +147,46 @@ def collect_statistics(
     onward: bool = False,
     last: str | None = None,
 ) -> dict[str, TokenCount]:
-    """The moments of each named layer, from one pass through the block; layers of one group share theirs.
+    """Collect the input statistics of layers in one pass through the block.
 
-    needs: the class of moments for every layer wanted. reads, writes: other looks to take in the same pass. onward: whether the
-    block will stay as it is, so that what enters it may travel on. last: as for `Activations.watch`.
+    Args:
+        block: The block.
+        inputs: Its input stream.
+        needs: By layer, the class of statistics.
+        reads: Further hooks on layer inputs.
+        writes: Further hooks on layer outputs.
+        onward: Whether the block is final, so that the pass also computes the input of the next block.
+        last: See `Activations.run_with_hooks`.
+
+    Returns:
+        By layer, the statistics over all processes. Layers of one group share one object.
     """
-    moments: dict[str, TokenCount] = {}
-    looks: dict[str, list[Hook]] = {name: list(many) for name, many in (reads or {}).items()}
+    statistics: dict[str, TokenCount] = {}
+    input_hooks: dict[str, list[Hook]] = {name: list(hooks) for name, hooks in (reads or {}).items()}
     for group in block.architecture.groups:
-        wanted = [name for name in group if name in needs]
-        if not wanted:
+        names = [name for name in group if name in needs]
+        if not names:
             continue
-        layer = block.layer(wanted[0])
-        richest = max((needs[name] for name in wanted), key=lambda kind: len(kind.__mro__))
+        layer = block.layer(names[0])
+        richest = max((needs[name] for name in names), key=lambda kind: len(kind.__mro__))
         shared = richest(layer.in_features, layer.weight.device, inputs.window)
-        moments.update(dict.fromkeys(wanted, shared))
-        looks.setdefault(wanted[0], []).append(shared.update)
+        statistics.update(dict.fromkeys(names, shared))
+        input_hooks.setdefault(names[0], []).append(shared.update)
     if any(kind is not TokenCount for kind in needs.values()) or reads or writes:
-        inputs.run_with_hooks(block, looks, writes, onward, last)
-    for shared in dict.fromkeys(moments.values()):
+        inputs.run_with_hooks(block, input_hooks, writes, onward, last)
+    for shared in dict.fromkeys(statistics.values()):
         shared.reduce()
-    return moments
+    return statistics
 
 
 def problem_of(block: Block, name: str, moments: TokenCount, keep_zeros: bool = False) -> LayerProblem:
-    """A layer's local problem, with a float32 copy of its weight as it now is. keep_zeros: what is zero in it stays so."""
+    """The local problem of a layer, with a float32 copy of its current weight."""
     weight = block.layer(name).weight.detach().to(torch.float32, copy=True)
     return LayerProblem(weight, moments, pruned_mask=zero_mask(weight, keep_zeros))
 
 
 def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
-    """Where a weight is zero, if that is to be kept and there are any."""
+    """True where a weight is zero; None if there are no zeros or they need not stay."""
     pruned_mask = weight == 0 if keep_zeros else None
     return None if pruned_mask is None or not bool(pruned_mask.any()) else pruned_mask
 
@@ -184,49 +194,63 @@ def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
 def prune_layer(
     block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan, routed: int | None = None
 ) -> LayerResult:
-    """Solve one layer by itself and write the answer. routed: tokens that go to its expert, if it belongs to one."""
+    """Solve one layer and write the weight. `routed`: see `LayerResult.routed_tokens`."""
     started = time.perf_counter()
-    full = block.full_name(name)
-    weight, damping = solve(solver, problem, plan[full], full)
+    full_name = block.full_name(name)
+    weight, damping = solve(solver, problem, plan[full_name], full_name)
     block.write(name, weight)
     return layer_result(block, name, plan, problem, damping, 1, time.perf_counter() - started, routed)
 
 
 def _prune_non_blocking(
-    block: Block, inputs: Activations, solver: NonBlockingSolver, moments: Mapping[str, TokenCount], plan: Plan
+    block: Block, inputs: Activations, solver: NonBlockingSolver, statistics: Mapping[str, TokenCount], plan: Plan
 ) -> Iterator[LayerResult]:
-    """Solve all layers with one wait for the device, then write them; one that failed is pruned by itself, as elsewhere."""
+    """Solve all layers with one device synchronisation, then write them. Layers that fail are solved by `prune_layer`."""
     clock = devices.Clock(block.device)
-    answers: list[Tensor] = []
-    message: list[Tensor] = []
-    for name, known in moments.items():
-        known.finalize()
-        problem, pattern = problem_of(block, name, known), plan[block.full_name(name)]
+    weights: list[Tensor] = []
+    scalars: list[Tensor] = []  # per layer: success, zeros, lost energy, total energy
+    for name, layer_stats in statistics.items():
+        layer_stats.finalize()
+        problem, pattern = problem_of(block, name, layer_stats), plan[block.full_name(name)]
         if pattern.count_removed(problem.weight.numel()):
-            weight, sound = solver.solve_async(problem, pattern)
+            weight, success = solver.solve_async(problem, pattern)
         else:
-            weight, sound = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
-        answers.append(block.rounded_to_storage(name, weight))
-        kept = answers[-1].float()
-        message += [sound & kept.isfinite().all(), (kept == 0).sum(), *problem.energies(kept)]
+            weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
+        weights.append(block.rounded_to_storage(name, weight))
+        rounded = weights[-1].float()
+        scalars += [success & rounded.isfinite().all(), (rounded == 0).sum(), *problem.energies(rounded)]
         clock.mark()
-    values = devices.to_python(message)
-    for number, ((name, known), answer, seconds) in enumerate(zip(moments.items(), answers, clock.seconds(), strict=True)):
-        succeeded, zeros, lost, had = values[4 * number : 4 * number + 4]
+    values = devices.to_python(scalars)
+    for number, ((name, layer_stats), weight, seconds) in enumerate(
+        zip(statistics.items(), weights, clock.seconds(), strict=True)
+    ):
+        succeeded, zeros, lost, total = values[4 * number : 4 * number + 4]
         routed = inputs.expert_tokens(block, name)
-        if not succeeded or not is_finite_pair(lost, had) or had < MIN_ENERGY:
-            yield prune_layer(block, name, solver, problem_of(block, name, known), plan, routed)
+        if not succeeded or not is_finite_pair(lost, total) or total < MIN_ENERGY:
+            yield prune_layer(block, name, solver, problem_of(block, name, layer_stats), plan, routed)
             continue
-        block.assign(name, answer)
-        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].count_removed(answer.numel()) else None
-        yield _result(block, name, plan, known, int(zeros), relative_error(lost, had), damping, 1, seconds, routed)
+        block.assign(name, weight)
+        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].count_removed(weight.numel()) else None
+        yield _result(block, name, plan, layer_stats, int(zeros), relative_error(lost, total), damping, 1, seconds, routed)
 
 
 def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
-    """The solver's weight and the damping really used: raised tenfold, as often as needed, where a factorisation fails.
+    """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
 
-    A layer that saw no token, as an expert of a form that is not known may, loses its smallest weights instead.
-    Raises SingularGram when LARGEST_DAMPING does not help, NonFinite when the answer is not finite; both name the layer.
+    A layer that received no token, as experts of an unknown model family may, loses its smallest weights.
+
+    Args:
+        solver: The solver.
+        problem: The problem.
+        pattern: The pattern that the weight must satisfy.
+        name: Full name of the layer, for errors.
+
+    Returns:
+        The weight, (out, in), and the damping used; None for solvers without damping.
+
+    Raises:
+        SingularGram: If a factorisation fails even with `LARGEST_DAMPING`.
+        NonFinite: If the weight is not finite.
     """
     if pattern.count_removed(problem.weight.numel()) == 0:
         return problem.weight.clone() if problem.pruned_mask is None else problem.weight.masked_fill(
@@ -249,8 +273,8 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
             raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
         if isinstance(problem.inputs, InputRMS) and not all_finite(problem.rms):
-            why = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
-            raise NonFinite(why) from error
+            message = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
+            raise NonFinite(message) from error
         error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
         raise
     return weight, damping
@@ -266,7 +290,7 @@ def layer_result(
     seconds: float,
     routed: int | None = None,
 ) -> LayerResult:
-    """The result for a layer that was written, as it now stands. problem: the dense weight's."""
+    """The `LayerResult` of a layer whose weight is written. `problem`: the problem with the dense weight, for the error."""
     weight = block.layer(name).weight.float()
     try:
         zeros, error = count_zeros(weight), problem.error(weight)
@@ -280,7 +304,7 @@ def _result(
     block: Block,
     name: str,
     plan: Plan,
-    moments: TokenCount,
+    statistics: TokenCount,
     zeros: int,
     error: float,
     damping: float | None,
@@ -288,17 +312,17 @@ def _result(
     seconds: float,
     routed: int | None,
 ) -> LayerResult:
-    """What is said of a layer, from what was found of it."""
-    layer, full = block.layer(name), block.full_name(name)
+    """Build the `LayerResult`."""
+    layer, full_name = block.layer(name), block.full_name(name)
     return LayerResult(
-        name=full,
-        pattern=str(plan[full]),
+        name=full_name,
+        pattern=str(plan[full_name]),
         shape=(layer.out_features, layer.in_features),
         zeros=zeros,
         error=error,
-        known=type(moments).__name__,
+        known=type(statistics).__name__,
         damping=damping,
-        tokens=moments.tokens,
+        tokens=statistics.tokens,
         epoch=epoch,
         seconds=seconds,
         routed_tokens=routed,

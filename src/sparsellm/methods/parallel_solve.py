@@ -1,4 +1,4 @@
-"""Which of several processes solves a layer, and how its answer reaches the others."""
+"""Distribution of the layer problems of a block over processes, and broadcast of the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsellm.runtime import collectives
 
 
 def assign_owners(block: Block, names: Sequence[str]) -> dict[str, int]:
-    """Which of several processes solves which of these layers, by their cost: a factorisation and a pass over the weight."""
+    """The rank that solves each layer, balanced by cost: a factorisation, (in, in), and a pass over the weight."""
     layers = [block.layer(name) for name in names]
     costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
     return dict(zip(names, collectives.balance_costs(costs), strict=True))
@@ -24,22 +24,34 @@ def assign_owners(block: Block, names: Sequence[str]) -> dict[str, int]:
 def solve_in_parallel(
     block: Block, names: Sequence[str], solve: Callable[[str], tuple[Tensor, Any]]
 ) -> Iterator[tuple[str, Tensor, Any]]:
-    """By layer, a weight with plain data about it, each found by one of several processes and handed to all.
+    """Solve each layer in one process and broadcast the solution to all.
 
-    solve: one layer's weight, (out, in) float32 on the block's device, and its data.
+    Args:
+        block: The block that the layers belong to.
+        names: The layers, by name within the block.
+        solve: Returns a layer's weight, (out, in) float32 on the block's device, and plain data about it.
+
+    Returns:
+        Name, weight and data of each layer, the same in every process.
     """
-    whose = assign_owners(block, names)
-    local = {name: solve(name) for name, owner in whose.items() if owner == collectives.rank()}
-    for name, owner in whose.items():
+    owners = assign_owners(block, names)
+    local = {name: solve(name) for name, owner in owners.items() if owner == collectives.rank()}
+    for name, owner in owners.items():
         layer = block.layer(name)
         weight, data = local.get(name) or (torch.empty(layer.weight.shape, device=layer.weight.device), None)
         yield name, collectives.broadcast(owner, weight), collectives.broadcast_object(data, owner)
 
 
 def broadcast_results(block: Block, whose: Mapping[str, int], steps: Iterable[LayerResult]) -> Iterator[LayerResult]:
-    """What became of all these layers, once each process has pruned its own and handed their weights to the others.
+    """Prune the layers of this process, then broadcast weights and results, so that all processes hold the same bits.
 
-    whose: by layer, the process that prunes it. steps: this process's. Layers are then the same in all, to the bit.
+    Args:
+        block: The block that the layers belong to.
+        whose: By layer, the rank that prunes it.
+        steps: Prunes the layers of this process as it is consumed.
+
+    Returns:
+        The results of all layers.
     """
     if collectives.world() == 1:
         yield from steps
@@ -52,5 +64,5 @@ def broadcast_results(block: Block, whose: Mapping[str, int], steps: Iterable[La
 
 
 def step_from_dict(data: Mapping[str, Any]) -> LayerResult:
-    """A layer's result from plain data."""
+    """A `LayerResult` from plain data."""
     return LayerResult(**{**data, "shape": tuple(data["shape"])})

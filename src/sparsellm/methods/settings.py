@@ -15,7 +15,7 @@ Couple = Literal["none", "feedforward"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `sparsellm.methods.sparsellm.SparseLLM`, which says what they mean."""
+    """The settings of `sparsellm.methods.sparsellm.SparseLLM`, documented there."""
 
     solver: LayerSolver = field(default_factory=ALPS.accurate)
     gauss_newton_steps: int = 3
@@ -26,4 +26,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0 or self.gauss_newton_steps < 0:
-            raise InvalidSetting(f"SparseLLM needs ridge >= 0 and newton >= 0, got {self.ridge} and {self.gauss_newton_steps}.")
+            raise InvalidSetting(
+                f"SparseLLM needs ridge >= 0 and gauss_newton_steps >= 0, got {self.ridge} and {self.gauss_newton_steps}."
+            )

@@ -1,4 +1,4 @@
-"""SparseLLM: every layer on what it really reads, toward what the dense model wrote, for what that is worth further down."""
+"""SparseLLM: matches each layer to the dense model's output, weighted by its effect on the final predictions."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ from sparsellm.solvers.statistics import Gram, TokenCount
 
 @dataclass(frozen=True)
 class SparseLLM(Settings):
-    r"""Prune a block's layers in the order in which they run, and its feed-forward part as one problem.
+    r"""Prune a block's layers in running order, and its feed-forward part as one problem.
 
-    Two streams travel through the network: the pruned model's, whose hidden states the layers will really read, and the dense
-    model's, which says what they should write. In a block, one group of layers after the other:
+    Two streams of hidden states pass through the network: the pruned model's, which the pruned layers read at inference, and
+    the dense model's, which supplies the targets. The groups of layers of a block are pruned one after another:
 
-    1. Attention's readers, then its writer, then the feed-forward's readers and writer: each by the solver, on its inputs
-       $\hat x$ in the pruned stream, toward the dense model's outputs, $C = E[t \hat x^\top]$; the two writers aim at $t$
-       plus what the stream they add to has already lost.
-    2. Gauss-Newton rounds with masks held, the writer refitted after each. A round stays if the error fell.
+    1. The input and output projections of attention, then those of the feed-forward part.
+       The solver prunes each on its inputs $\hat x$ in the pruned stream, toward the dense outputs $t$: $C = E[t \hat x^\top]$.
+       The targets of the two output projections also correct the error that the residual stream has accumulated.
+    2. Gauss-Newton rounds with fixed masks, with a refit of the output projection after each. A round is kept if it lowers the
+       error on held-out tokens.
 
-    Errors of outputs count by what they cost further down: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
+    Output errors are weighted by their effect on the loss: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
 
-    solver: any layer solver. newton: Gauss-Newton rounds. sampled: tokens that their curvature is taken from, at least if there
-    are as many. couple: whose layers form one problem: "none" (no step 2, no S) or "feedforward". ridge: of the regressions,
-    toward the dense weight, as a share of the Gram's mean diagonal. keep_zeros: weights that are zero already stay zero.
+    Attributes:
+        solver: Any layer solver.
+        gauss_newton_steps: Number of Gauss-Newton rounds.
+        sampled: Least number of tokens for their curvature, if there are as many.
+        scope: Layers that form one problem: "none" (no step 2 and no S) or "feedforward".
+        ridge: Regularisation of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
+        keep_zeros: Whether weights that are already zero stay zero.
     """
 
     @property
@@ -58,9 +63,11 @@ class SparseLLM(Settings):
         if self.scope == "none":
             return ""
         if not block.architecture.feed_forward_parts:
-            return "its layers were pruned one by one, since its activation is none that is coupled"
-        left = unplanned_layers(block, plan)
-        return f"its feed-forward layers were pruned one by one, since {', '.join(left)} stays dense" if left else ""
+            return "its layers were pruned one by one, since its activation function is not supported"
+        excluded = unplanned_layers(block, plan)
+        return (
+            f"its feed-forward layers were pruned one by one, since the plan excludes {', '.join(excluded)}" if excluded else ""
+        )
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
         """What a block takes: each layer toward the dense stream, then each feed-forward part with its Gauss-Newton rounds."""
@@ -102,26 +109,26 @@ class SparseLLM(Settings):
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned_layers(block, plan)
-        metric = inputs.output_fisher(block) if self.scope != "none" else None
-        parts = [] if metric is None else coupled_parts(block, plan)
-        together = {name for part in parts for name in (*part.in_proj, part.out_proj)}
-        weighed = [name for name in names if name not in together]  # the parts find their own, exactly
-        sensitivities = {} if metric is None else _sensitivities(inputs, block, weighed, metric)
-        run = BlockSolver(self, block, inputs, plan, metric, sensitivities)
-        groups = [[name for name in group if name in weighed] for group in block.architecture.groups]
-        alone = [group for group in groups if group]
-        for number, group in enumerate(alone, 1):
-            run.solve_group(group, last=number == len(alone) and not parts)
-        if metric is not None and parts:
-            whole = parts == [block.architecture.feed_forward]
-            yield from run.solve_part(parts[0], metric) if whole else run.solve_experts(parts, metric)
+        output_fisher = inputs.output_fisher(block) if self.scope != "none" else None  # F, (model, model)
+        parts = [] if output_fisher is None else coupled_parts(block, plan)
+        coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
+        separate = [name for name in names if name not in coupled]  # `FeedForwardProblem` computes S of the others exactly
+        sensitivities = {} if output_fisher is None else _sensitivities(inputs, block, separate, output_fisher)
+        solver = BlockSolver(self, block, inputs, plan, sensitivities)
+        groups = [[name for name in group if name in separate] for group in block.architecture.groups]
+        groups = [group for group in groups if group]
+        for number, group in enumerate(groups, 1):
+            solver.solve_group(group, last=number == len(groups) and not parts)
+        if output_fisher is not None and parts:
+            single = parts == [block.architecture.feed_forward]  # else the parts are experts
+            yield from (solver.solve_part(parts[0], output_fisher) if single else solver.solve_experts(parts, output_fisher))
         block.round_to_storage_dtype()
-        yield from run.results()
+        yield from solver.results()
 
 
-def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], metric: Tensor) -> dict[str, Tensor]:
-    """S of the named layers, of the block as it was and on the dense stream."""
+def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], output_fisher: Tensor) -> dict[str, Tensor]:
+    """S of the named layers, (out, out) each, of the dense block on the dense stream."""
     if inputs.dense is None or inputs.teacher is None:
         raise TypeError("There is no dense stream: ask for one with teacher=True.")
     calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, metric, inputs.sample_offsets, inputs.window)
+    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, output_fisher, inputs.sample_offsets, inputs.window)

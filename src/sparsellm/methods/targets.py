@@ -1,4 +1,4 @@
-"""What the layers of a block should write, and the regressions toward it: from passes of the pruned and the dense stream."""
+"""Targets of the layers of a block, from passes of the pruned and the dense stream, and the regressions toward them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,34 @@ from sparsellm.solvers.statistics import Gram
 
 
 class LayerTargets:
-    """What one block's layers should write: what the dense ones write, and those that write to the stream also what the pruned
-    one lacks of the dense one.
+    """Targets of the layers of one block.
 
-    Passes end where nothing more is needed, and attention runs once: in the dense stream from the start, in the pruned one from
-    when its layers are `solved`.
+    The target of a layer is the dense layer's output in the dense stream. For the two layers that write to the residual stream,
+    the output projections of attention and of the feed-forward part, it also includes the difference of the two streams there,
+    if the block's output is the sum of its input and their outputs.
+
+    A pass ends after the last layer that it needs. Attention runs once: in the dense stream in the first pass, in the pruned
+    stream once its layers are final.
+
+    Args:
+        block: The block.
+        inputs: Its inputs in both streams.
+        plan: Patterns by full layer name.
     """
 
     def __init__(self, block: Block, inputs: Activations, plan: Plan) -> None:
         self._block, self._inputs = block, inputs
-        adders = block.architecture.residual_writers
-        self._adder, self._writer = adders or ("", "")  # what writes to the stream: attention, then feed-forward
-        self._repairs = inputs.is_residual_sum(adders)
-        around = inputs.cacheable_module(self._adder) if self._repairs else None
-        self._attention = around.name if around else self._adder
-        self._shared = around if block.full_name(self._adder) in plan else None
-        if self._shared:
-            inputs.cache_output(self._shared, dense=True)
+        residual_writers = block.architecture.residual_writers
+        self._attention_out, self._feed_forward_out = residual_writers or ("", "")
+        self._corrects = inputs.is_residual_sum(residual_writers)
+        attention = inputs.cacheable_module(self._attention_out) if self._corrects else None
+        self._attention = attention.name if attention else self._attention_out
+        self._cacheable = attention if block.full_name(self._attention_out) in plan else None
+        if self._cacheable:
+            inputs.cache_output(self._cacheable, dense=True)
 
     def mark_final(self, names: Sequence[str]) -> None:
-        """These layers are pruned, and what they write is settled."""
+        """Mark layers as pruned, so that their outputs can be cached."""
         self._inputs.mark_final(self._block, names)
 
     def regressions(
@@ -46,74 +54,80 @@ class LayerTargets:
     ) -> Mapping[str, Regression]:
         """The regressions of layers that share an input, from one pass of both streams.
 
-        last: whether nothing of the block is looked at afterwards: the dense stream then travels on with the same pass.
-        part: lists for the feed-forward part's inputs and targets, if these layers are its readers.
+        Args:
+            names: The layers, by name within the block.
+            last: Whether this is the last pass of the block. The dense stream then advances to the next block in the same pass.
+            part: Lists that the inputs and targets of the feed-forward part are appended to, (tokens, model) float32 for each
+                batch, if the layers are its input projections.
         """
-        if self._shared and self._adder in names:
-            self._inputs.schedule_cache(self._block, self._shared)
-        first, dense = names[0], weights_of(self._block, tuple(names))
-        gram = Gram(dense[first][0].shape[1], self._block.device, self._inputs.window)
-        # Where nothing is added to what the layers write, and they write more than they read, their targets are never made.
-        plain = not self._repairs or {self._adder, self._writer}.isdisjoint(names)
-        twins = PairedStatistics(gram) if plain and gram.features <= sum(len(weight) for weight, _ in dense.values()) else None
-        sums = (
+        if self._cacheable and self._attention_out in names:
+            self._inputs.schedule_cache(self._block, self._cacheable)
+        first, dense_weights = names[0], weights_of(self._block, tuple(names))
+        gram = Gram(dense_weights[first][0].shape[1], self._block.device, self._inputs.window)
+        # Targets that are linear in the dense inputs are not computed if the layers have more outputs than inputs.
+        is_linear = not self._corrects or {self._attention_out, self._feed_forward_out}.isdisjoint(names)
+        outputs = sum(len(weight) for weight, _ in dense_weights.values())
+        paired = PairedStatistics(gram) if is_linear and gram.features <= outputs else None
+        regressions = (
             {}
-            if twins
-            else {name: TargetRegression(gram, len(weight), bias is not None) for name, (weight, bias) in dense.items()}
+            if paired
+            else {name: TargetRegression(gram, len(weight), bias is not None) for name, (weight, bias) in dense_weights.items()}
         )
-        made = [self._shown(name) for name in (*sums, *([self._writer] if part else []))]
-        lost = [self._attention] if self._repairs and self._writer in made else []
-        own, aimed = CaptureRequest([first], lost), CaptureRequest([first] if twins else [], _once(lost, made), last)
-        for pruned, teacher in self._inputs.paired_batches(self._block, own, aimed, first if last else ""):
-            x = pruned.inputs[first].float()
-            alike = (
-                len(x) == len(pruned.block_input) or first in self._block.views
-            )  # else the streams' tokens may not be the same
+        captured = [self._captured_module(name) for name in (*regressions, *([self._feed_forward_out] if part else []))]
+        attention = [self._attention] if self._corrects and self._feed_forward_out in captured else []
+        pruned_request = CaptureRequest([first], attention)
+        dense_request = CaptureRequest([first] if paired else [], list(dict.fromkeys([*attention, *captured])), last)
+        batches = self._inputs.paired_batches(self._block, pruned_request, dense_request, first if last else "")
+        for pruned, dense in batches:
+            x = pruned.inputs[first].float()  # (tokens, in)
+            # Else the layer reads routed tokens, which may differ between the streams.
+            same_tokens = len(x) == len(pruned.block_input) or first in self._block.views
             gram.update(x)
-            if twins:
-                twins.update(x, teacher.inputs[first].float() if alike else x)
-            for name, some in sums.items():
-                aimed_at = self._target(name, pruned, teacher) if alike else linear(x, *dense[name])
-                some.update(aimed_at, x)
+            if paired:
+                paired.update(x, dense.inputs[first].float() if same_tokens else x)
+            for name, regression in regressions.items():
+                target = self._target(name, pruned, dense) if same_tokens else linear(x, *dense_weights[name])
+                regression.update(target, x)
             if part:
                 part[0].append(x)
-                part[1].append(self._target(self._writer, pruned, teacher))
+                part[1].append(self._target(self._feed_forward_out, pruned, dense))
         gram.reduce()
-        for shared in (twins, *sums.values()):
-            if shared:
-                shared.reduce()
-        return {name: LinearTargetRegression(twins, *dense[name]) for name in names} if twins else sums
+        for statistics in (paired, *regressions.values()):
+            if statistics:
+                statistics.reduce()
+        return {name: LinearTargetRegression(paired, *dense_weights[name]) for name in names} if paired else regressions
 
     def _target(self, name: str, pruned: Capture, dense: Capture) -> Tensor:
-        """What a layer should write, (tokens, out): what the dense one wrote, and for layers that write to the stream also what
-        the pruned stream lacks there of the dense one."""
-        target = dense.outputs[self._shown(name)].float()
-        if not self._repairs or name not in (self._adder, self._writer):
+        """The target of a layer, (tokens, out), with the difference of the streams if it writes to the residual stream."""
+        target = dense.outputs[self._captured_module(name)].float()
+        if not self._corrects or name not in (self._attention_out, self._feed_forward_out):
             return target
         target = target + (dense.block_input.float() - pruned.block_input.float())
-        if name == self._writer:
+        if name == self._feed_forward_out:
             target += dense.outputs[self._attention].float() - pruned.outputs[self._attention].float()
         return target
 
-    def _shown(self, name: str) -> str:
-        """Where it is seen what a layer writes: attention's writer by the whole of attention, which then need not run again."""
-        return self._attention if name == self._adder else name
+    def _captured_module(self, name: str) -> str:
+        """The module whose output is captured for a layer: attention as a whole, where possible, for its output projection."""
+        return self._attention if name == self._attention_out else name
 
 
 def expert_regressions(block: Block, part: FeedForward, inputs: TensorList, targets: TensorList) -> Mapping[str, Regression]:
-    """The regressions of an expert's readers. targets: the dense stream's inputs, in whose place its outputs come."""
-    dense = weights_of(block, (*part.in_proj, part.out_proj))
-    twins = PairedStatistics(Gram(inputs[0].shape[1], inputs[0].device))
-    for number, (x, aimed) in enumerate(zip(inputs, targets, strict=True)):
-        twins.inputs.update(x)
-        twins.update(x, aimed)
-        hidden = [linear(aimed, *dense[name]) for name in part.in_proj]
-        targets[number] = linear(part.activate(*hidden), *dense[part.out_proj])
-    twins.inputs.reduce()
-    twins.reduce()
-    return {name: LinearTargetRegression(twins, *dense[name]) for name in part.in_proj}
+    """The regressions of an expert's input projections.
 
-
-def _once(*names: Sequence[str]) -> list[str]:
-    """All names in order, none twice."""
-    return list(dict.fromkeys(name for some in names for name in some))
+    Args:
+        block: The block, with dense weights in this expert.
+        part: The expert.
+        inputs: Its inputs in the pruned stream, (tokens, model) for each batch.
+        targets: Its inputs in the dense stream for the same tokens; replaced in place by its outputs, the expert's targets.
+    """
+    dense_weights = weights_of(block, (*part.in_proj, part.out_proj))
+    paired = PairedStatistics(Gram(inputs[0].shape[1], inputs[0].device))
+    for number, (x, dense_x) in enumerate(zip(inputs, targets, strict=True)):
+        paired.inputs.update(x)
+        paired.update(x, dense_x)
+        hidden = [linear(dense_x, *dense_weights[name]) for name in part.in_proj]
+        targets[number] = linear(part.activate(*hidden), *dense_weights[part.out_proj])
+    paired.inputs.reduce()
+    paired.reduce()
+    return {name: LinearTargetRegression(paired, *dense_weights[name]) for name in part.in_proj}

@@ -1,4 +1,4 @@
-"""Sweeps of many runs, their comparison, figures, and the HTML report.
+"""Sweeps of runs, tables that compare them, figures, and the HTML report.
 
 Imports every folder but `cli`.
 """

@@ -1,4 +1,4 @@
-"""Figures drawn by matplotlib in one style, each with its content in words and as a table."""
+"""Figures in one matplotlib style, each with a description and a table of its data."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#22262e", "#c9ced6"
-"""Of text and axes, and of grid lines. On the page they become the page's own colours, light or dark."""
+"""Colours of text and axes, and of grid lines. An HTML page replaces them by its own colours, light or dark."""
 
 COLOURS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
-"""Of lines and bars: told apart on white and on black, also by most people with a colour vision deficiency."""
+"""Colours of lines and bars, distinct on white and on black and with most colour vision deficiencies."""
 
 STYLE: Mapping[str, Any] = (
     dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
@@ -29,12 +29,12 @@ STYLE: Mapping[str, Any] = (
     | {"grid.color": FAINT, "axes.grid": True, "axes.axisbelow": True, "lines.markersize": 5, "savefig.bbox": "tight"}
     | {"svg.fonttype": "none", "svg.hashsalt": "sparsellm", "font.size": 10, "font.family": "sans-serif"}
 )
-"""Settings of matplotlib; a fixed salt gives the same SVG for the same data."""
+"""Settings of matplotlib. The fixed salt makes the SVG reproducible."""
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Apply `STYLE` within the context. Raises MissingPackage where matplotlib is not installed."""
+    """Apply `STYLE` within the context. Raises MissingPackage if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -45,9 +45,15 @@ def style() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure, drawn within `style`, and its content.
+    """A figure and its content.
 
-    name: of its files, and in the page's identifiers. text: what it shows, in sentences. head, rows: the same as a table.
+    Attributes:
+        name: Stem of its file names, and prefix of its identifiers in an HTML page.
+        title: Its heading.
+        text: Its content in sentences.
+        head: Column names of its data.
+        rows: Its data.
+        figure: The figure, drawn within `style`.
     """
 
     name: str
@@ -58,9 +64,9 @@ class Plot:
     figure: Figure
 
     def save(self, file_format: Literal["svg", "png"]) -> bytes:
-        """The figure as a file of the format: SVG without a background, PNG on white."""
+        """The figure as the content of an SVG file without background, or of a PNG file on white."""
         options: dict[str, Any] = {"dpi": 200, "facecolor": "white"}
-        if file_format == "svg":  # without a date, so that the same figure gives the same file
+        if file_format == "svg":  # without a date, so that the file is reproducible
             options = {"transparent": True, "metadata": dict.fromkeys(("Date", "Creator", "Format", "Type"))}
         stream = io.BytesIO()
         with style():
@@ -68,7 +74,7 @@ class Plot:
         return stream.getvalue()
 
     def inline(self) -> str:
-        """The figure as an SVG element of a page: identifiers of its own, the page's colours, labelled by its heading."""
+        """The figure as an SVG element of an HTML page: with unique identifiers, the page's colours and a label."""
         svg = self.save("svg").decode()
         svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(FAINT, "var(--line)")
         svg = re.sub(r'(\sid="|xlink:href="#|url\(#)', rf"\g<1>{self.name}-", svg)
@@ -76,7 +82,7 @@ class Plot:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of a size in inches."""
+    """An empty figure; width and height in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -87,7 +93,7 @@ def bar_figure(names: Sequence[str], xlabel: str, series: Mapping[str, Sequence[
 
     Args:
         names: Labels of the bars, from top to bottom.
-        xlabel: What the values are.
+        xlabel: Label of the values.
         series: By label, a value and its standard error for each name.
     """
     figure = new_figure(5.4, 1.0 + (0.1 + 0.25 * len(series)) * len(names))
@@ -95,7 +101,10 @@ def bar_figure(names: Sequence[str], xlabel: str, series: Mapping[str, Sequence[
     height = 0.7 / len(series)
     for number, (label, points) in enumerate(series.items()):
         centres = [row + height * (number - (len(series) - 1) / 2) for row in range(len(names))]
-        values, errors = [value if math.isfinite(value) else math.nan for value, _ in points], [e or 0.0 for _, e in points]
+        values, errors = (
+            [value if math.isfinite(value) else math.nan for value, _ in points],
+            [error or 0.0 for _, error in points],
+        )
         error_bars: dict[str, Any] = {"xerr": errors, "ecolor": INK, "capsize": 2} if any(errors) else {}
         bars = axes.barh(centres, values, 0.9 * height, color=COLOURS[number], label=label, **error_bars)
         axes.bar_label(bars, [value_with_error(value) for value, _ in points], padding=6)
@@ -119,16 +128,16 @@ def heat_map(
     label: str,
     norm: Normalize | None = None,
 ) -> Figure:
-    """Numbers as colours.
+    """A heat map.
 
     Args:
-        cells: (rows, columns) numbers; NaN leaves a cell empty.
+        cells: (rows, columns) values; cells with NaN are empty.
         rows: Labels of the rows, from top to bottom.
-        columns: Labels of the columns; of many, about twelve are shown.
-        xlabel: What the columns are.
-        ylabel: What the rows are.
-        label: What the numbers are.
-        norm: Scale of the colours; linear over the numbers without one.
+        columns: Labels of the columns; about twelve of them are shown.
+        xlabel: Label of the columns.
+        ylabel: Label of the rows.
+        label: Label of the values.
+        norm: Scale of the colours; linear by default.
     """
     figure = new_figure(min(10.0, max(5.4, 3.6 + 0.16 * len(columns))), 1.4 + 0.3 * len(rows))
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""One page of HTML for a run or a sweep, from the template page.html: key figures, tables and plots in one file."""
+"""The HTML report of a run or a sweep, one file with key figures, tables and plots, from the template page.html."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from sparsellm.runs.records import SavedReport, read_saved_report
 
 
 def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
-    """The page of a run or of a sweep.
+    """The HTML report of a run or a sweep.
 
     Args:
-        folder: What `sparsellm prune` or `sparsellm sweep` wrote.
+        folder: Output folder of `sparsellm prune` or `sparsellm sweep`.
 
     Returns:
         The page as HTML, and its plots.
 
     Raises:
-        InvalidSetting: For a folder that is neither a run's nor a sweep's.
-        MissingPackage: Where matplotlib is not installed.
+        InvalidSetting: If the folder is the output of neither a run nor a sweep.
+        MissingPackage: If matplotlib is not installed.
     """
     path = Path(folder).expanduser()
     if not is_sweep(path) and not (path / REPORT).is_file():
-        what = "is no run's or sweep's folder" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{folder} {what}: it has no {REPORT}. Name what `sparsellm prune` or `sparsellm sweep` wrote.")
+        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
+        raise InvalidSetting(f"{folder} {problem}. Give the output folder of `sparsellm prune` or `sparsellm sweep`.")
     with style():
         content = _sweep_content(path) if is_sweep(path) else _run_content(read_saved_report(path / REPORT), path.name)
-        # Texts in a page come from models, files and prompts: all are escaped.
+        # The texts come from models, files and prompts, so all are escaped.
         environment = Environment(autoescape=True, undefined=StrictUndefined)
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
         return template.render(content) + "\n", content["plots"]
@@ -57,7 +57,7 @@ def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
 
 
 def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
-    """What the template shows of a run."""
+    """Template variables for a run."""
     recovery, totals = "pruned" in report.recipe, report.totals
     recipe = validated(RecoveryRecipe if recovery else Recipe, report.recipe)
     keys = {
@@ -67,9 +67,8 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
     }
     for measure, figure in measures(report).items():
         if "perplexity " in measure:
-            keys[measure.replace("perplexity", "pruned perplexity", 1) if measure.startswith("perplexity") else measure] = str(
-                figure
-            )
+            label = f"pruned {measure}" if measure.startswith("perplexity") else measure
+            keys[label] = str(figure)
     if "total" in report.seconds:
         keys["seconds"] = f"{report.seconds['total']:.0f}"
     layers = [layer for block in report.blocks for layer in block.layers]
@@ -96,12 +95,12 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
 
 
 def _sweep_content(path: Path) -> dict[str, Any]:
-    """What the template shows of a sweep."""
+    """Template variables for a sweep."""
     sweep = saved_sweep(path)
     outcomes = read_outcomes(sweep, path)
     rows = table(sweep, outcomes)
     failed = [[outcome.cell.name, outcome.error] for outcome in outcomes if outcome.error]
-    tables = {"Cells that failed": (["cell", "why"], failed)} if failed else {}
+    tables = {"Cells that failed": (["cell", "error"], failed)} if failed else {}
     recipes = {outcome.cell.name: outcome.cell.recipe.model_dump(mode="json") for outcome in outcomes}
     axes = " × ".join(f"{len(labels)} {name}" for name, labels in sweep.axes.items())
     return {
@@ -110,13 +109,13 @@ def _sweep_content(path: Path) -> dict[str, Any]:
         "note": sweep.note,
         "keys": {f"cells {state}": str(count) for state, count in Counter(x.state for x in outcomes).items()},
         "notes": [],
-        "tables": tables | {"The figures": grid(sweep, rows)},
+        "tables": tables | {"Results": grid(sweep, rows)},
         "legend": legend(sweep, rows),
         "plots": sweep_plots(sweep, rows, outcomes),
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],
         "command": "sparsellm sweep FILE.yaml FOLDER",
-        "recipe_title": "Every cell's recipe",
+        "recipe_title": "Recipes of all cells",
         "recipe": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
         "environment": {},
     }

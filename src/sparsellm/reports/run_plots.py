@@ -1,4 +1,4 @@
-"""Plots of what a run did."""
+"""Plots of one run."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from sparsellm.runs.records import SavedBlock, SavedReport
 
 
 def run_plots(report: SavedReport) -> list[Plot]:
-    """All plots of a run that its report holds data for."""
+    """All plots of a run that its report has data for."""
     blocks = [block for block in report.blocks if block.layers]
     plots = [before_and_after(report), *(_layer_maps(blocks) if blocks else ()), convergence(blocks), where_time_went(report)]
     return [plot for plot in plots if plot is not None]
 
 
 def before_and_after(report: SavedReport) -> Plot | None:
-    """The dense and the pruned model's perplexity on each text, with standard errors."""
+    """Perplexity of the dense and the pruned model on each text, with standard errors."""
     names = short_names(report.perplexity)
     pairs = {names[text]: (x.dense, x.pruned) for text, x in report.perplexity.items() if x.dense and x.pruned}
     if not pairs:
         return None
     rows = [[text, *(value_with_error(x.value, x.standard_error) for x in pair if x)] for text, pair in pairs.items()]
-    text = "; ".join(f"{name}: the perplexity goes from {dense} to {pruned}" for name, dense, pruned in rows)
+    text = "; ".join(f"{name}: perplexity changes from {dense} to {pruned}" for name, dense, pruned in rows)
     series = {
-        when: [(x.value, x.standard_error) for pair in pairs.values() if (x := pair[number])]
-        for number, when in enumerate(("dense", "pruned"))
+        model: [(x.value, x.standard_error) for pair in pairs.values() if (x := pair[number])]
+        for number, model in enumerate(("dense", "pruned"))
     }
     figure = bar_figure(list(pairs), "perplexity", series)
     return Plot("before-and-after", "Before and after", f"{text}.", ["text", "dense", "pruned"], rows, figure)
 
 
 def _layer_maps(blocks: Sequence[SavedBlock]) -> list[Plot]:
-    """Error and sparsity of every layer: a column for each block, a row for each kind of layer."""
+    """Heat maps of error and sparsity: a column for each block, a row for each kind of layer."""
     from matplotlib.colors import LogNorm, Normalize
 
     layers = [layer for block in blocks for layer in block.layers]
     errors = [layer.error for layer in layers if 0 < layer.error < math.inf] or [1.0]
-    shares = [layer.sparsity for layer in layers]
-    # The scale ends at whole twentieths: what rounding does to one pattern's count should not look like a difference.
-    linear = Normalize(math.floor(20 * min(shares) - 1e-3) / 20, math.ceil(20 * max(shares) + 1e-3) / 20)
+    sparsities = [layer.sparsity for layer in layers]
+    # The scale ends at multiples of 0.05, so that rounding of the counts of one pattern does not look like a difference.
+    linear = Normalize(math.floor(20 * min(sparsities) - 1e-3) / 20, math.ceil(20 * max(sparsities) + 1e-3) / 20)
     indices = [str(block.index) for block in blocks]
-    by_kind = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
-    kinds = list(dict.fromkeys(kind for of_block in by_kind for kind in of_block))
+    by_block = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
+    kinds = list(dict.fromkeys(kind for by_kind in by_block for kind in by_kind))
     plots = []
     for field, title, label, norm in (
         ("error", "Error of each layer", "relative output error", LogNorm(min(errors), max(errors) * (1 + 1e-9))),
-        ("sparsity", "Sparsity of each layer", "share of zeros", linear),
+        ("sparsity", "Sparsity of each layer", "fraction of zeros", linear),
     ):
         value = attrgetter(field)
-        least, most = (f"{value(x):.3g} ({x.name})" for x in (min(layers, key=value), max(layers, key=value)))
-        text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the {label} is from {least} to {most}."
-        cells = [[value(of_block[kind]) if kind in of_block else math.nan for of_block in by_kind] for kind in kinds]
+        lowest, highest = (f"{value(x):.3g} ({x.name})" for x in (min(layers, key=value), max(layers, key=value)))
+        text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the {label} is from {lowest} to {highest}."
+        cells = [[value(by_kind[kind]) if kind in by_kind else math.nan for by_kind in by_block] for kind in kinds]
         columns = zip(*cells, strict=True)
         rows = [[i, *("" if math.isnan(x) else f"{x:.3g}" for x in column)] for i, column in zip(indices, columns, strict=True)]
         figure = heat_map(cells, kinds, indices, xlabel="block", ylabel="", label=label, norm=norm)
@@ -63,7 +63,7 @@ def _layer_maps(blocks: Sequence[SavedBlock]) -> list[Plot]:
 
 
 def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
-    """Error of the feed-forward parts step by step, and Algorithm 1's objective where there is one."""
+    """Error of the feed-forward parts after each step, and the objective of Algorithm 1 if the report has it."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
@@ -81,8 +81,8 @@ def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
     errors = [(steps[0].feed_forward_error, steps[-1].feed_forward_error) for steps in series.values()]
     ratios = [last / first for first, last in errors if first]
     text = (
-        f"Steps over the feed-forward parts of {len(series)} blocks: the last step's error is on average "
-        f"{sum(ratios) / max(len(ratios), 1):.3g} times the first's."
+        f"Steps over the feed-forward parts of {len(series)} blocks: the error after the last step is on average "
+        f"{sum(ratios) / max(len(ratios), 1):.3g} times the error after the first."
     )
     figure = new_figure(7.0 if len(measures) > 1 else 5.4, 3.4)
     for axes, (field, label) in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures.items(), strict=True):
@@ -101,12 +101,12 @@ def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
 
 
 def where_time_went(report: SavedReport) -> Plot:
-    """Seconds of each phase, and the peak memory of the process."""
+    """Seconds of each phase, and peak memory of the process."""
     phases = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda phase: -phase[1])
     total = sum(seconds for _, seconds in phases) or 1.0
     rows = [[name, f"{seconds:.1f}", f"{100 * seconds / total:.0f} %"] for name, seconds in phases]
     peak = report.peak_memory_bytes
-    memory = f" The process held {peak / 2**30:.2f} GiB at most." if peak else ""
-    text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}" if rows else f"Nothing was timed.{memory}"
+    memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
+    text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}" if rows else f"No phase was timed.{memory}"
     figure = bar_figure([name for name, _ in phases], "seconds", {"": [(seconds, None) for _, seconds in phases]})
-    return Plot("time", "Where the time and the memory went", text, ["phase", "seconds", "share"], rows, figure)
+    return Plot("time", "Time and memory", text, ["phase", "seconds", "share"], rows, figure)

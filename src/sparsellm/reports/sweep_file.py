@@ -1,4 +1,4 @@
-"""A sweep as data: a YAML file whose axes multiply out to cells, each cell a recipe; and the figures of a paper beside them."""
+"""Sweep files: YAML files with axes, every combination of which is a cell with its own recipe, and with published values."""
 
 from __future__ import annotations
 
@@ -19,35 +19,42 @@ from sparsellm.runs.records import Finite
 from sparsellm.solvers.patterns import parse_pattern
 
 MAX_CELLS = 10_000
-"""Combinations of the axes that a file may have: a run each, and one takes a minute at least."""
+"""The most combinations of the axes in one file. Each is a run that takes at least a minute."""
 
 Points = dict[str, dict[str, Any]]
-"""An axis: by label, the recipe's fields that it sets."""
+"""The values of an axis: by label, the recipe fields that it sets."""
 
 
 class Cell(BaseModel, frozen=True):
-    """One run of a sweep. labels: by axis, where it stands. recipe: what is run."""
+    """One run of a sweep.
+
+    Attributes:
+        labels: Its label on each axis.
+        recipe: The recipe of the run.
+    """
 
     labels: dict[str, str]
     recipe: Recipe
 
     @property
     def name(self) -> str:
-        """Its labels in a row."""
+        """All labels as text."""
         return in_words(self.labels)
 
 
 def in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """Labels in a row, numbers with the names of their axes. without: axes to leave out."""
+    """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
     shown = {axis: label for axis, label in labels.items() if axis not in without}
     return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in shown.items())
 
 
 class Published(BaseModel, frozen=True):
-    """Figures that a paper prints, to stand beside a sweep's own.
+    """Published values, to compare with those of a sweep.
 
-    source: where they are printed. measure: what they measure, as `comparison` names it. figures: each after the labels, by
-    axis, of the cells that it belongs to.
+    Attributes:
+        source: Where they are published.
+        measure: Name of the measure, as in `comparison.measures`.
+        figures: Pairs of labels by axis, which select cells, and a value.
     """
 
     source: str
@@ -55,15 +62,22 @@ class Published(BaseModel, frozen=True):
     figures: tuple[tuple[dict[str, str], Finite], ...]
 
     def beside(self, labels: Mapping[str, str]) -> float | None:
-        """The figure for a cell, if there is one."""
-        return next((figure for place, figure in self.figures if place.items() <= labels.items()), None)
+        """The published value for a cell, or None."""
+        return next((value for selected, value in self.figures if selected.items() <= labels.items()), None)
 
 
 class Sweep(BaseModel, frozen=True):
-    """Cells in order, and how to show them.
+    """The cells of a sweep, and how to display them.
 
-    axes: by name, the labels in order. columns: the axis whose labels are the columns of the printed table; None for one row a
-    cell. keep: whether pruned models are written. smoke: whether this is the small form of a sweep.
+    Attributes:
+        title: Heading of tables and report.
+        note: A remark for tables and report.
+        axes: By name, the labels in order.
+        cells: The cells in running order.
+        columns: Axis whose labels are the columns of the printed table; None for one line per cell.
+        keep: Whether pruned models are saved.
+        published: Published values.
+        smoke: Whether this is the small form of the sweep, for a trial run.
     """
 
     title: str
@@ -76,36 +90,44 @@ class Sweep(BaseModel, frozen=True):
     smoke: bool = False
 
     @model_validator(mode="after")
-    def _agrees(self) -> Sweep:
+    def _check_axes(self) -> Sweep:
         if self.columns is not None and self.columns not in self.axes:
             raise ValueError("`columns` names no axis")
         if any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
-            raise ValueError("a cell's labels are not of the axes")
+            raise ValueError("the labels of a cell do not match the axes")
         return self
 
     def at(self, words: Sequence[str]) -> list[Cell]:
-        """The cells at the labels named, as "axis=label"; several of one axis widen, several axes narrow. All without words."""
-        wanted: dict[str, set[str]] = {}
+        """The cells with the given labels.
+
+        Args:
+            words: Labels as "axis=label". Cells match any of the labels given for one axis, on every axis given. An empty
+                sequence selects all cells.
+
+        Raises:
+            InvalidSetting: For an unknown axis or label, or if no cell matches.
+        """
+        selected: dict[str, set[str]] = {}
         for word in words:
             axis, _, label = word.partition("=")
-            _known(axis, self.axes, "--only names an unknown axis")
-            _known(label, self.axes[axis], f"--only names an unknown label of `{axis}`")
-            wanted.setdefault(axis, set()).add(label)
-        cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in wanted.items())]
+            _check_known(axis, self.axes, "--only names an unknown axis")
+            _check_known(label, self.axes[axis], f"--only names an unknown label of `{axis}`")
+            selected.setdefault(axis, set()).add(label)
+        cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
         if not cells:
-            raise InvalidSetting(f"No cell of the sweep is at {', '.join(words)}.")
+            raise InvalidSetting(f"No cell of the sweep matches {', '.join(words)}.")
         return cells
 
 
 class _Settings(BaseModel, extra="forbid"):
-    """What the cells share, and what they differ in."""
+    """The recipe fields that all cells share, and the axes."""
 
     recipe: dict[str, Any] = {}
     axes: dict[str, Any] = {}
 
 
 class _Entry(BaseModel, extra="forbid"):
-    """A paper's figures: `values` nested in the order of `axes`."""
+    """Published values: `values` is nested in the order of `axes`."""
 
     source: str
     measure: str
@@ -114,7 +136,7 @@ class _Entry(BaseModel, extra="forbid"):
 
 
 class _SweepFile(_Settings, coerce_numbers_to_str=True):
-    """A sweep file."""
+    """The content of a sweep file."""
 
     title: str = ""
     note: str = ""
@@ -126,15 +148,15 @@ class _SweepFile(_Settings, coerce_numbers_to_str=True):
 
 
 def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
-    """The sweep that a YAML file describes, every cell's recipe checked.
+    """Read a sweep file and check the recipe of every cell.
 
     Args:
-        path: The file.
-        smoke: Whether to read its small form, which its `smoke:` describes.
-        changes: "field=value" for fields that all cells share, or "axis.label=value" for the field that an axis is named after.
+        path: The YAML file.
+        smoke: Whether to read the small form that the file describes under `smoke:`.
+        changes: "field=value" for a field that all cells share, or "axis.label=value" for a field that an axis is named after.
 
     Raises:
-        InvalidSetting: For an empty axis, for two cells of one name or of one recipe, and for whatever a recipe refuses.
+        InvalidSetting: For an empty axis, for two cells with the same name or recipe, and for an invalid recipe.
     """
     path = Path(path)
     try:
@@ -149,26 +171,28 @@ def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = (
 
 
 def _sweep(content: _SweepFile, name: str, smoke: bool, changes: Sequence[str]) -> Sweep:
-    """The sweep of a file's content; `name` is its title where it has none."""
-    small = content.smoke if smoke else _Settings()
-    if small is None:
+    """Build the sweep from the content of a file. `name`: the default title."""
+    overrides = content.smoke if smoke else _Settings()
+    if overrides is None:
         raise InvalidSetting(
             "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out --smoke."
         )
-    shared = content.recipe | small.recipe
-    axes = {axis: _points(axis, spec) for axis, spec in (content.axes | small.axes).items()}
+    shared = content.recipe | overrides.recipe
+    axes = {axis: _points(axis, spec) for axis, spec in (content.axes | overrides.axes).items()}
     full_axes = {axis: _points(axis, spec) for axis, spec in content.axes.items()}
     if not axes:
         raise InvalidSetting("The sweep has no axes. Write for example `axes:` with `method: [sparsegpt, alps]` below it.")
     for change in changes:
-        _change(change, shared, axes)
+        _apply_change(change, shared, axes)
     labels = {name: tuple(points) for name, points in axes.items()}
     if (count := prod(map(len, labels.values()))) > MAX_CELLS:
-        raise InvalidSetting(f"The axes multiply out to {count:,} cells, more than {MAX_CELLS:,}. Make several sweeps.")
-    cells = tuple(_cells(shared, axes, [_places(entry, labels) for entry in content.leave_out]))
-    _check_apart(cells)
+        raise InvalidSetting(
+            f"The axes have {count:,} combinations, more than {MAX_CELLS:,}. Split the file into several sweeps."
+        )
+    cells = tuple(_cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out]))
+    _check_distinct(cells)
     if content.columns is not None:
-        _known(content.columns, axes, "`columns` names an unknown axis")
+        _check_known(content.columns, axes, "`columns` names an unknown axis")
     return Sweep(
         title=content.title or name,
         note=content.note,
@@ -182,7 +206,7 @@ def _sweep(content: _SweepFile, name: str, smoke: bool, changes: Sequence[str]) 
 
 
 def _points(axis: str, spec: Any) -> Points:
-    """An axis by label. A list holds values of the field that it is named after; a mapping gives values, or fields, a label."""
+    """The values of an axis by label: a list of values of the field that the axis is named after, or a mapping by label."""
     if not spec:
         raise InvalidSetting(f"The axis `{axis}` is empty. Give it at least one value, or leave it out.")
     if not isinstance(spec, (list, dict)):
@@ -192,99 +216,99 @@ def _points(axis: str, spec: Any) -> Points:
         value = spec[item] if isinstance(spec, dict) else item
         fields = value if isinstance(value, dict) else {axis: value}
         for field in fields:
-            _known(str(field), Recipe.model_fields, f"The axis `{axis}` sets an unknown field")
+            _check_known(str(field), Recipe.model_fields, f"The axis `{axis}` sets an unknown field")
         label = _label(axis, item)
         if label in points:
-            raise InvalidSetting(f"The axis `{axis}` has two values of one name, {label!r}. Give each a `label:`.")
+            raise InvalidSetting(f"The axis `{axis}` has two values named {label!r}. Give each a `label:`.")
         points[label] = dict(fields)
     return points
 
 
 def _label(axis: str, value: Any) -> str:
-    """A value in a word or two: patterns as they are printed, of a path the last part."""
+    """The label of a value: the canonical text of a pattern, the last part of a model path."""
     if axis == "sparsity":
         return str(parse_pattern(str(value)))
     return PurePath(value).name if axis == "model" and isinstance(value, str) else str(value)
 
 
-def _change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> None:
-    """Carry out one "field=value" or "axis.label=value"."""
-    where, equals, text = change.partition("=")
-    axis, dot, label = where.partition(".")
+def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> None:
+    """Apply one "field=value" or "axis.label=value" in place."""
+    target, equals, text = change.partition("=")
+    axis, dot, label = target.partition(".")
     if not equals:
         raise InvalidSetting(f"--set needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
     fields = shared
     if dot:
-        points = axes[_known(axis, axes, "--set names an unknown axis")]
-        fields = points[_known(label, points, f"--set names an unknown label of `{axis}`")]
-    fields[_known(axis, Recipe.model_fields, "--set names an unknown field")] = read_value(text)
+        points = axes[_check_known(axis, axes, "--set names an unknown axis")]
+        fields = points[_check_known(label, points, f"--set names an unknown label of `{axis}`")]
+    fields[_check_known(axis, Recipe.model_fields, "--set names an unknown field")] = read_value(text)
 
 
-def _places(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
-    """An entry of `leave_out`: by axis, the labels that it is about. Labels that the axes lack stand for nothing."""
+def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
+    """An entry of `leave_out`: the excluded labels by axis. Labels that are not on the axis have no effect."""
     for axis in entry:
-        _known(axis, labels, "`leave_out` names an unknown axis")
+        _check_known(axis, labels, "`leave_out` names an unknown axis")
     return {
-        axis: {_label(axis, value) for value in (wanted if isinstance(wanted, list) else [wanted])}
-        for axis, wanted in entry.items()
+        axis: {_label(axis, value) for value in (values if isinstance(values, list) else [values])}
+        for axis, values in entry.items()
     }
 
 
-def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], left_out: Sequence[Mapping[str, set[str]]]) -> Iterator[Cell]:
-    """Every combination of the axes that is not left out."""
-    for labels in product(*axes.values()):
-        where = dict(zip(axes, labels, strict=True))
-        if any(all(where[axis] in wanted for axis, wanted in entry.items()) for entry in left_out):
+def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Mapping[str, set[str]]]) -> Iterator[Cell]:
+    """Every combination of the axes that is not excluded."""
+    for combination in product(*axes.values()):
+        labels = dict(zip(axes, combination, strict=True))
+        if any(all(labels[axis] in values for axis, values in entry.items()) for entry in excluded):
             continue
         fields: dict[str, Any] = {}
-        for axis, label in where.items():
-            if twice := fields.keys() & axes[axis][label]:
-                raise InvalidSetting(f"Two axes set `{min(twice)}` at {label!r}. Let one of them set it.")
+        for axis, label in labels.items():
+            if duplicates := fields.keys() & axes[axis][label]:
+                raise InvalidSetting(f"Two axes set `{min(duplicates)}` at {label!r}. Let one of them set it.")
             fields |= axes[axis][label]
         try:
-            yield Cell(labels=where, recipe=read_recipe({**shared, **fields}))
+            yield Cell(labels=labels, recipe=read_recipe({**shared, **fields}))
         except InvalidSetting as error:
-            error.add_note(f"in the cell {in_words(where)}; `leave_out` takes cells out of a sweep")
+            error.add_note(f"in the cell {in_words(labels)}; `leave_out` removes cells from a sweep")
             raise
 
 
-def _check_apart(cells: Sequence[Cell]) -> None:
-    """Raise InvalidSetting for a sweep without cells, and for two cells of one name or of one recipe."""
+def _check_distinct(cells: Sequence[Cell]) -> None:
+    """Raise InvalidSetting if there are no cells, or two cells have the same name or recipe."""
     if not cells:
-        raise InvalidSetting("`leave_out` leaves out every cell. Take something off it.")
+        raise InvalidSetting("`leave_out` leaves out every cell. Remove some of its entries.")
     names: set[str] = set()
     recipes: dict[str, str] = {}
     for cell in cells:
         if cell.name in names:
-            raise InvalidSetting(f"Two cells have the name {cell.name!r}. Give the axes' values other labels.")
-        same = recipes.setdefault(cell.recipe.model_dump_json(), cell.name)
-        if same != cell.name:
-            raise InvalidSetting(f"The cells {same!r} and {cell.name!r} are one recipe. Take one of them out.")
+            raise InvalidSetting(f"Two cells have the name {cell.name!r}. Give the values of the axes other labels.")
+        first = recipes.setdefault(cell.recipe.model_dump_json(), cell.name)
+        if first != cell.name:
+            raise InvalidSetting(f"The cells {first!r} and {cell.name!r} have the same recipe. Remove one of them.")
         names.add(cell.name)
 
 
 def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Published:
-    """A paper's figures with their labels. Raises InvalidSetting for a label that no axis has, and for what is no number."""
-    places: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
+    """Published values with their labels. Raises InvalidSetting for an unknown axis or label, or a value of another type."""
+    branches: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
     for axis in entry.axes:
-        _known(axis, labels, "`published` names an unknown axis")
+        _check_known(axis, labels, "`published` names an unknown axis")
         unknown = f"`published` names an unknown label of `{axis}`"
-        for place, below in places:
-            if not isinstance(below, dict):
-                raise InvalidSetting(f"`published` at {place} must hold `label: value` lines, got {below!r}.")
-        places = [
-            (place | {axis: _known(_label(axis, key), labels[axis], unknown)}, value)
-            for place, below in places
-            for key, value in below.items()
+        for selected, values in branches:
+            if not isinstance(values, dict):
+                raise InvalidSetting(f"`published` at {selected} must hold `label: value` lines, got {values!r}.")
+        branches = [
+            (selected | {axis: _check_known(_label(axis, key), labels[axis], unknown)}, value)
+            for selected, values in branches
+            for key, value in values.items()
         ]
-    for place, value in places:
+    for selected, value in branches:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-            raise InvalidSetting(f"`published` at {place} must be a number, got {value!r}.")
-    return Published(source=entry.source, measure=entry.measure, figures=tuple(places))
+            raise InvalidSetting(f"`published` at {selected} must be a number, got {value!r}.")
+    return Published(source=entry.source, measure=entry.measure, figures=tuple(branches))
 
 
-def _known(word: str, known: Collection[str], what: str) -> str:
-    """The word, if it is among the known ones; raises InvalidSetting otherwise."""
-    if word not in known:
-        raise InvalidSetting(f"{what}: {word!r}. {nearest(word, known)}")
-    return word
+def _check_known(name: str, names: Collection[str], problem: str) -> str:
+    """The name if it is one of `names`; otherwise raises InvalidSetting, which starts with `problem`."""
+    if name not in names:
+        raise InvalidSetting(f"{problem}: {name!r}. {nearest(name, names)}")
+    return name

@@ -18,16 +18,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = 3
-"""Panels in a row; more go below."""
+"""Panels in a row of a figure."""
 
 MARKERS = "osD^vPX*"
 
 NAMED = 16
-"""Lines that a legend still tells apart."""
+"""The most lines in a legend; figures with more have none."""
 
 
 class Point(NamedTuple):
-    """A point of a line. joined: whether the line runs through it."""
+    """A point of a plot.
+
+    Attributes:
+        x: Position on the axis.
+        y: Measured value.
+        error: Its standard error.
+        published: Published value.
+        joined: Whether the line passes through the point.
+    """
 
     x: float
     y: float
@@ -37,35 +45,35 @@ class Point(NamedTuple):
 
 
 Lines = dict[tuple[str, str], list[Point]]
-"""Points by the title of their panel and the label of their line."""
+"""Points, by title of the panel and label of the line."""
 
 
 def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[Plot]:
-    """All plots that a sweep's axes and results hold data for."""
-    done = [row for row in rows if row.figures]
+    """All plots of a sweep that its axes and results have data for."""
+    finished = [row for row in rows if row.figures]
     varied = {axis for axis, labels in sweep.axes.items() if len(labels) > 1}
-    names = dict.fromkeys(name for row in done for name in row.figures)
+    names = dict.fromkeys(name for row in finished for name in row.figures)
     measures = [name for name in names if name.startswith("perplexity ") or name == "accuracy mean"]
     plots: list[Plot | None] = []
     for number, measure in enumerate(measures):
         axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
-        plots += [against(sweep, done, axis, measure, f"{axis}-{number}") for axis in axes]
+        plots += [against(sweep, finished, axis, measure, f"{axis}-{number}") for axis in axes]
         if {"alpha", "beta"} <= varied:
-            plots += surfaces(sweep, done, measure, f"grid-{number}")
+            plots += surfaces(sweep, finished, measure, f"grid-{number}")
     reports = [(outcome.cell, outcome.report) for outcome in outcomes if outcome.report is not None]
     first_seed = [(cell, report) for cell, report in reports if cell.recipe.seed == reports[0][0].recipe.seed]
-    plots += [by_depth(first_seed), by_epoch(first_seed), seconds(sweep, done) if done else None]
+    plots += [by_depth(first_seed), by_epoch(first_seed), seconds(sweep, finished) if finished else None]
     return [plot for plot in plots if plot is not None]
 
 
 def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: str) -> Plot:
-    """A measure against an axis of numbers or patterns: a panel for each model, a line for whatever else differs."""
+    """A measure against an axis: a panel for each model, a line for each combination of the other labels."""
     lines: Lines = {}
     table: dict[tuple[str, str], list[list[str]]] = {}
     for row in (row for row in rows if measure in row.figures):
         model, kind = row.labels.get("model", ""), in_words(row.labels, (axis, SEED, "model")) or "all"
         figure, label = row.figures[measure], row.labels[axis]
-        # N:M patterns stand beside the line of the unstructured ones.
+        # The line passes through unstructured patterns only.
         joined = not (axis == "sparsity" and isinstance(parse_pattern(label), NM))
         point = Point(axis_value(axis, label), figure.value, figure.standard_error, figure.published, joined)
         lines.setdefault((model, kind), []).append(point)
@@ -74,8 +82,8 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: st
         table.setdefault((model, kind), []).append([model, kind, label, shown, published])
     text = f"{measure} against {axis}, {len({kind for _, kind in lines})} lines."
     for model in dict.fromkeys(model for model, _ in lines):
-        value, kind = min((points[-1].y, kind) for (of_model, kind), points in lines.items() if of_model == model)
-        text += f" {model or 'The model'}: the least at the last point is {value:.4g}, {kind}."
+        value, kind = min((points[-1].y, kind) for (panel, kind), points in lines.items() if panel == model)
+        text += f" {model or 'The model'}: the lowest value at the last point is {value:.4g}, {kind}."
     labels = {label: axis_value(axis, label) for label in sweep.axes[axis]}
     ticks = {x: ", ".join(label for label in labels if labels[label] == x) for x in labels.values()}
 
@@ -86,13 +94,13 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: st
 
     panels = list(dict.fromkeys(panel for panel, _ in lines))
     rows_of_panels = [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)]
-    drawn = _line_figure(lines, rows_of_panels, (3.0, 2.8), axis, measure, finish)
-    table_rows = [line for of_kind in table.values() for line in of_kind]
-    return Plot(name, f"{measure} against {axis}", text, ["model", "line", axis, measure, "paper"], table_rows, drawn)
+    drawing = _line_figure(lines, rows_of_panels, (3.0, 2.8), axis, measure, finish)
+    table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
+    return Plot(name, f"{measure} against {axis}", text, ["model", "line", axis, measure, "paper"], table_rows, drawing)
 
 
 def axis_value(axis: str, label: str) -> float:
-    """Where a label stands on its axis; NaN for one that is neither a number nor a pattern."""
+    """Position of a label on its axis; NaN if it is neither a number nor a pattern."""
     if axis == "sparsity":
         pattern = parse_pattern(label)
         return 100 * (pattern.zeros / pattern.group if isinstance(pattern, NM) else pattern.sparsity)
@@ -103,17 +111,17 @@ def axis_value(axis: str, label: str) -> float:
 
 
 def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, name: str) -> list[Plot]:
-    """A measure over alpha and beta, a plot for each place of the other axes."""
+    """Heat maps of a measure over alpha and beta, one for each combination of the other labels."""
     alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
-    places: dict[str, dict[tuple[str, str], float]] = {}
+    values_by_label: dict[str, dict[tuple[str, str], float]] = {}
     for row in (row for row in rows if measure in row.figures):
-        place = in_words(row.labels, ("alpha", "beta"))
-        places.setdefault(place, {})[row.labels["alpha"], row.labels["beta"]] = row.figures[measure].value
+        label = in_words(row.labels, ("alpha", "beta"))
+        values_by_label.setdefault(label, {})[row.labels["alpha"], row.labels["beta"]] = row.figures[measure].value
     plots = []
-    for number, (place, values) in enumerate(places.items()):
-        ends = [pick(values, key=lambda at: values[at]) for pick in (min, max)]
-        least, most = (f"{values[alpha, beta]:.4g} (alpha {alpha}, beta {beta})" for alpha, beta in ends)
-        text = f"{measure} over alpha and beta, {place}: from {least} to {most}."
+    for number, (label, values) in enumerate(values_by_label.items()):
+        extremes = [choose(values, key=lambda point: values[point]) for choose in (min, max)]
+        lowest, highest = (f"{values[alpha, beta]:.4g} (alpha {alpha}, beta {beta})" for alpha, beta in extremes)
+        text = f"{measure} over alpha and beta, {label}: from {lowest} to {highest}."
         cells = [[values.get((alpha, beta), math.nan) for beta in betas] for alpha in alphas]
         table = [
             [alpha, *("" if math.isnan(x) else f"{x:.4g}" for x in line)] for alpha, line in zip(alphas, cells, strict=True)
@@ -124,7 +132,7 @@ def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, name: str) -> list
 
 
 def by_depth(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
-    """The mean error of each block's layers, for every cell."""
+    """The mean error of the layers of each block, for every cell."""
     series = [
         (cell, {block.index: sum(x.error for x in block.layers) / len(block.layers) for block in report.blocks if block.layers})
         for cell, report in reports
@@ -132,29 +140,29 @@ def by_depth(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
     means = {cell.name: sum(points.values()) / len(points) for cell, points in series if points}
     if not means:
         return None
-    least = min(means, key=lambda name: means[name])
+    lowest = min(means, key=lambda name: means[name])
     text = (
-        f"Mean relative output error of each block's layers, {len(means)} cells; the least is {means[least]:.3g}, {least}. "
-        "Each is measured by its method's own aim: the default's includes what earlier layers got wrong, so it is larger."
+        f"Mean relative output error of each block's layers, {len(means)} cells; the lowest is {means[lowest]:.3g}, {lowest}. "
+        "Errors are relative to the targets of each method. Those of the default include the errors of earlier layers, so its "
+        "values are larger."
     )
     return _series_plot("depth", "Error by depth", text, "block", "mean relative error", series, lambda a: a.set_yscale("log"))
 
 
 def by_epoch(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
-    """Algorithm 1's objective after each epoch, the mean over blocks relative to the first epoch's."""
+    """The objective of Algorithm 1 after each epoch, relative to the first, mean over blocks."""
     series = []
     for cell, report in reports:
         objectives = [[step.after_weights for step in block.epochs if step.step == "published"] for block in report.blocks]
         relative = [[x / steps[0] for x in steps if x is not None] for steps in objectives if steps and steps[0]]
         epochs = max(map(len, relative), default=0)
-        whole = [steps for steps in relative if len(steps) == epochs > 1]
-        series.append((cell, {n + 1: sum(steps[n] for steps in whole) / len(whole) for n in range(epochs) if whole}))
-    ends = [points[max(points)] for _, points in series if points]
-    if not ends:
+        complete = [steps for steps in relative if len(steps) == epochs > 1]
+        series.append((cell, {n + 1: sum(steps[n] for steps in complete) / len(complete) for n in range(epochs) if complete}))
+    last_values = [points[max(points)] for _, points in series if points]
+    if not last_values:
         return None
-    text = (
-        f"The objective of Algorithm 1 after the last epoch is {min(ends):.3g} to {max(ends):.3g} times that after the first."
-    )
+    ratios = f"{min(last_values):.3g} to {max(last_values):.3g}"
+    text = f"The objective of Algorithm 1 after the last epoch is {ratios} times its value after the first."
     finish = lambda axes: axes.axhline(1.0, color=INK, lw=0.6)  # noqa: E731
     return _series_plot("epochs", "Training loss by epoch", text, "epoch", "objective, relative", series, finish)
 
@@ -168,7 +176,7 @@ def _series_plot(
     series: Iterable[tuple[Cell, dict[int, float]]],
     finish: Callable[[Axes], object],
 ) -> Plot:
-    """Cells' figures at blocks or epochs: a panel for each model and sparsity, a line for whatever else differs."""
+    """Values by block or epoch: a panel for each model and sparsity, a line for each combination of the other labels."""
     series = [(cell, points) for cell, points in series if points]
     models = list(dict.fromkeys(cell.labels.get("model", "") for cell, _ in series))
     lines: Lines = {}
@@ -180,10 +188,10 @@ def _series_plot(
             panels[parts[0]].append(panel)
         kind = in_words(cell.labels, ("model", "sparsity", SEED)) or "all"
         lines[panel, kind] = [Point(x, y) for x, y in points.items()]
-    places = sorted({x for _, points in series for x in points})
-    table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in places)] for cell, points in series]
+    positions = sorted({x for _, points in series for x in points})
+    table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
     figure = _line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel, ylabel, finish)
-    return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in places)], table, figure)
+    return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure)
 
 
 def _line_figure(
@@ -197,12 +205,12 @@ def _line_figure(
     """Panels of lines with a common legend.
 
     Args:
-        lines: What is drawn; a paper's figures as larger hollow markers.
-        panels: Rows of titles of panels.
-        size: Width and height of a panel, in inches.
-        xlabel: What the positions are.
-        ylabel: What the values are.
-        finish: Called with the axes of each panel when its lines are there.
+        lines: The points; published values are drawn as larger hollow markers.
+        panels: Titles of the panels, by row.
+        size: Width and height of a panel in inches.
+        xlabel: Label of the positions.
+        ylabel: Label of the values.
+        finish: Called with the axes of each panel after its lines are drawn.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -216,17 +224,17 @@ def _line_figure(
         for title, axes in zip(titles, row, strict=False):
             for number, kind in enumerate(kinds):
                 points = sorted(point for point in lines.get((title, kind), ()) if math.isfinite(point.y))
-                look = {
+                marker_style = {
                     "color": COLOURS[number % len(COLOURS)],
                     "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],
                 }
                 joined = [point for point in points if point.joined]
-                axes.plot([point.x for point in joined], [point.y for point in joined], color=look["color"])
+                axes.plot([point.x for point in joined], [point.y for point in joined], color=marker_style["color"])
                 errors = [point.error or 0.0 for point in points]
                 x, y = [point.x for point in points], [point.y for point in points]
-                handles[kind] = axes.errorbar(x, y, errors if any(errors) else None, ls="", ms=4, capsize=2, **look)
+                handles[kind] = axes.errorbar(x, y, errors if any(errors) else None, ls="", ms=4, capsize=2, **marker_style)
                 published = [(point.x, point.published) for point in points if point.published is not None]
-                axes.plot([x for x, _ in published], [y for _, y in published], ls="", mfc="none", ms=9, **look)
+                axes.plot([x for x, _ in published], [y for _, y in published], ls="", mfc="none", ms=9, **marker_style)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)
@@ -240,13 +248,13 @@ def _line_figure(
 
 
 def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
-    """Seconds of pruning at each place, the mean over places that share all labels but the sparsity's."""
-    places: dict[str, list[float]] = {}
+    """Seconds of pruning, the mean over cells whose labels differ in the sparsity only."""
+    times: dict[str, list[float]] = {}
     for row in rows:
-        places.setdefault(in_words(row.labels, ("sparsity",)) or sweep.title, []).append(row.figures["seconds"].value)
-    means = {name: sum(values) / len(values) for name, values in places.items()}
+        times.setdefault(in_words(row.labels, ("sparsity",)) or sweep.title, []).append(row.figures["seconds"].value)
+    means = {name: sum(values) / len(values) for name, values in times.items()}
     slowest = max(means, key=lambda name: means[name])
-    text = f"Seconds of pruning, without loading and measuring; the most is {means[slowest]:.1f}, {slowest}."
+    text = f"Seconds of pruning, without loading and evaluation; the longest is {means[slowest]:.1f}, {slowest}."
     table = [[name, f"{value:.1f}"] for name, value in means.items()]
     figure = bar_figure(list(means), "seconds", {"": [(value, None) for value in means.values()]})
     return Plot("seconds", "Seconds of pruning", text, ["cells", "seconds"], table, figure)

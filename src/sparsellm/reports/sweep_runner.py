@@ -1,4 +1,4 @@
-"""A sweep's cells run one after another, by as many processes as look into its folder; what is finished stays."""
+"""Runs the cells of a sweep, by any number of processes that share its folder. Finished cells are durable."""
 
 from __future__ import annotations
 
@@ -29,17 +29,24 @@ from sparsellm.runs.sharing import DenseCache
 from sparsellm.runs.workspace import work_directory
 
 SWEEP = "sweep.json"
-"""The file that says that a folder is a sweep's, and how its cells are shown."""
+"""The file that marks the folder of a sweep and describes the sweep."""
 
 State = Literal["finished", "failed", "at work", "open"]
 
 OF_THE_MACHINE = ("device", "max_memory", "offload", "batch_size")
-"""Fields of a recipe that do not make it another cell: processes on several machines may differ in them."""
+"""Recipe fields that do not identify a cell: processes on different machines may differ in them."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a cell. report: of its run, when finished. error: why it failed."""
+    """The state of a cell.
+
+    Attributes:
+        cell: The cell.
+        state: "at work" while another process runs it, "open" if no process has finished it.
+        report: Report of its run, if it is finished.
+        error: Error message, if it failed.
+    """
 
     cell: Cell
     state: State
@@ -50,14 +57,18 @@ class Outcome:
 class CellFolder:
     """The folder of one cell.
 
-    name: what the cell's run is called among those of other sweeps. result, failure: files that are there once the cell is
-    finished, or failed. model: where the run works, and where its pruned model stands if it is kept.
+    Attributes:
+        name: Name of the run, with the name of the sweep.
+        folder: Path of the folder.
+        result: File that exists once the cell is finished.
+        failure: File that exists if the last run of the cell failed.
+        model: Output folder of the run, which keeps the pruned model if the sweep does.
     """
 
     def __init__(self, folder: Path, cell: Cell) -> None:
-        # Without defaults, so that a field that a later version adds does not make it another cell.
-        message = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
-        digest = hashlib.blake2b(json.dumps(message, sort_keys=True).encode(), digest_size=4).hexdigest()
+        # Without defaults, so that fields added by later versions do not change the digest.
+        fields = cell.recipe.model_dump(mode="json", exclude=set(OF_THE_MACHINE), exclude_defaults=True)
+        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=4).hexdigest()
         self.cell = cell
         self.name = f"{folder.name}, {cell.name}"
         self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
@@ -65,7 +76,7 @@ class CellFolder:
 
     @contextmanager
     def taken(self) -> Iterator[bool]:
-        """Whether the cell is this process's within the context; the lock goes with the process, however that ends."""
+        """Lock the cell within the context; False if another process holds the lock. The lock ends with the process."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / "lock", timeout=0)
         try:
@@ -74,35 +85,35 @@ class CellFolder:
             yield False
             return
         try:
-            for left in self.folder.glob("*.partial"):
-                left.unlink(missing_ok=True)  # of a process that was killed
+            for partial in self.folder.glob("*.partial"):
+                partial.unlink(missing_ok=True)  # left by a process that was killed
             yield True
         finally:
             lock.release()
 
     def outcome(self) -> Outcome:
-        """What has become of the cell so far."""
+        """The current state of the cell."""
         if self.result.exists():
             return Outcome(self.cell, "finished", read_record(self.result, FinishedCell, "finished cell of a sweep")[0].report)
         if self.failure.exists():
             return Outcome(self.cell, "failed", error=read_record(self.failure, FailedCell, "failed cell of a sweep")[0].error)
         if not self.folder.exists():
             return Outcome(self.cell, "open")
-        with self.taken() as free:
-            return Outcome(self.cell, "open" if free else "at work")
+        with self.taken() as acquired:
+            return Outcome(self.cell, "open" if acquired else "at work")
 
     def finish(self, result: Result) -> None:
-        """Put down what came of the cell; it is finished when this returns."""
-        message = {"labels": dict(self.cell.labels), "report": result.report.to_dict()}
-        durable(self.result, (strict_json(message) + "\n").encode())
+        """Write the result of the cell, which marks it as finished."""
+        record = {"labels": dict(self.cell.labels), "report": result.report.to_dict()}
+        durable(self.result, (strict_json(record) + "\n").encode())
         self.failure.unlink(missing_ok=True)
 
     def fail(self, error: Exception) -> str:
-        """Put down why the cell failed; in one line."""
+        """Write the error of the cell, which marks it as failed; returns the message in one line."""
         text = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
         trace = "".join(traceback.format_exception(error))
-        message = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
-        durable(self.failure, (strict_json(message) + "\n").encode())
+        record = {"labels": dict(self.cell.labels), "error": text, "kind": type(error).__name__, "traceback": trace}
+        durable(self.failure, (strict_json(record) + "\n").encode())
         return text
 
 
@@ -115,79 +126,93 @@ def run_sweep(
     only: Sequence[str] = (),
     after: Callable[[list[Outcome]], object] = lambda _: None,
 ) -> list[Outcome]:
-    """Run every cell that is neither finished nor taken by another process; what has become of all of them.
+    """Run every cell that is neither finished nor locked by another process.
 
-    A cell that fails is noted and passed over; `retry` tries such cells again. A process that is killed loses what it did since
-    the last finished block of its cell. Processes on other devices or machines take cells from the same folder.
-    device: in place of the recipes'. only: the cells to run, as for `Sweep.at`. after: told the outcomes after each cell.
-    Raises OutputExists for a folder that is there and no sweep's, OSError for a full disk.
+    Processes on other devices or machines may run cells of the same folder at the same time. A cell that fails is skipped. A
+    process that is killed loses its work since the last finished block of its cell.
+
+    Args:
+        sweep: The sweep.
+        folder: Its folder; created if it does not exist.
+        observe: Receives the events of all runs.
+        retry: Whether to run cells again that failed.
+        device: Overrides the device of the recipes.
+        only: Cells to run, see `Sweep.at`.
+        after: Called with the outcomes of all cells after each run.
+
+    Returns:
+        The outcomes of all cells.
+
+    Raises:
+        OutputExists: If the folder exists and is not the folder of a sweep.
+        OSError: If the disk is full.
     """
-    loaded, local = Path(folder), sweep.at(only)
-    _open(loaded, sweep)
-    shared = DenseCache(loaded / "dense", observe)
-    places = [CellFolder(loaded, cell) for cell in local]
-    passes = itertools.product((False, True), enumerate(places, 1))
-    for again, (number, place) in passes:  # twice: a cell that another process only looked at seemed taken
-        if place.result.exists() or (place.failure.exists() and (again or not retry)):
+    path, selected = Path(folder), sweep.at(only)
+    _open(path, sweep)
+    shared = DenseCache(path / "dense", observe)
+    cell_folders = [CellFolder(path, cell) for cell in selected]
+    passes = itertools.product((False, True), enumerate(cell_folders, 1))
+    for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
+        if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):
             continue
-        with place.taken() as free:
-            if not free or place.result.exists():
+        with cell_folder.taken() as acquired:
+            if not acquired or cell_folder.result.exists():
                 continue
-            observe(Stage(f"cell {number} of {len(places)}: {place.cell.name}"))
+            observe(Stage(f"cell {number} of {len(cell_folders)}: {cell_folder.cell.name}"))
             try:
-                place.finish(_run_cell(place, observe, shared, device, sweep.keep))
+                cell_folder.finish(_run_cell(cell_folder, observe, shared, device, sweep.keep))
             except Exception as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     raise
-                observe(Note(f"the cell {place.cell.name} failed and is passed over: {place.fail(error)}"))
-        gc.collect()  # the cell's model
-        after(read_outcomes(sweep, loaded))
-    return read_outcomes(sweep, loaded)
+                observe(Note(f"the cell {cell_folder.cell.name} failed and is skipped: {cell_folder.fail(error)}"))
+        gc.collect()  # frees the model of the cell
+        after(read_outcomes(sweep, path))
+    return read_outcomes(sweep, path)
 
 
 def read_outcomes(sweep: Sweep, folder: str | Path) -> list[Outcome]:
-    """What has become of each cell so far."""
+    """The current state of each cell."""
     return [CellFolder(Path(folder), cell).outcome() for cell in sweep.cells]
 
 
 def is_sweep(folder: str | Path) -> bool:
-    """Whether a folder is a sweep's."""
+    """Whether a folder is the folder of a sweep."""
     return (Path(folder) / SWEEP).is_file()
 
 
 def saved_sweep(folder: str | Path) -> Sweep:
-    """The sweep that was run into a folder, as it was last run there."""
+    """The sweep that was last run in a folder."""
     return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
 
 
-def _run_cell(place: CellFolder, observe: Observer, shared: DenseCache, device: str | None, keep: bool) -> Result:
-    """The cell's run, from where an earlier process left it."""
-    recipe = place.cell.recipe.model_copy(update={"device": device} if device else {})
+def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, device: str | None, keep: bool) -> Result:
+    """Run a cell, resuming the work of an earlier process if there is any."""
+    recipe = cell_folder.cell.recipe.model_copy(update={"device": device} if device else {})
     if keep:
-        check_output(place.model, dense=recipe.model, overwrite=True)
+        check_output(cell_folder.model, dense=recipe.model, overwrite=True)
 
     def prune(restart: bool) -> Result:
-        with work_directory(place.model, resume=not restart, restart=restart) as work:
-            result = run(recipe, observe, work=work, shared=shared, name=place.name)
+        with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
+            result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name)
             if keep:
-                result.save_pretrained(place.model, overwrite=True)
+                result.save_pretrained(cell_folder.model, overwrite=True)
         if not keep:
-            place.model.rmdir()
+            cell_folder.model.rmdir()
         return result
 
     try:
         return prune(restart=False)
-    except CannotResume:  # begun on another machine, or with other versions
+    except CannotResume:  # the earlier work is of another machine or of other versions
         return prune(restart=True)
 
 
-def _open(loaded: Path, sweep: Sweep) -> None:
-    """Make the folder the sweep's, or find that it is a sweep's already."""
-    # What a process that opens it at the same moment, or that was killed doing so, has half written of SWEEP is not foreign.
-    foreign = loaded.exists() and (not loaded.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in loaded.iterdir()))
-    if foreign and not is_sweep(loaded):
-        raise OutputExists(f"{loaded} exists and is not a sweep's folder. Choose another name.")
-    if sweep.smoke != (saved_sweep(loaded).smoke if is_sweep(loaded) else sweep.smoke):
-        raise InvalidSetting(f"{loaded} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
-    loaded.mkdir(parents=True, exist_ok=True)
-    durable(loaded / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())
+def _open(folder: Path, sweep: Sweep) -> None:
+    """Create the folder of a sweep, or check that it is one, and write the sweep to it."""
+    # Partial copies of SWEEP are left by a process that is creating the folder or was killed while it did.
+    foreign = folder.exists() and (not folder.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in folder.iterdir()))
+    if foreign and not is_sweep(folder):
+        raise OutputExists(f"{folder} exists and is not a sweep's folder. Choose another name.")
+    if sweep.smoke != (saved_sweep(folder).smoke if is_sweep(folder) else sweep.smoke):
+        raise InvalidSetting(f"{folder} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    durable(folder / SWEEP, (strict_json({"format": 1} | sweep.model_dump(mode="json")) + "\n").encode())

@@ -281,7 +281,7 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     part.least = 10
     monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 1)
     seen: list[tuple[str, int]] = []
-    for name in ("_descent", "_bent"):
+    for name in ("_gradient", "_gauss_newton_product"):
         plain = getattr(FeedForwardProblem, name)
 
         def counted(self: FeedForwardProblem, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
@@ -290,7 +290,7 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(FeedForwardProblem, name, counted)
     step = part.gauss_newton_step(weights, keep, 3)
-    assert seen == [("_descent", 50), *[("_bent", 10)] * 3]
+    assert seen == [("_gradient", 50), *[("_gauss_newton_product", 10)] * 3]
     (reader,) = part.feed_forward.in_proj
     moved = dict(weights)
     moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]
