@@ -1,4 +1,4 @@
-"""What an operation of torch's does, for benchmarks that count it: its kind and how much of it."""
+"""The kind and amount of work of a torch operation, for the scripts that are run as `python benchmarks/...`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -111,23 +110,6 @@ def test_pages_from_outside_docs(site: Path) -> None:
         ROOT / "recipes" / "neurips2024" / "table1-opt.yaml"
     ).read_bytes()
     assert ".ci/oldest</a>" not in (site / "families.html").read_text(encoding="utf-8")
-
-
-def test_a_docstring_is_set_as_a_list() -> None:
-    """Names that are arguments begin a line each; other words before a colon do not, nor what follows the list."""
-    pytest.importorskip("griffe", reason="the extra `docs` is not installed")
-    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text = "What it is. alpha, beta: as in the paper. gamma: one of two: a. note: b.\nomega:\nlast. Raises Bad: for all."
-    assert list(module.listed(text, {"alpha", "beta", "gamma", "omega"})) == [
-        "What it is.",
-        "- `alpha`, `beta`: as in the paper.\n- `gamma`: one of two: a. note: b.\n- `omega`: last.",
-        "Raises Bad: for all.",
-    ]
-    assert list(module.listed("alpha is one: two.", {"alpha", "one"})) == ["alpha is one: two."]
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)

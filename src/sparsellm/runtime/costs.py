@@ -28,7 +28,7 @@ EIGEN = 9
 
 
 class SolverCost(NamedTuple):
-    """What a solve takes, told by a solver's `cost(curved)`; the defaults are SparseGPT's, and of a solver that tells nothing.
+    """What a solve takes, from a solver's `cost(curved)`; the defaults are SparseGPT's, also for a solver without this method.
 
     out_in, square: float32 matrices of (out, in) and (in, in) at the peak, beside weight and Gram. products: of (out, in) by
     (in, in). factors: of Cholesky, of (in, in); an inverse from one is two. spectra: eigendecompositions. passes: how often
@@ -44,7 +44,7 @@ class SolverCost(NamedTuple):
 
 
 class BlockCost(NamedTuple):
-    """What pruning a block takes, told by a method's `cost(shapes)`: bytes at the peak beside the block's own weights, bytes of
+    """What pruning a block takes, from a method's `cost(shapes)`: bytes at the peak beside the block's own weights, bytes of
     each list of hidden states, and the work without the pass to the next block."""
 
     memory: float
@@ -101,7 +101,7 @@ class BlockShapes:
         return max(4 * ((1 + cost.out_in) * o * i + cost.square * (i**2 + curved * o**2)) for o, i in shapes)
 
     def solves(self, solver: object, shapes: Iterable[tuple[int, int]], extra: float, curved: bool = False) -> Work:
-        """The solves of these layers. extra: products of (out, in) by (in, in) besides, as for the error that is told."""
+        """The solves of these layers. extra: products of (out, in) by (in, in) besides, as for the reported error."""
         cost, total = cost_of(solver, curved), work()
         for o, i in shapes:
             products, cubes = 2 * o * i * (i + curved * o), i**3 + curved * o**3
@@ -117,8 +117,8 @@ def work(products: float = 0, factors: float = 0, spectra: float = 0, passes: fl
 
 def cost_of(solver: object, curved: bool) -> SolverCost:
     """What a solver's own `cost` says; without one, the default."""
-    told: Callable[[bool], SolverCost] | None = getattr(solver, "cost", None)
-    return told(curved) if told else SolverCost()
+    cost: Callable[[bool], SolverCost] | None = getattr(solver, "cost", None)
+    return cost(curved) if cost else SolverCost()
 
 
 def rates(device: torch.device, seconds: float = 0.1) -> Work:
