@@ -30,7 +30,7 @@ NAMES = ["n" * 256 + ".safetensors", "d/" * 3000 + "a.safetensors", "a\0b.safete
 @pytest.mark.parametrize("name", NAMES, ids=["long part", "long path", "NUL"])
 def test_index_naming_an_impossible_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(BadCheckpoint, match="file of its folder"):
+    with pytest.raises(BadCheckpoint, match="file in its folder"):
         check_files("model", tmp_path)
 
 
