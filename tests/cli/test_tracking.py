@@ -86,7 +86,7 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
     ((stored, rows),) = own.runs
     assert own.finished == 1
     assert stored["run"] == tiny["llama"].name
-    assert (stored["samples"], stored["evaluate"], "length" in stored) == (1, str([str(text_file)]), True)
+    assert (stored["samples"], stored["evaluate"], "sequence_length" in stored) == (1, str([str(text_file)]), True)
     assert {name: stored[f"environment/{name}"] for name in report.environment} == report.environment
     assert all(isinstance(value, (bool, int, float, str)) for value in stored.values())
     charts = by_name(rows)
