@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from sparsellm.data.samples import test_windows
 from tests.conftest import report_of
 
 
 def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """The Llama form (README's commands run the other): six methods, 80 % zeros each; one model written."""
     monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 4)
+    monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=16))
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]

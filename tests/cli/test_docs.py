@@ -43,6 +43,8 @@ def smaller(words: list[str]) -> list[str]:
         options = [["--set", f"{name}={size}"] for name, size in SMALL.items()]
     elif words[0] == "evaluate":
         del options[0]
+    elif words[0] == "recover":
+        options.append(["--steps", "2"])
     elif words[0] not in ("prune", "plan") or "--calibration" not in words:
         return words
     return [*words, *(word for option in options for word in option)]

@@ -76,7 +76,7 @@ def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
     """The sum of the errors is that of the best of all splits on a fine grid, and the mean density is the one asked for."""
     levels = sorted({min(asked * level, 0.95) for level in (0.33, 0.5, 1.0, 1.5, 2.0)})
     curves = {str(i): (size, curve(scale, power, levels)) for i, (size, scale, power) in enumerate(layers)}
-    found = np.array(list(balance.balanced(curves, levels, asked).values()))
+    found = np.array(list(balance.allocate_by_curves(curves, levels, asked).values()))
     sizes, grid = np.array([size for size, _, _ in layers]), np.geomspace(levels[0], levels[-1], 300)
     assert found @ sizes / sizes.sum() == pytest.approx(asked, rel=0.01)
     one, two = np.meshgrid(grid, grid)
@@ -89,7 +89,7 @@ def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
     assert sum(scale * density**-power for (_, scale, power), density in zip(layers, found, strict=True)) <= 1.02 * best
     if len({(size, power) for size, _, power in layers}) == 1:
         assert found[0] < found[1] < found[2]
-    twins = balance.balanced({name: (100, [4.0, 2.0, 1.0]) for name in "ab"}, [0.2, 0.4, 0.8], 0.4)
+    twins = balance.allocate_by_curves({name: (100, [4.0, 2.0, 1.0]) for name in "ab"}, [0.2, 0.4, 0.8], 0.4)
     assert list(twins.values()) == pytest.approx([0.4, 0.4], rel=0.01)
 
 

@@ -134,7 +134,7 @@ def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="opt, llama, got 'gpt2'"):
         model_path("gpt2")
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(BadCheckpoint, match=r"python -m sparsellm\.demo\.train opt"):
+    with pytest.raises(BadCheckpoint, match=r"python -m sparsellm\.data\.demo\.train opt"):
         model_path("opt")
 
 

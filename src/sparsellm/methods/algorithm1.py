@@ -127,7 +127,7 @@ class PublishedSparseLLM:
         parts = coupled_parts(block, plan) if self._in_scope(block) else []
         if self._in_scope(block) and block.architecture.known and not block.architecture.feed_forward_parts:
             raise UnsupportedModel(
-                f"The feed-forward part of {block.name} has an activation that SparseLLM does not solve. "
+                f"The feed-forward part of {block.name} has an activation function that SparseLLM does not support. "
                 "Use --scope none, or a layer-wise method."
             )
         if parts:

@@ -67,5 +67,6 @@ def explain(error: Any, fields: Collection[str]) -> str:
         return f"Unknown field {field!r}. {nearest(str(error['loc'][-1]), fields)}"
     if error["type"] == "literal_error":
         valid = [value.strip("' ") for value in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"`{field}` is unknown: got {error['input']!r}. {nearest(str(error['input']), valid)}"
+        name = field.rstrip("0123456789").rstrip(".")  # of a list, the field rather than the position in it
+        return f"`{name}` is unknown: got {error['input']!r}. {nearest(str(error['input']), valid)}"
     return f"`{field}`: {error['msg'].lower()}, got {printable(repr(error['input']), 80)}."
