@@ -37,6 +37,7 @@ GRACE = 10.0
 """Seconds that a process has to end by itself once another is lost."""
 
 _GONE = "died or cannot be reached: it was killed, is out of memory, or its network is down"
+_LAUNCHER_GONE = "The launcher is gone"
 
 
 class Watch:
@@ -117,8 +118,8 @@ class Watch:
             try:
                 self._store.set(self._key, str(beats))
                 values = [value.decode() for value in self._store.multi_get([f"sparsellm/{rank}" for rank in ranks])]
-            except RuntimeError:
-                self._lost[0] = _GONE
+            except RuntimeError:  # the store ends with rank 0, or with a launcher that serves it
+                self._lost |= {0: _GONE} if os.getppid() == self._parent else {-1: _LAUNCHER_GONE}
                 break
             self._answered = time.monotonic()
             for rank in ranks:
@@ -129,7 +130,7 @@ class Watch:
                 elif time.monotonic() - changed[rank] > self._silence:
                     self._lost[rank] = _GONE
             if os.getppid() != self._parent:
-                self._lost[-1] = "The launcher is gone"
+                self._lost[-1] = _LAUNCHER_GONE
         if not self._over.wait(GRACE):
             self._end(self._message())
             os._exit(1)
