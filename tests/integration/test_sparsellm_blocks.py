@@ -133,5 +133,5 @@ def test_efforts() -> None:
     assert (
         Recipe(model="demo:opt", calibration="demo", effort="fast")
         .describe()
-        .startswith("sparsellm (fast-admm inside, coupled: none)")
+        .startswith("sparsellm (fast-admm inside, scope: none)")
     )

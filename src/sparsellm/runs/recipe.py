@@ -245,7 +245,7 @@ class Recipe(RunRecipe, RecipeFields):
         """Summarize method and pattern in one line."""
         detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
         if not self.as_published:
-            detail = f" ({self.inner} inside, coupled: {self.resolved_scope})"
+            detail = f" ({self.inner} inside, scope: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"
