@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ def style() -> Iterator[None]:
         import matplotlib
     except ImportError:
         raise MissingPackage("Plots are drawn by matplotlib, which is not installed: pip install 'sparsellm[plots]'.") from None
-    with matplotlib.rc_context(dict(STYLE)):
+    with matplotlib.rc_context(dict(STYLE)), warnings.catch_warnings():
+        # Names in a report can be longer than the figure is wide; matplotlib then draws without the layout.
+        warnings.filterwarnings("ignore", "constrained_layout not applied", UserWarning)
         yield
 
 
