@@ -43,14 +43,14 @@ REFUSAL = "error: Pruning needs"
 CHILD = """
 import json, sys
 import torch, transformers
-from sparsellm.runtime.memory import held_now, peak_memory
-libraries = held_now()
+from sparsellm.runtime.memory import current_memory, peak_memory
+libraries = current_memory()
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.cli.app import app
 import sparsellm.runs.export, sparsellm.runs.run
 source = open_checkpoint(sys.argv[2])
 source.skeleton(), source.tokenizer()
-imports = held_now()
+imports = current_memory()
 try:
     app(sys.argv[1:])
 except SystemExit as end:
