@@ -70,7 +70,7 @@ def windows(count: int, seed: int) -> torch.Tensor:
 
 def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     """The pruned model after gradient steps, over the whole of it or block after block."""
-    dense, batches = tiny(name), split_batches(windows(16, 1), 2)
+    dense, batches = tiny(name).to(result.model.device), split_batches(windows(16, 1), 2)
     plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
     if not whole:
         layers = {block.name: block.layers for block in result.report.blocks}
