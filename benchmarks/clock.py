@@ -50,11 +50,11 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "gate": ("models.gate_update:solve_gate",),
     "Gauss-Newton": ("methods.feedforward_problem:FeedForwardProblem.gauss_newton_step",),
-    "writer's sums": (
+    "output projection's statistics": (
         "methods.feedforward_problem:FeedForwardProblem.regression",
         "methods.feedforward_problem:FeedForwardProblem.curvatures",
     ),
-    "layers' sensitivities": ("activations.sensitivity:layer_sensitivities",),
+    "sensitivities of the layers": ("activations.sensitivity:layer_sensitivities",),
     "refinement": ("recovery.masked_training:refine_block",),
     "files": (
         "runtime.offload:DiskList.__getitem__",

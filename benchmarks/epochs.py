@@ -1,4 +1,4 @@
-"""SparseLLM as published, epoch by epoch: does the loop help, and what makes it hurt?
+"""Algorithm 1, epoch by epoch: does the loop help, and what makes it hurt?
 
     python benchmarks/epochs.py MODEL CALIBRATION_TEXT TEST_TEXT [--sparsity 70% 80% 90%] [--epochs 4] [--json FILE]
 

@@ -166,7 +166,7 @@ def main_table(data: dict) -> list[str]:
         row = [summary(cells(data, label, p)) for p in PATTERNS]
         lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
     for label in (label for label in MAIN if label.startswith("sparsellm") and label != "sparsellm, shared out by error"):
-        for base in ("SparseGPT", "ALPS", "as published"):
+        for base in ("SparseGPT", "ALPS", "Algorithm 1"):
             row = [ratio(data, label, base, p) for p in PATTERNS]
             if any(row):
                 lines.append(f"| *{label} / {base}* | " + " | ".join(row) + " |")

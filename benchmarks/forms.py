@@ -9,11 +9,11 @@ OURS = {"method": "sparsellm"}
 MAIN = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
-    "Swift": {"method": "fast-admm"},
-    "Swift, true-sequential": {"method": "fast-admm", "true_sequential": True},
+    "fast-admm": {"method": "fast-admm"},
+    "fast-admm, true-sequential": {"method": "fast-admm", "true_sequential": True},
     "ALPS": {"method": "alps"},
     "ALPS, true-sequential": {"method": "alps", "true_sequential": True},
-    "as published": {"method": "sparsellm", "as_published": True},
+    "Algorithm 1": {"method": "sparsellm", "as_published": True},
     "sparsellm, uniform": OURS | {"allocation": "uniform"},
     "sparsellm, shared out by error": None,
     "sparsellm": OURS,
@@ -69,7 +69,7 @@ INGREDIENTS = (
     | {f"default, {name}": None if change is None else OURS | change for name, change in (WITHOUT | MORE).items()}
     | {"default, by error": None}
     | {f"default, by error, {name}": None for name in WITHOUT | MORE if not name.endswith(SHARED_OTHERWISE)}
-    | {f"{name}, true-sequential, DLP": None for name in ("SparseGPT", "Swift")}
+    | {f"{name}, true-sequential, DLP": None for name in ("SparseGPT", "fast-admm")}
     | {"bare": None}
     | {f"bare + {name}": None for name in WITH}
 )

@@ -35,8 +35,8 @@ METHODS = {
     "Wanda": {"method": "wanda"},
     "SparseGPT": {"method": "sparsegpt"},
     "ALPS": {"method": "alps"},
-    "SparseLLM as published, SparseGPT inside": {"method": "sparsellm", "as_published": True},
-    "SparseLLM as published, ALPS inside": {"method": "sparsellm", "as_published": True, "solver": "alps"},
+    "Algorithm 1, SparseGPT inside": {"method": "sparsellm", "as_published": True},
+    "Algorithm 1, ALPS inside": {"method": "sparsellm", "as_published": True, "solver": "alps"},
 }
 SAMPLES, LENGTH, STORIES = 64, 256, 1800
 

@@ -42,11 +42,11 @@ from sparsellm.solvers.statistics import Gram
 PATTERNS = ("70%", "80%", "90%", "2:4", "3:4")
 FILE = MEASURED / "solvers.json"
 TRIED: dict[str, LayerSolver] = {name: make() for name, make in SOLVERS.items()} | {
-    "Swift, 12 steps": FastADMM(steps=12),
-    "ALPS, half the pace": ALPS(penalty_growth=0.5),
-    "ALPS, a quarter of the pace": ALPS(penalty_growth=0.25, iterations=600),
-    "ALPS, over-relaxed": ALPS(relaxation=1.6),
-    "ALPS, refit 50": ALPS(refit_steps=50),
+    "fast-admm, 12 steps": FastADMM(steps=12),
+    "ALPS, penalty growth 0.5": ALPS(penalty_growth=0.5),
+    "ALPS, penalty growth 0.25": ALPS(penalty_growth=0.25, iterations=600),
+    "ALPS, relaxation 1.6": ALPS(relaxation=1.6),
+    "ALPS, 50 refit steps": ALPS(refit_steps=50),
 }
 
 

@@ -20,7 +20,6 @@ LENGTH = 512
 PEER = "llm-compressor's SparseGPT"
 
 EXCESS_NAMES = {
-    "SparseLLM as published, 4 epochs": "as published",
     "default": "sparsellm",
     "default, by error": "sparsellm, shared out by error",
 }

@@ -23,7 +23,7 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gpu.SparseGPT._pruned, gpu.Gram.update
     found = gpu.measure(TINY, 4, 16, 2, parse_pattern("50%"), torch.device("cpu"), size=64)
     assert list(found["methods"]) == list(gpu.METHODS)
-    expected = {"SparseGPT": "column loop", "SparseLLM as published, 4 epochs": "gate", "default, closed form": "ADMM"}
+    expected = {"SparseGPT": "column loop", "Algorithm 1": "gate", "default, closed form": "ADMM"}
     for name, phase in expected.items():
         phases = found["methods"][name]["phases"]
         assert {"forward", "moments", "factorisation", "errors", phase} <= phases.keys()
