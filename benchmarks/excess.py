@@ -1,4 +1,4 @@
-"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: docs/results.md.
+"""How much log-perplexity pruning costs, by method, ingredient, amount of calibration text, and text: dev/RESULTS.md.
 
     python benchmarks/excess.py measure demo:opt                              # the main table of one model
     python benchmarks/excess.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
@@ -22,14 +22,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from forms import INGREDIENTS, MAIN, SUITES
-from results import MEASURED, STORIES, processor
+from results import MEASURED, STORIES, markdown_table, processor
 
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.cli.display import plus_minus
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
@@ -128,91 +131,85 @@ def texts(data: dict) -> list[str]:
     return list(dict.fromkeys(key.split(" | ")[4] for key in data if key.count(" | ") == 4))
 
 
-def cells(data: dict, label: str, pattern: str, samples: int = SAMPLES, text: str = "") -> list[dict]:
-    """The cells of one method at one pattern, over seeds; calibrated on the model's own text unless told otherwise."""
-    wanted = (label, pattern, str(samples), text or next(iter(texts(data)), ""))
-    found = {tuple(key.split(" | ")): cell for key, cell in data.items() if key.count(" | ") == 4}
-    return [cell for k, cell in found.items() if (k[0], k[1], k[3], k[4]) == wanted]
+def by_seed(data: dict, label: str, pattern: str, samples: int = SAMPLES, text: str = "") -> dict[str, dict]:
+    """The cells of one method at one pattern; calibrated on the model's own text unless another is given."""
+    wanted = [label, pattern, str(samples), text or next(iter(texts(data)), "")]
+    found = {}
+    for key, cell in data.items():
+        if key.count(" | ") == 4:
+            *words, seed, number, name = key.split(" | ")
+            if [*words, number, name] == wanted:
+                found[seed] = cell
+    return found
 
 
-def summary(found: list[dict]) -> str:
-    """Mean and spread (standard deviation) of the excess over seeds."""
+def summary(found: Mapping[str, dict], figure: str = "excess") -> str:
+    """Mean and standard deviation over seeds. figure: `excess` or `perplexity`."""
     if not found:
         return ""
-    values = [cell["excess"] for cell in found]
-    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+    values = [cell[figure] for cell in found.values()]
+    spread = stdev(values) if len(values) > 1 else None
+    if figure == "perplexity":
+        return plus_minus(mean(values), spread)
+    return f"{mean(values):.3f}" + ("" if spread is None else f" ± {spread:.3f}")
 
 
-def ratio(data: dict, label: str, base: str, pattern: str) -> str:
+def ratio(data: dict, label: str, base: str, pattern: str) -> float | None:
     """The mean excess of one method as a share of another's, over the seeds that both have."""
-    mine, other = (
-        {key.split(" | ")[2]: cell["excess"] for key, cell in data.items() if key in _keys_of(data, name, pattern)}
-        for name in (label, base)
-    )
+    mine, other = by_seed(data, label, pattern), by_seed(data, base, pattern)
     both = mine.keys() & other.keys()
-    return f"{sum(mine[seed] for seed in both) / sum(other[seed] for seed in both):.3f}" if both else ""
-
-
-def _keys_of(data: dict, label: str, pattern: str) -> set[str]:
-    """The names of one method's cells at one pattern, with all windows and the model's own text."""
-    text = next(iter(texts(data)), "")
-    return {key for key in data if key.split(" | ")[:2] == [label, pattern] and key.endswith(f" | {SAMPLES} | {text}")}
+    return sum(mine[seed]["excess"] for seed in both) / sum(other[seed]["excess"] for seed in both) if both else None
 
 
 def main_table(data: dict) -> list[str]:
-    """A model's excess by method and pattern, and the ratios to SparseGPT and ALPS."""
-    lines = ["| | " + " | ".join(PATTERNS) + " |", "|---|" + "---:|" * len(PATTERNS)]
-    for label in MAIN:
-        row = [summary(cells(data, label, p)) for p in PATTERNS]
-        lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
+    """A model's excess by method and pattern, and the default's as shares of other methods'."""
+    rows = [[label, *(summary(by_seed(data, label, p)) for p in PATTERNS)] for label in MAIN]
     for label in (label for label in MAIN if label.startswith("sparsellm") and label != "sparsellm, shared out by error"):
         for base in ("SparseGPT", "ALPS", "Algorithm 1"):
-            row = [ratio(data, label, base, p) for p in PATTERNS]
-            if any(row):
-                lines.append(f"| *{label} / {base}* | " + " | ".join(row) + " |")
-    return lines
+            shares = [ratio(data, label, base, p) for p in PATTERNS]
+            rows.append([f"*{label} / {base}*", *("" if share is None else f"{share:.3f}" for share in shares)])
+    return markdown_table(["", *PATTERNS], (row for row in rows if any(row[1:])))
 
 
 def ingredients_table(data: dict) -> list[str]:
     """Excess and seconds with one ingredient off, one more, and one alone, at every pattern that was measured."""
-    patterns = [p for p in PATTERNS if any(cells(data, label, p) for label in INGREDIENTS)]
-    head = "| | " + " | ".join(f"{p} | seconds" for p in patterns) + " |"
-    lines = [head, "|---|" + "---:|---:|" * len(patterns)] if patterns else []
+    patterns = [p for p in PATTERNS if any(by_seed(data, label, p) for label in INGREDIENTS)]
+    rows = []
     for label in INGREDIENTS if patterns else ():
-        found = [cells(data, label, p) for p in patterns]
-        words = [f"{summary(some)} | {mean(c['seconds'] for c in some):.0f}" if some else " | " for some in found]
-        lines += [f"| {label} | " + " | ".join(words) + " |"] if any(found) else []
-    return lines
+        found = [by_seed(data, label, p) for p in patterns]
+        words = ((summary(some), f"{mean(c['seconds'] for c in some.values()):.0f}" if some else "") for some in found)
+        rows += [[label, *chain(*words)]] if any(found) else []
+    return markdown_table(["", *chain(*((p, "seconds") for p in patterns))], rows) if rows else []
 
 
 def windows_table(data: dict) -> list[str]:
     """Excess by the number of calibration windows."""
-    rows = [(label, pattern) for pattern in PATTERNS for label in SUITES["windows"] if cells(data, label, pattern, COUNTS[0])]
-    lines = ["| | " + " | ".join(map(str, COUNTS)) + " |", "|---|" + "---:|" * len(COUNTS)] if rows else []
-    for label, pattern in rows:
-        row = (summary(cells(data, label, pattern, count)) for count in COUNTS)
-        lines.append(f"| {label}, {pattern} | " + " | ".join(row) + " |")
-    return lines
+    labels = [(label, p) for p in PATTERNS for label in SUITES["windows"] if by_seed(data, label, p, COUNTS[0])]
+    rows = [[f"{label}, {p}", *(summary(by_seed(data, label, p, count)) for count in COUNTS)] for label, p in labels]
+    return markdown_table(["", *map(str, COUNTS)], rows) if rows else []
 
 
 def other_texts_table(data: dict) -> list[str]:
     """Excess when calibrated on one text and measured on another."""
     lines: list[str] = []
     for text in texts(data)[1:]:
-        patterns = [p for p in PATTERNS if any(cells(data, label, p, text=text) for label in MAIN)]
-        lines += [f"Calibrated on {text}:", "", "| | " + " | ".join(patterns) + " |", "|---|" + "---:|" * len(patterns)]
-        for label in MAIN:
-            row = [summary(cells(data, label, p, text=text)) for p in patterns]
-            lines += [f"| {label} | " + " | ".join(row) + " |"] if any(row) else []
+        patterns = [p for p in PATTERNS if any(by_seed(data, label, p, text=text) for label in MAIN)]
+        rows = ([label, *(summary(by_seed(data, label, p, text=text)) for p in patterns)] for label in MAIN)
+        lines += [f"Calibrated on {text}:", "", *markdown_table(["", *patterns], (row for row in rows if any(row[1:])))]
     return lines
+
+
+def of_models() -> dict[str, dict]:
+    """What was measured of each model, by its name."""
+    return {
+        name: known(name) for file in sorted(MEASURED.glob("excess-*.json")) for name in [file.stem.removeprefix("excess-")]
+    }
 
 
 def tables() -> list[str]:
     """All that was measured, as Markdown."""
     lines: list[str] = []
-    for file in sorted(MEASURED.glob("excess-*.json")):
-        data = json.loads(file.read_text())
-        title = file.stem.removeprefix("excess-")
+    for title, data in of_models().items():
         lines += [f"### {title}", "", f"Dense: {data['dense']['perplexity']:.2f}.", "", *main_table(data), ""]
         rest = {
             "Ingredients": ingredients_table(data),

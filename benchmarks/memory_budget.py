@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ByteSize, TypeAdapter
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from streaming import make
 from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
@@ -113,22 +113,21 @@ def measure() -> None:
 
 def table() -> list[str]:
     """What was measured, as Markdown."""
-    lines = [
-        "| form | blocks | `--max-memory` | run | model | above all imports | of the budget | above torch and transformers | |",
-        "|---|---:|---:|---|---|---:|---:|---:|---:|",
-    ]
+    rows = []
     for key, cell in json.loads(FILE.read_text()).items():
         if key == "machine":
             continue
         form, blocks, memory, words = key.split(" | ")
+        shape = [form, blocks, memory, f"`{words}`"]
         if cell.get("refused"):
-            lines.append(f"| {form} | {blocks} | {memory} | `{words}` | refused: {cell['refused']} | | | | |")
+            rows.append([*shape, f"refused: {cell['refused']}", "", "", "", ""])
             continue
-        budget, place = TypeAdapter(ByteSize).validate_python(memory), "block by block" if cell["streamed"] else "in memory"
+        budget = TypeAdapter(ByteSize).validate_python(memory)
         sizes = (cell["peak"] - cell["imports"], cell["peak"] - cell["libraries"])
-        told = " | ".join(f"{size / 1e6:.0f} MB | {size / budget:.2f}" for size in sizes)
-        lines.append(f"| {form} | {blocks} | {memory} | `{words}` | {place} | {told} |")
-    return lines
+        told = (text for size in sizes for text in (f"{size / 1e6:.0f} MB", f"{size / budget:.2f}"))
+        rows.append([*shape, "block by block" if cell["streamed"] else "in memory", *told])
+    head = ["form", "blocks", "`--max-memory`", "run", "model", "above all imports", "of the budget"]
+    return markdown_table([*head, "above torch and transformers", "of the budget"], rows, left=(0, 3, 4))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from streaming import make, peak
 
 FILE = MEASURED / "planning.json"
@@ -63,22 +63,19 @@ def measure() -> None:
 
 
 def tables() -> list[str]:
-    """What was measured, as Markdown."""
-    if not FILE.exists():
-        return []
-    lines = [
-        "| blocks | width | windows | run | data, planned | process, planned | process, taken | ratio | time, ratio |",
-        "|---:|---:|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    for key, cell in json.loads(FILE.read_text()).items():
-        if key == "machine":
-            continue
-        blocks, width, windows, words = key.split(" | ")
-        sizes = [f"{cell[name] / 1e9:.2f} GB" for name in ("data", "resident", "taken")]
-        share = f"{cell['resident'] / cell['taken']:.2f}"
-        time = f"{cell['told_seconds'] / cell['seconds']:.2f}" if cell["seconds"] >= 1 else ""
-        lines.append(f"| {blocks} | {width} | {windows} | `{words}` | {' | '.join(sizes)} | {share} | {time} |")
-    return lines
+    """The range of planned over taken in a sentence, then every run."""
+    cells = json.loads(FILE.read_text())
+    machine, rows = cells.pop("machine"), []
+    sizes = {key: cell["resident"] / cell["taken"] for key, cell in cells.items()}
+    times = {key: cell["told_seconds"] / cell["seconds"] for key, cell in cells.items() if cell["seconds"] >= 1}
+    for key, cell in cells.items():
+        *shape, words = key.split(" | ")
+        planned = (f"{cell[name] / 1e9:.2f} GB" for name in ("data", "resident", "taken"))
+        rows.append([f"`{words}`", *shape, *planned, f"{sizes[key]:.2f}", f"{times[key]:.2f}" if key in times else ""])
+    told = f"Planned memory is {min(sizes.values()):.2f} to {max(sizes.values()):.2f} times the memory that the process takes, "
+    told += f"planned time {min(times.values()):.2f} to {max(times.values()):.2f} times the time. {machine}:"
+    head = ["run", "blocks", "width", "samples", "tensors, planned", "process, planned", "process, taken", "ratio"]
+    return [told, "", *markdown_table([*head, "time, ratio"], rows)]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 
 import torch
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from transformers import AutoModelForCausalLM, OPTConfig
 
 from sparsellm.activations.walk import walk
@@ -83,19 +83,15 @@ def table() -> list[str]:
     """The measured gain, as lines of Markdown."""
     data = json.loads(FILE.read_text())
     alone = [run["seconds"] for run in data["runs"]["1"]]
-    lines = [
-        f"{data['machine']}:",
-        "",
-        "| processes | seconds (median of 3) | speed | bytes exchanged a block |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for count, runs in data["runs"].items():
         seconds = [run["seconds"] for run in runs]
         gains = [a / b for a, b in zip(alone, seconds, strict=True)]
         spread = f" ({min(gains):.2f} to {max(gains):.2f})" if count != "1" else ""
         gain = f"{statistics.median(gains):.2f}{spread}"
-        lines.append(f"| {count} | {statistics.median(seconds):.1f} | {gain} | {runs[0]['bytes'] / 1e6:,.1f} MB |")
-    return lines
+        rows.append([count, f"{statistics.median(seconds):.1f}", gain, f"{runs[0]['bytes'] / 1e6:,.1f} MB"])
+    head = ["processes", "seconds (median of 3)", "speed", "bytes exchanged a block"]
+    return [f"{data['machine']}:", "", *markdown_table(head, rows, left=())]
 
 
 WIDTH, HIDDEN, KEYS, DEPTH, TOKENS, SEQUENCE = 8192, 28672, 1024, 80, 128 * 2048, 2048
@@ -111,16 +107,16 @@ def costs() -> list[str]:
     layers = [(WIDTH, WIDTH), (WIDTH, KEYS), (WIDTH, KEYS), (WIDTH, WIDTH), (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
     solves = [4 / 3 * reads**3 + reads**2 * writes for reads, writes in layers]
     exchanged = 8 * (3 * WIDTH**2 + HIDDEN**2) * 9 / 16 + 2 * weights
-    lines = ["| GPUs | forward and moments | solves | exchange | a block | 80 blocks |", "|---|---|---|---|---|---|"]
+    rows = []
     for count in (1, 8, 64):
         loads = [0.0] * count
         for cost in sorted(solves, reverse=True):
             loads[loads.index(min(loads))] += cost
         parts = [(forward + moments) / count / RATE, max(loads) / SOLVING]
         parts.append(2 * exchanged * (count - 1) / count / LINK[count] if count > 1 else 0.0)
-        told = " | ".join(f"{seconds:.2f} s" for seconds in parts)
-        lines.append(f"| {count} | {told} | {sum(parts):.2f} s | {DEPTH * sum(parts) / 60:.1f} min |")
-    return lines
+        told = (f"{seconds:.2f} s" for seconds in (*parts, sum(parts)))
+        rows.append([str(count), *told, f"{DEPTH * sum(parts) / 60:.1f} min"])
+    return markdown_table(["GPUs", "forward and moments", "solves", "exchange", "a block", "80 blocks"], rows, left=())
 
 
 def main() -> None:

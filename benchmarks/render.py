@@ -1,4 +1,4 @@
-"""Write docs/results.md, docs/distributed.md, and the demo's table in README.md and the quick start, from benchmarks/measured/.
+"""Write measured figures into the pages: every table between `<!-- name -->` and `<!-- /name -->`, and the chart of results.
 
 sparsellm demo --json > benchmarks/measured/demo.json
 python benchmarks/render.py
@@ -7,56 +7,85 @@ python benchmarks/render.py
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 
 import excess
+import memory_budget
 import planning
 import processes
+import quality
+import results
+import rounding
 import solvers
 import speed_tables
 import streaming
-from results import MEASURED, ROOT, epochs_tables, seconds_table, table
+from results import MEASURED, ROOT, markdown_table
 
 from sparsellm.cli.display import plus_minus
 
-
-def render() -> None:
-    """Write docs/results.md from the measured figures and the words in benchmarks/results.md.in."""
-    measured = (json.loads(file.read_text()) for file in sorted(MEASURED.glob("*.json")))
-    files = [data for data in measured if "cells" in data and "dense" in data]
-    parts = []
-    for data in files:
-        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
-        windows = f"{data['dense']['windows']} windows of {data['dense']['length']} tokens"
-        parts += [f"### {data['model']}", "", f"Dense: {dense}, over {windows}.", "", *table(data), ""]
-    template = (ROOT / "benchmarks" / "results.md.in").read_text(encoding="utf-8")
-    page = template.replace("{{tables}}\n", "\n".join(parts)).replace("{{seconds}}\n", "\n".join(seconds_table(files)) + "\n")
-    page = page.replace("{{epochs}}\n", "\n".join(epochs_tables())).replace("{{machine}}", files[0]["machine"])
-    page = page.replace("{{excess}}\n", "\n".join(excess.tables()) + "\n").replace(
-        "{{solvers}}\n", "\n".join(solvers.tables()) + "\n"
-    )
-    page = page.replace("{{streaming}}\n", "\n".join([*streaming.tables(), "", *streaming.cost()]) + "\n")
-    page = page.replace("{{planning}}\n", "\n".join(planning.tables()) + "\n")
-    page = page.replace("{{speed}}\n", "\n".join(speed_tables.tables()) + "\n")
-    (ROOT / "docs" / "results.md").write_text(page, encoding="utf-8")
-    told = (ROOT / "benchmarks" / "distributed.md.in").read_text(encoding="utf-8")
-    told = told.replace("{{processes}}", "\n".join(processes.table())).replace("{{costs}}", "\n".join(processes.costs()))
-    (ROOT / "docs" / "distributed.md").write_text(told, encoding="utf-8")
-    middle = "\n".join(demo_table(json.loads((MEASURED / "demo.json").read_text())))
-    for file in (ROOT / "README.md", ROOT / "docs" / "quick-start.md"):
-        before, rest = file.read_text(encoding="utf-8").split("<!-- demo table -->\n")
-        _, after = rest.split("<!-- end of demo table -->\n")
-        page = f"{before}<!-- demo table -->\n{middle}\n<!-- end of demo table -->\n{after}"
-        file.write_text(page, encoding="utf-8")
+PAGES = (
+    "README.md",
+    "docs/quick-start.md",
+    "docs/results.md",
+    "docs/large-models.md",
+    "docs/distributed.md",
+    "dev/RESULTS.md",
+)
+CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
 
 
-def demo_table(data: dict) -> list[str]:
+def demo_table() -> list[str]:
     """What `sparsellm demo` found, as a Markdown table."""
-    lines = [f"| {data['model']}, {data['sparsity']} removed | perplexity | zeros | seconds |", "|---|---:|---:|---:|"]
+    data = json.loads((MEASURED / "demo.json").read_text())
+    rows = []
     for row in data["rows"]:
         value = plus_minus(row["perplexity"], row["standard_error"])
-        lines.append(f"| {row['method']} | {value} | {100 * row['sparsity']:.1f} % | {row['seconds']:.1f} |")
-    return lines
+        rows.append([row["method"], value, f"{100 * row['sparsity']:.1f} %", f"{row['seconds']:.1f}"])
+    return markdown_table([f"{data['model']}, {data['sparsity']} removed", "perplexity", "zeros", "seconds"], rows)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "demo": demo_table,
+    "perplexity": quality.brief_table,
+    "models": quality.model_tables,
+    "shares": quality.shares_table,
+    "one seed": results.summary_table,
+    "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
+    "race": speed_tables.race_table,
+    "offload": streaming.tables,
+    "planning": planning.tables,
+    "memory": memory_budget.table,
+    "rounding": rounding.table,
+    "processes": processes.table,
+    "costs": processes.costs,
+    "excess": excess.tables,
+    "solvers": solvers.tables,
+    "speed": speed_tables.tables,
+    "all patterns": results.perplexity_tables,
+    "seconds": results.seconds_table,
+    "epochs": results.epochs_tables,
+}
+"""By the name that stands in the pages."""
+
+BLOCK = re.compile(rf"<!-- ({'|'.join(TABLES)}) -->\n.*?<!-- /\1 -->", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """The text of a page, with every table as the figures are now."""
+
+    def filled(block: re.Match[str]) -> str:
+        return "\n".join([f"<!-- {block[1]} -->", *TABLES[block[1]](), f"<!-- /{block[1]} -->"])
+
+    return BLOCK.sub(filled, page)
+
+
+def main() -> None:
+    CHART.write_text(quality.chart(), encoding="utf-8")
+    for name in PAGES:
+        file = ROOT / name
+        file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    render()
+    main()

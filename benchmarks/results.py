@@ -1,4 +1,4 @@
-"""The tables of docs/results.md: every method on small trained models, at six patterns.
+"""Every method on small trained models, at six patterns, with one seed: docs/results.md and dev/RESULTS.md.
 
     python benchmarks/results.py measure demo:opt demo:llama        # the bundled models; a killed run continues
     python benchmarks/results.py measure PATH/stories260K-llama --stories PATH/tinystories_2316.json
@@ -15,7 +15,9 @@ import json
 import platform
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -90,44 +92,70 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def table(data: dict) -> list[str]:
-    """A model's figures as a Markdown table, the best of each column in bold."""
-    head = ["| | " + " | ".join(PATTERNS) + " |", "|---|" + "---:|" * len(PATTERNS)]
-    best = {p: min(data["cells"][f"{m} | {p}"]["perplexity"] for m in METHODS) for p in PATTERNS}
-    rows = []
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """The lines of a Markdown table. left: numbers of the columns that are aligned to the left."""
+    rule = "".join("---|" if number in left else "---:|" for number in range(len(head)))
+    return [f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def of_models() -> list[dict[str, Any]]:
+    """What was measured of each model, by every method with one seed."""
+    files = (json.loads(file.read_text()) for file in sorted(MEASURED.glob("*.json")))
+    return [data for data in files if "cells" in data and "dense" in data]
+
+
+def perplexity_tables() -> list[str]:
+    """A table for each model: perplexity by method and pattern, the best of each column in bold."""
+    lines: list[str] = []
+    for data in of_models():
+        best = {p: min(data["cells"][f"{m} | {p}"]["perplexity"] for m in METHODS) for p in PATTERNS}
+        rows = []
+        for label in METHODS:
+            cells = {pattern: data["cells"][f"{label} | {pattern}"] for pattern in PATTERNS}
+            values = {p: plus_minus(cell["perplexity"], cell["standard_error"]) for p, cell in cells.items()}
+            rows.append([label, *(f"**{v}**" if cells[p]["perplexity"] == best[p] else v for p, v in values.items())])
+        dense = plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"])
+        windows = f"{data['dense']['windows']} windows of {data['dense']['length']} tokens"
+        head = [f"### {data['model']}, one seed", "", f"Dense: {dense}, over {windows}.", ""]
+        lines += [*head, *markdown_table(["", *PATTERNS], rows), ""]
+    return lines
+
+
+def summary_table(patterns: Sequence[str] = ("50%", "80%")) -> list[str]:
+    """Perplexity by method at two patterns, all models side by side."""
+    files = of_models()
+    head = ["", *(f"{data['model']}, {pattern}" for data in files for pattern in patterns)]
+    dense = [plus_minus(data["dense"]["perplexity"], data["dense"]["standard_error"]) for data in files for _ in patterns]
+    rows = [["dense", *dense]]
     for label in METHODS:
-        cells = []
-        for pattern in PATTERNS:
-            cell = data["cells"][f"{label} | {pattern}"]
-            words = plus_minus(cell["perplexity"], cell["standard_error"])
-            cells.append(f"**{words}**" if cell["perplexity"] == best[pattern] else words)
-        rows.append(f"| {label} | " + " | ".join(cells) + " |")
-    return head + rows
+        cells = (data["cells"][f"{label} | {pattern}"] for data in files for pattern in patterns)
+        rows.append([label, *(plus_minus(cell["perplexity"], cell["standard_error"]) for cell in cells)])
+    return markdown_table(head, rows)
 
 
-def seconds_table(files: list[dict]) -> list[str]:
+def seconds_table() -> list[str]:
     """Seconds of pruning at 70 %, by method and model."""
-    rows = ["| | " + " | ".join(data["model"] for data in files) + " |", "|---|" + "---:|" * len(files)]
-    for label in METHODS:
-        cells = " | ".join(f"{data['cells'][f'{label} | 70%']['seconds']:.1f}" for data in files)
-        rows.append(f"| {label} | {cells} |")
-    return rows
+    files = of_models()
+    rows = ([m, *(f"{data['cells'][f'{m} | 70%']['seconds']:.1f}" for data in files)] for m in METHODS)
+    return markdown_table(["", *(data["model"] for data in files)], rows)
 
 
 def epochs_tables() -> list[str]:
     """Perplexity by epoch, from what benchmarks/epochs.py measured."""
-    lines = []
+    lines: list[str] = []
     for file in sorted(MEASURED.glob("epochs-*.json")):
         data = json.loads(file.read_text())
         epochs = sorted({row["epochs"] for row in data["rows"]})
-        lines += [f"### {data['model']}", "", "| sparsity | variant | " + " | ".join(f"epoch {n}" for n in epochs) + " |"]
-        lines.append("|---|---|" + "---:|" * len(epochs))
-        found = {(row["sparsity"], row["variant"], row["epochs"]): row for row in data["rows"]}
-        for sparsity, variant in dict.fromkeys((row["sparsity"], row["variant"]) for row in data["rows"]):
-            cells = (found[sparsity, variant, n] for n in epochs)
-            texts = (f"{cell['perplexity']:.2f} ({cell['error']:.3f})" for cell in cells)
-            lines.append(f"| {sparsity} | {variant} | " + " | ".join(texts) + " |")
-        lines.append("")
+        texts = {
+            (row["sparsity"], row["variant"], row["epochs"]): f"{row['perplexity']:.2f} ({row['error']:.3f})"
+            for row in data["rows"]
+        }
+        rows = (
+            [sparsity, variant, *(texts[sparsity, variant, n] for n in epochs)]
+            for sparsity, variant in dict.fromkeys((row["sparsity"], row["variant"]) for row in data["rows"])
+        )
+        head = ["sparsity", "variant", *(f"epoch {n}" for n in epochs)]
+        lines += [f"### {data['model']}, epoch by epoch", "", *markdown_table(head, rows, left=(0, 1)), ""]
     return lines
 
 

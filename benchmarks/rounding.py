@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -86,15 +86,13 @@ def measure(model: str, text: str, methods: list[str]) -> None:
 def table() -> list[str]:
     """What was measured, as Markdown."""
     known = json.loads(FILE.read_text())
-    lines = [
-        "| method | perplexity | changed | masks that differ: worst layer | mean of the layers | perplexity |",
-        "|---|---:|---|---:|---:|---:|",
-    ]
+    rows = []
     for method in (some for some in METHODS if some in known):
         for name, cell in known[method]["changes"].items():
-            shares = " | ".join("none" if cell[key] == 0 else f"{100 * cell[key]:.2f} %" for key in ("most", "mean"))
-            lines.append(f"| {method} | {known[method]['perplexity']:.3f} | {name} | {shares} | {cell['perplexity']:.3f} |")
-    return lines
+            shares = ("none" if cell[key] == 0 else f"{100 * cell[key]:.2f} %" for key in ("most", "mean"))
+            rows.append([method, f"{known[method]['perplexity']:.3f}", name, *shares, f"{cell['perplexity']:.3f}"])
+    head = ["method", "perplexity", "changed", "masks that differ: worst layer", "mean of the layers", "perplexity"]
+    return markdown_table(head, rows, left=(0, 2))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Layer error against seconds for every solver, and how far each is from the best mask: the solvers' tables of docs/results.md.
+"""Layer error against seconds for every solver, and how far each is from the best mask: dev/RESULTS.md.
 
     python benchmarks/solvers.py measure demo:opt demo:llama          # benchmarks/measured/solvers.json
     python benchmarks/solvers.py tables
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 import torch
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from torch import Tensor
 
 from sparsellm.activations.streams import Activations
@@ -164,28 +164,24 @@ def tables() -> list[str]:
     data = json.loads(FILE.read_text())
     found = {(r["layer"], r["pattern"], r["solver"]): r for r in data["rows"]}
     names = list(dict.fromkeys(r["layer"] for r in data["rows"]))
-    lines = []
+    lines: list[str] = []
     for title, some in (
-        ("All outputs alike", [n for n in names if "curvature" not in n]),
-        ("Readers, with their curvature", [n for n in names if "curvature" in n]),
+        ("Every output has the same weight", [n for n in names if "curvature" not in n]),
+        ("Input projections of feed-forward parts, weighted by their curvature", [n for n in names if "curvature" in n]),
     ):
-        lines += [f"{title} ({len(some)} layers):", "", "| error / ALPS's | " + " | ".join(PATTERNS) + " | seconds |"]
-        lines.append("|---|" + "---:|" * (len(PATTERNS) + 1))
+        rows = []
         for label in TRIED:
-            cells = []
-            for p in PATTERNS:
-                logs = [
-                    math.log(max(found[n, p, label]["error"], 1e-12) / max(found[n, p, "alps"]["error"], 1e-12)) for n in some
-                ]
-                cells.append(f"{math.exp(sum(logs) / len(logs)):.3f}")
+            shares = [
+                [math.log(max(found[n, p, label]["error"], 1e-12) / max(found[n, p, "alps"]["error"], 1e-12)) for n in some]
+                for p in PATTERNS
+            ]
             seconds = sum(found[n, p, label]["seconds"] for n in some for p in PATTERNS)
-            lines.append(f"| {label} | " + " | ".join(cells) + f" | {seconds:.1f} |")
-        lines.append("")
+            rows.append([label, *(f"{math.exp(sum(logs) / len(logs)):.3f}" for logs in shares), f"{seconds:.1f}"])
+        head = ["error / ALPS's", *PATTERNS, "seconds"]
+        lines += [f"{title} ({len(some)} layers):", "", *markdown_table(head, rows), ""]
     lines += [f"Against the best of all masks, on {data['corners']} corners of layers, weights refitted exactly:", ""]
-    lines += ["| | error above the best mask's | best mask found |", "|---|---:|---:|"]
-    for label, gap in data["oracle"].items():
-        lines.append(f"| {label} | {100 * gap['excess']:.1f} % | {100 * gap['best']:.0f} % |")
-    return lines
+    gaps = ([label, f"{100 * gap['excess']:.1f} %", f"{100 * gap['best']:.0f} %"] for label, gap in data["oracle"].items())
+    return lines + markdown_table(["", "error above the best mask's", "best mask found"], gaps)
 
 
 def main() -> None:

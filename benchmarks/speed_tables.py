@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import excess
-from results import MEASURED
+from results import MEASURED, markdown_table
 
 FILE = MEASURED / "speed.json"
 
@@ -25,6 +25,18 @@ EXCESS_NAMES = {
 }
 """What `excess.py` calls methods that have another name here."""
 
+TODAY = {
+    "SparseGPT": "SparseGPT",
+    "SparseGPT, true-sequential": "SparseGPT, `--true-sequential`",
+    "fast-admm": "fast-admm",
+    "fast-admm, true-sequential": "fast-admm, `--true-sequential`",
+    "Algorithm 1": "Algorithm 1",
+    "default, scope none, fast-admm inside, uniform": "sparsellm, `--effort fast --allocation uniform`",
+    "default, scope none, fast-admm inside": "sparsellm, `--effort fast`",
+    "default": "sparsellm",
+}
+"""The methods of docs/results.md, as a user names them; other forms cannot be run any more."""
+
 BARGAINS = ("demo-opt", "demo-llama")
 """The models whose losses stand beside times."""
 
@@ -35,59 +47,56 @@ def best_peer(rounds: Mapping[str, list[dict[str, float]]]) -> str:
 
 
 def tables() -> list[str]:
-    """What was measured, as Markdown."""
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    phases = known.get("phases", {})
+    """Races, phases and exponents, as Markdown."""
+    known = json.loads(FILE.read_text())
     lines: list[str] = []
-    for key, rounds in sorted(known.get("race", {}).items(), key=lambda item: _depth(item[0])):
-        lines += [*_race_table(key, rounds, phases, known.get("memory", {})), ""]
-    lines += _bargain_table(known.get("race", {}))
-    for key, cell in phases.items():
+    for depth in sorted(map(_depth, known["race"])):
+        lines += [*race_table(depth), ""]
+    lines += [*bargain_table(), "", "### Phases", ""]
+    for key, cell in known["phases"].items():
         lines += [*_phases_table(key, cell), ""]
-    return lines + _scaling_table(known.get("scaling", {}))
+    return [*lines, "### Growth", "", *_scaling_table(known["scaling"])]
 
 
-def _race_table(
-    key: str, rounds: dict[str, list[dict[str, float]]], phases: dict[str, Any], memory: dict[str, int]
-) -> list[str]:
-    """One race: medians, ratios within each round, and what the operations alone would take."""
-    shape, blocks, windows, threads = key.split(" | ")
-    lines = [f"{shape}, {blocks} blocks, {windows} windows of {LENGTH} tokens, {threads} threads:", ""]
-    lines += ["| | rounds | seconds | over llm-compressor's best | products alone | peak memory | over its |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+def race_table(depth: int = 12) -> list[str]:
+    """The race on so many blocks: medians, ratios within each round, and what the operations alone would take."""
+    known = json.loads(FILE.read_text())
+    race, rounds = next((key, rounds) for key, rounds in known["race"].items() if _depth(key) == depth)
+    shape, blocks, windows, _ = race.split(" | ")
     best = rounds[best_peer(rounds)]
     largest = max(each["memory"] for each in best)
+    prefix, rows = f"{shape} | {blocks} | {windows} | ", []
     for name, some in rounds.items():
         ratios = [one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False)]
-        spent = statistics.median(each["seconds"] for each in some)
-        held = memory.get(f"{shape} | {blocks} | {windows} | {name}") or max(each["memory"] for each in some)
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        counted = next((cell for known, cell in phases.items() if known == f"{shape} | {blocks} | {windows} | {name}"), None)
-        least = f"{sum(counted['counted']['operations'].values()) / counted['rate']:.1f}" if counted else ""
-        share = held / largest
-        lines.append(f"| {name} | {len(some)} | {spent:.1f} | {spread} | {least} | {held / 1e9:.2f} GB | {share:.2f} |")
-    for name, held in memory.items():
-        if name.startswith(f"{shape} | {blocks} | {windows} | ") and (method := name.split(" | ")[3]) not in rounds:
-            lines.append(f"| {method} | | | | | {held / 1e9:.2f} GB | {held / largest:.2f} |")
-    return lines
+        held = known["memory"].get(prefix + name) or max(each["memory"] for each in some)
+        spent = statistics.median(each["seconds"] for each in some)
+        rows.append([name, str(len(some)), f"{spent:.1f}", spread, f"{held / 1e9:.2f} GB", f"{held / largest:.2f}"])
+    for key, held in known["memory"].items():
+        if key.startswith(prefix) and (name := key.removeprefix(prefix)) not in rounds:
+            rows.append([name, "", "", "", f"{held / 1e9:.2f} GB", f"{held / largest:.2f}"])
+    title = f"{shape}, {blocks} blocks, {windows} samples of {LENGTH} tokens, {known['machine']}:"
+    head = ["", "rounds", "seconds", "over llm-compressor's best", "peak memory", "over its"]
+    return [title, "", *markdown_table(head, rows)]
 
 
-def _bargain_table(races: dict[str, dict[str, list[dict[str, float]]]]) -> list[str]:
-    """What methods take, each in the shallowest race that it ran in, beside what is lost with them, from `excess.py`."""
+def bargain_table(names: Mapping[str, str] | None = None, figure: str = "excess") -> list[str]:
+    """The time of each method, in the deepest race that it ran in, beside what is lost at 80 %.
+
+    names: the methods that are shown, and under which names; all by default. figure: `excess` or `perplexity`.
+    """
+    races = json.loads(FILE.read_text())["race"]
     data = [excess.known(model) for model in BARGAINS]
-    if not data[0] or not races:
-        return []
-    heads = ["| | blocks | time over llm-compressor's SparseGPT", *(f"excess, {model}, 80 %" for model in BARGAINS)]
-    lines = [" | ".join(heads) + " |", "|---|---:|---:|" + "---:|" * len(BARGAINS)]
-    rows: dict[str, tuple[float, str]] = {}
+    rows: dict[str, tuple[float, list[str]]] = {}
     for key in sorted(races, key=_depth):
         best = races[key][best_peer(races[key])]
         for name, some in races[key].items():
-            lost = [excess.summary(excess.cells(each, EXCESS_NAMES.get(name, name), "80%")) for each in data]
-            if lost[0] and name not in rows:
+            lost = [excess.summary(excess.by_seed(each, EXCESS_NAMES.get(name, name), "80%"), figure) for each in data]
+            if lost[0] and (names is None or name in names):
                 ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(some, best, strict=False))
-                rows[name] = ratio, " | ".join([f"| {name} | {_depth(key)} | {ratio:.2f}", *lost]) + " |"
-    return [*lines, *(row for _, row in sorted(rows.values())), ""]
+                rows[name] = ratio, [(names or {}).get(name, name), str(_depth(key)), f"{ratio:.2f}", *lost]
+    head = ["", "blocks", "time over llm-compressor's SparseGPT", *(f"{figure}, {model}, 80 %" for model in BARGAINS)]
+    return markdown_table(head, [row for _, row in sorted(rows.values())])
 
 
 def _depth(key: str) -> int:
@@ -103,14 +112,18 @@ def _phases_table(key: str, cell: dict[str, Any]) -> list[str]:
     large = f"{cell['rate'] / 1e9:.0f} GFLOP/s"
     lines = [f"{name}, {shape}, {blocks} blocks, {int(windows) * LENGTH:,} tokens: {plain['total']:.1f} s.", ""]
     share, reached = products / counted["total"], operations / products / cell["rate"]
-    lines += [f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}."]
-    lines += ["", "| phase | seconds | share | GFLOP in products | GB moved |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        f"Matrix products: {100 * share:.0f} % of the time, at {100 * reached:.0f} % of one large product's {large}, "
+        f"at which they would take {operations / cell['rate']:.1f} s.",
+        "",
+    ]
+    rows = []
     for phase, spent in sorted(plain["seconds"].items(), key=lambda item: -item[1]):
         if spent > 0.005 * plain["total"]:
             done, moved = counted["operations"].get(phase, 0.0), counted["bytes"].get(phase, 0.0)
             part = f"{100 * spent / plain['total']:.0f} %"
-            lines.append(f"| {phase} | {spent:.1f} | {part} | {done / 1e9:.0f} | {moved / 1e9:.1f} |")
-    return lines
+            rows.append([phase, f"{spent:.1f}", part, f"{done / 1e9:.0f}", f"{moved / 1e9:.1f}"])
+    return lines + markdown_table(["phase", "seconds", "share", "GFLOP in products", "GB moved"], rows)
 
 
 def _scaling_table(known: dict[str, list[float]]) -> list[str]:
@@ -119,14 +132,12 @@ def _scaling_table(known: dict[str, list[float]]) -> list[str]:
     for key, seconds in known.items():
         name, axis, value = key.split(" | ")
         slopes[name, axis].append((math.log(float(value)), math.log(statistics.median(seconds))))
-    if not slopes:
-        return []
     names = list(dict.fromkeys(name for name, _ in slopes))
-    lines = ["| seconds against | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for axis in dict.fromkeys(axis for _, axis in slopes):
-        row = [f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in names]
-        lines.append(f"| {axis} | " + " | ".join(row) + " |")
-    return lines
+    rows = (
+        [axis, *(f"{_slope(slopes[name, axis]):.2f}" if (name, axis) in slopes else "" for name in names)]
+        for axis in dict.fromkeys(axis for _, axis in slopes)
+    )
+    return markdown_table(["seconds against", *names], rows)
 
 
 def _slope(points: list[tuple[float, float]]) -> float:

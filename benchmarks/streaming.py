@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from results import MEASURED, processor
+from results import MEASURED, markdown_table, processor
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig
 
@@ -167,37 +167,26 @@ def compare(blocks: int, width: int, windows: int, times: int) -> None:
     COST.write_text(json.dumps(told, indent=1) + "\n")
 
 
-def cost() -> list[str]:
-    """What streaming cost in time, in a sentence."""
-    if not COST.exists():
-        return []
+def tables() -> list[str]:
+    """The peaks of memory, and what loading block by block costs in time."""
+    cells = json.loads(FILE.read_text())
+    machine, rows = cells.pop("machine"), []
+    for key, cell in cells.items():
+        blocks, windows, width, memory = key.split(" | ")
+        size, *peaks = [f"{cell[name] / 1e9:.2f} GB" for name in ("bytes", "prune", "evaluate")]
+        seconds = f"{cell['prune_seconds']:.0f} + {cell['evaluate_seconds']:.0f}"
+        rows.append([blocks, width, size, windows, memory, *peaks, seconds])
+    head = ["blocks", "width", "model", "samples", "`--max-memory`", "peak, pruning", "peak, evaluating", "seconds"]
+    lines = [f"{machine}:", "", *markdown_table(head, rows, left=()), ""]
     told = json.loads(COST.read_text())
     inside, streamed = told["seconds"]["--no-offload"], told["seconds"]["--offload"]
     ratios = [two / one for one, two in zip(inside, streamed, strict=True)]
-    form = f"{told['bytes'] / 1e9:.2f} GB ({told['blocks']} blocks of width {told['width']}, {told['windows']} windows)"
+    form = f"{told['bytes'] / 1e9:.2f} GB ({told['blocks']} blocks of width {told['width']}, {told['windows']} samples)"
     return [
-        f"A model of {form}, loaded and pruned by SparseGPT in memory and streamed, in turn: {median(inside):.1f} and "
-        f"{median(streamed):.1f} s in the median; the ratios are {', '.join(f'{ratio:.3f}' for ratio in ratios)}. Made by "
-        "`python benchmarks/streaming.py compare`."
+        *lines,
+        f"A model of {form} takes SparseGPT {median(inside):.1f} s in memory and {median(streamed):.1f} s block by block, the "
+        f"median of {len(ratios)} rounds; the ratios are {', '.join(f'{ratio:.3f}' for ratio in ratios)}.",
     ]
-
-
-def tables() -> list[str]:
-    """What was measured, as Markdown."""
-    if not FILE.exists():
-        return []
-    lines = [
-        "| blocks | width | model | windows | `--max-memory` | peak, pruning | peak, evaluating | seconds |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for key, cell in json.loads(FILE.read_text()).items():
-        if key == "machine":
-            continue
-        blocks, windows, width, memory = key.split(" | ")
-        sizes = [f"{cell[name] / 1e9:.2f} GB" for name in ("bytes", "prune", "evaluate")]
-        seconds = f"{cell['prune_seconds']:.0f} + {cell['evaluate_seconds']:.0f}"
-        lines.append(f"| {blocks} | {width} | {sizes[0]} | {windows} | {memory} | {sizes[1]} | {sizes[2]} | {seconds} |")
-    return lines
 
 
 def main() -> None:
@@ -219,7 +208,7 @@ def main() -> None:
         compare(words.blocks, words.width, words.windows, words.times)
         return
     if words.command == "tables":
-        print("\n".join([*tables(), "", *cost()]))
+        print("\n".join(tables()))
         return
     for blocks in words.blocks:
         for windows in words.windows:

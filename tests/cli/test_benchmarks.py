@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,14 +21,23 @@ def test_a_script_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"python benchmarks/{run}" in str(module.__doc__)
 
 
-@pytest.mark.parametrize("name", ["excess", "solvers", "speed_tables", "streaming", "planning"])
-def test_tables_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the figures in the repository; each is found on the page of results."""
+def test_pages_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every table of `render.py` is in a page, as the measured figures are now."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    lines = importlib.import_module(name).tables()
-    page = (FOLDER.parent / "docs" / "results.md").read_text(encoding="utf-8").splitlines()
-    assert lines
-    assert [line for line in lines if line not in page] == []
+    render = importlib.import_module("render")
+    pages = {name: (FOLDER.parent / name).read_text(encoding="utf-8") for name in render.PAGES}
+    assert [name for name, page in pages.items() if render.render(page) != page] == []
+    assert {block[1] for page in pages.values() for block in render.BLOCK.finditer(page)} == render.TABLES.keys()
+
+
+def test_the_chart_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte, with the version of matplotlib that is pinned; others draw otherwise."""
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    if f"matplotlib=={version('matplotlib')}\n" not in (FOLDER.parent / "constraints.txt").read_text(encoding="utf-8"):
+        pytest.skip("another matplotlib than the pinned one draws otherwise")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    render = importlib.import_module("render")
+    assert render.CHART.read_text(encoding="utf-8") == render.quality.chart()
 
 
 def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +53,3 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert phases.seconds["factorisation"] > 0
     assert (linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve) == before
     assert solver.upper_factor is before[0]
-
-
-@pytest.mark.parametrize(("name", "benchmark"), [("rounding", "rounding"), ("memory", "memory_budget")])
-def test_tables_in_large_models_are_as_measured(name: str, benchmark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables in the docs are what the figures say."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    page = (FOLDER.parent / "docs" / "large-models.md").read_text(encoding="utf-8")
-    table = page.split(f"<!-- {name} -->\n")[1].split(f"<!-- /{name} -->")[0]
-    assert table.splitlines() == importlib.import_module(benchmark).table()

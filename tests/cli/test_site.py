@@ -119,8 +119,8 @@ def test_pictures_are_small_and_shown(picture: Path) -> None:
     svg = picture.read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in svg
     assert "var(--ink)" in svg
-    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
-    assert re.search(rf"!\[[^\]]{{60,}}\]\(pictures/{picture.name}\)", page)
+    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "results")]
+    assert any(re.search(rf"!\[[^\]]{{60,}}\]\(pictures/{picture.name}\)", page) for page in pages)
 
 
 def test_pictures_are_what_the_script_draws() -> None:
