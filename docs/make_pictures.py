@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: `python docs/make_pictures.py`. With `--check`, only tell whether they are current."""
+"""Draw the pictures of docs/concepts.md: `python docs/make_pictures.py`. With `--check`, only check that they are current."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from sparsellm.solvers.patterns import NM, Pattern, Unstructured
 FOLDER = Path(__file__).with_name("pictures")
 
 INK, FAINT, PRUNED, SIGNAL, WRONG = "#22262e", "#8a919c", "#3d85c6", "#e08214", "#d1495b"
-"""Of text and lines; of what stays as it is; of what is pruned; of auxiliary signals; of errors."""
+"""Colours of text and lines, of unchanged parts, of pruned parts, of auxiliary signals and of errors."""
 
 LOOK = f"<style>:root{{--ink:{INK}}}@media(prefers-color-scheme:dark){{:root{{--ink:#d7dae0}}}}</style>"
-"""The ink follows the reader's system; the other colours are seen on white and on black, their fills let the page through."""
+"""The ink follows the reader's colour scheme; the other colours are legible on white and on black."""
 
 TEXT = 9.5
-"""Points; a picture is about 400 points wide, so that it can be read on a phone."""
+"""Font size in points. A picture is about 400 points wide, so that it is legible on a phone."""
 
 
 def box(axes: Axes, x: float, y: float, words: str, colour: str = FAINT, width: float = 12, height: float = 7) -> None:
-    """A box about (x, y) with words in it."""
+    """A box centred at (x, y) with text in it."""
     shape = FancyBboxPatch(
         (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0,rounding_size=1.2", ec=colour, fc=(colour, 0.18)
     )
@@ -41,19 +41,19 @@ def box(axes: Axes, x: float, y: float, words: str, colour: str = FAINT, width: 
 
 
 def signal(axes: Axes, x: float, y: float, words: str, colour: str = SIGNAL, radius: float = 3.4) -> None:
-    """A circle about (x, y) with a letter in it. radius: in hundredths of the width."""
+    """A circle centred at (x, y) with a letter in it. radius: in hundredths of the width."""
     wide, high = axes.figure.get_size_inches()
     axes.add_patch(Ellipse((x, y), 2 * radius, 2 * radius * wide / high, ec=colour, fc=(colour, 0.18)))
     say(axes, x, y, words)
 
 
 def say(axes: Axes, x: float, y: float, words: str, side: Any = "center", colour: str = INK) -> None:
-    """Words at (x, y): about it, or to one side of it."""
+    """Text at (x, y), centred or to one side of it."""
     axes.text(x, y, words, ha=side, va="center", color=colour, fontsize=TEXT, linespacing=1.35)
 
 
 def arrow(axes: Axes, *places: tuple[float, float], colour: str = INK, style: str = "-|>") -> None:
-    """An arrow along the places."""
+    """An arrow through the points."""
     for begin, end in pairwise(places):
         head = style if end == places[-1] else "-"
         axes.add_patch(
@@ -71,28 +71,28 @@ def arrow(axes: Axes, *places: tuple[float, float], colour: str = INK, style: st
 
 
 def block(axes: Axes) -> None:
-    """A decoder block: what is pruned in it, and in which order."""
+    """A decoder block: its pruned layers, numbered in the order of pruning."""
     stream = 8
     arrow(axes, (stream, 96), (stream, 4))
-    say(axes, stream + 2, 94, "hidden states enter", "left")
-    say(axes, stream + 2, 6, "and go on to the next block", "left")
-    for top, bottom, readers, between, writer, order in (
+    say(axes, stream + 2, 94, "input hidden states", "left")
+    say(axes, stream + 2, 6, "hidden states for the next block", "left")
+    for top, bottom, inputs, between, output, order in (
         (86, 56, ("q", "k", "v"), "attention", "o", 1),
         (44, 14, ("gate", "up"), "activation\nand product", "down", 3),
     ):
         middle = (top + bottom) / 2
         arrow(axes, (stream, top), (17, top))
         box(axes, 23, top, "norm")
-        reach = 5 * len(readers) - 5  # of the readers, above and below the middle
+        reach = 5 * len(inputs) - 5  # of the input projections, above and below the middle
         arrow(axes, (29, top), (34, top), (34, middle - reach), style="-")
-        for number, reader in enumerate(readers):
+        for number, name in enumerate(inputs):
             y = middle + reach - 10 * number
             arrow(axes, (34, y), (39, y))
-            box(axes, 45, y, reader, PRUNED)
+            box(axes, 45, y, name, PRUNED)
             arrow(axes, (51, y), (58, y))
         box(axes, 67, middle, between, width=18, height=2 * reach + 10)
         arrow(axes, (76, middle), (83, middle))
-        box(axes, 89, middle, writer, PRUNED)
+        box(axes, 89, middle, output, PRUNED)
         arrow(axes, (89, middle - 3.5), (89, bottom - 3), (stream + 2.4, bottom - 3))
         signal(axes, stream, bottom - 3, "+", INK, 2.2)
         say(axes, 45, middle + reach + 6, f"{order}.")
@@ -100,7 +100,7 @@ def block(axes: Axes) -> None:
 
 
 def patterns(axes: Axes) -> None:
-    """The same small weight dense, half of it removed anywhere, and two of every four removed."""
+    """The same small weight: dense, 50 % unstructured, and 2:4."""
     random = Random(0)
     weight = torch.tensor([[random.gauss(0, 1) for _ in range(16)] for _ in range(8)])
     many: list[tuple[str, Pattern | None]] = [("dense", None), ("50 %, unstructured", Unstructured(0.5)), ("2:4", NM(2, 4))]
@@ -123,11 +123,11 @@ def patterns(axes: Axes) -> None:
 
 
 def goals(axes: Axes) -> None:
-    """Three problems for the same two layers: one for each layer, one for both, and SparseLLM's split."""
+    """Three problems for the same two layers: one per layer, one for both, and SparseLLM's split."""
     rows = (
-        (86, "layer by layer", "each layer for its own output"),
-        (54, "global", "both for what comes out at the end"),
-        (22, "split, as in SparseLLM", "signals z and p are free; each gap is one small problem"),
+        (86, "layer by layer", "each layer is fitted to its own output"),
+        (54, "global", "both layers are fitted to the final output"),
+        (22, "split, as in SparseLLM", "z and p are free; each error is a small problem"),
     )
     for y, name, says in rows:
         say(axes, 2, y + 12, f"{name}: {says}", "left")
@@ -165,16 +165,16 @@ def goals(axes: Axes) -> None:
     say(axes, 51.3, y - 7, r"$\beta$", colour=WRONG)
     say(axes, 85.5, y - 7, r"$\alpha$", colour=WRONG)
     arrow(axes, (4, 3), (10, 3), **gap)
-    say(axes, 12, 3, "a gap to be made small", "left")
+    say(axes, 12, 3, "an error that is minimised", "left")
 
 
 def cycle(axes: Axes) -> None:
-    """One epoch of Algorithm 1: four closed steps, each with all else held."""
+    """One epoch of Algorithm 1: four steps, each with everything else fixed."""
     steps = (
-        (25, 82, "1. readers\n" r"$W_{in}$ toward $z$, on $x$" "\nby the solver", PRUNED),
-        (75, 82, "2. writer\n" r"$W_{out}$ toward $y$, on $p$" "\nby the solver", PRUNED),
-        (75, 30, "3. writer's inputs\n" r"$p$ between $\varphi(z)$ and $y$" "\none factorisation", SIGNAL),
-        (25, 30, "4. readers' signal\n" r"$z$ between $W_{in}x$ and $p$" "\nentry by entry", SIGNAL),
+        (25, 82, "1. input projections\n" r"$W_{in}$ toward $z$, on $x$" "\nby the solver", PRUNED),
+        (75, 82, "2. output projection\n" r"$W_{out}$ toward $y$, on $p$" "\nby the solver", PRUNED),
+        (75, 30, "3. hidden activation\n" r"$p$ between $\varphi(z)$ and $y$" "\none factorisation", SIGNAL),
+        (25, 30, "4. pre-activation\n" r"$z$ between $W_{in}x$ and $p$" "\nelementwise", SIGNAL),
     )
     for x, y, words, colour in steps:
         box(axes, x, y, words, colour, 44, 30)
@@ -183,34 +183,34 @@ def cycle(axes: Axes) -> None:
     arrow(axes, (53, 30), (47, 30))
     arrow(axes, (25, 45), (25, 67))
     say(axes, 50, 56, "an epoch")
-    say(axes, 50, 5, r"to begin with: $z = W_0 x$ and $p = \varphi(z)$, of the dense part")
+    say(axes, 50, 5, r"start: $z = W_0 x$ and $p = \varphi(z)$ of the dense model")
 
 
 def streams(axes: Axes) -> None:
-    """The dense and the pruned stream side by side, and what the pruned block is fitted to."""
+    """The dense and the pruned stream, and the targets of the pruned block."""
     for y, name, words, colour, letter in (
-        (80, "dense stream", "block, as it was", FAINT, "r"),
-        (24, "pruned stream", "block, pruned", PRUNED, r"\hat r"),
+        (80, "dense stream", "dense block", FAINT, "r"),
+        (24, "pruned stream", "pruned block", PRUNED, r"\hat r"),
     ):
         say(axes, 1, y + 14, name, "left")
         arrow(axes, (1, y), (10, y))
-        box(axes, 17.5, y, "blocks\nbefore", colour, 15, 16)
+        box(axes, 17.5, y, "previous\nblocks", colour, 15, 16)
         arrow(axes, (25, y), (39, y))
         say(axes, 28.5, y + 6, f"${letter}$")
         box(axes, 55, y, words, colour, 32, 16)
         arrow(axes, (71, y), (99, y))
-    say(axes, 73, 89, "$t$: what each of its\nlayers wrote", "left")
+    say(axes, 73, 89, "$t$: the output of\neach of its layers", "left")
     arrow(axes, (55, 72), (55, 32), colour=SIGNAL)
     say(
         axes,
         57,
         57,
-        "targets $t$; for the two writers\n" r"$t + (r - \hat r)$: what they add also" "\nmakes good what is lost",
+        "targets $t$; for the two output\n" r"projections $t + (r - \hat r)$, which" "\nalso corrects earlier errors",
         "left",
     )
     arrow(axes, (32, 79), (32, 25), colour=WRONG, style="<|-|>")
-    say(axes, 30, 52, r"lost so far:" "\n" r"$r - \hat r$", "right")
-    say(axes, 55, 8, r"each layer is solved on what it will really read, $\hat x$")
+    say(axes, 30, 52, r"error so far:" "\n" r"$r - \hat r$", "right")
+    say(axes, 55, 8, r"each layer is solved on its pruned inputs $\hat x$")
 
 
 PICTURES: dict[str, tuple[Callable[[Axes], None], float]] = {
@@ -220,14 +220,14 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], float]] = {
     "cycle": (cycle, 2.6),
     "streams": (streams, 3.0),
 }
-"""What draws each, and how many inches high it is."""
+"""The function that draws each picture, and its height in inches."""
 
 WIDTH = 5.6
 """Inches."""
 
 
 def drawn(name: str) -> str:
-    """A picture as SVG: the same bytes wherever matplotlib is the same."""
+    """A picture as SVG, the same bytes for the same version of matplotlib."""
     draw, height = PICTURES[name]
     look = {"svg.fonttype": "path", "svg.hashsalt": "sparsellm", "font.family": "DejaVu Sans", "mathtext.fontset": "dejavusans"}
     with matplotlib.rc_context(look):
@@ -245,7 +245,7 @@ def drawn(name: str) -> str:
 
 
 def main() -> int:
-    """Write the pictures, or compare them; the exit status."""
+    """Write the pictures or compare them; return the exit status."""
     stale = [name for name in PICTURES if not _same(name)]
     if "--check" not in sys.argv[1:]:
         FOLDER.mkdir(exist_ok=True)
@@ -253,12 +253,12 @@ def main() -> int:
             (FOLDER / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
         return 0
     if stale:
-        print(f"{', '.join(stale)}: not what the script draws. Run: python docs/make_pictures.py", file=sys.stderr)
+        print(f"{', '.join(stale)}: not current. Run: python docs/make_pictures.py", file=sys.stderr)
     return int(bool(stale))
 
 
 def _same(name: str) -> bool:
-    """Whether the picture in the repository is what is drawn."""
+    """Whether the picture in the repository is current."""
     file = FOLDER / f"{name}.svg"
     return file.is_file() and file.read_text(encoding="utf-8") == drawn(name)
 

@@ -1,4 +1,4 @@
-"""Locates a model's tensors in weight files, under their stored names and in one or several pieces, and reads them."""
+"""Locates and reads the tensors of a model in weight files, which may use other names and several pieces per tensor."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def read_stored(stored: Stored) -> Tensor:
 
 
 def _read(location: TensorLocation) -> Tensor:
-    """Read a stored tensor into memory of its own; the file does not stay mapped."""
+    """Read a stored tensor into new memory, without leaving the file mapped."""
     if location.file.suffix != ".safetensors":
         with _read_errors(location):
             return read_pickle(location.file)[location.key].clone()
@@ -179,7 +179,7 @@ def _read(location: TensorLocation) -> Tensor:
 
 
 def row_chunks(place: TensorLocation) -> Iterator[Tensor]:
-    """Yield a tensor of a safetensors file in chunks of rows, each a copy. The chunks have the same rows for every dtype.
+    """Yield copies of consecutive rows of a tensor in a safetensors file. The division into chunks is the same for every dtype.
 
     The file is opened again for each chunk: mapped pages count as memory of the process until it is closed, and would double
     the memory of a large tensor.
@@ -200,7 +200,7 @@ def row_chunks(place: TensorLocation) -> Iterator[Tensor]:
 
 @contextmanager
 def _read_errors(location: TensorLocation) -> Iterator[None]:
-    """Raise BadCheckpoint for errors while a file is read."""
+    """Convert errors of reading a file into BadCheckpoint."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:

@@ -104,7 +104,7 @@ class PublishedSparseLLM:
         return f"pruned layer-wise, since the plan excludes {', '.join(excluded)}" if excluded else ""
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
-        """What a block takes: pruned layer by layer, then for each epoch a pass over the part's signals and its layers anew."""
+        """Return the cost of a block: layer-wise pruning, then per epoch one pass over the signals and new solves."""
         alone = LayerWise(self.solver, self.keep_zeros).cost(shapes)
         if self.scope == frozenset() or not shapes.parts:
             return alone

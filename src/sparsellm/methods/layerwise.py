@@ -70,7 +70,7 @@ class LayerWise:
         return "" if block.architecture.known else FOUND
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
-        """What a block takes: a pass for all statistics, then a solve for each layer."""
+        """Return the cost of a block: one pass for all statistics, then a solve for each layer."""
         exact = issubclass(self.needs, Gram)
         solved = shapes.solve_bytes(self.solver, shapes.layers)
         work = shapes.solves(self.solver, shapes.layers, 2 if exact else 0)

@@ -70,7 +70,7 @@ class SparseLLM(Settings):
         )
 
     def cost(self, shapes: BlockShapes) -> BlockCost:
-        """What a block takes: each layer toward the dense stream, then each feed-forward part with its Gauss-Newton rounds."""
+        """Return the cost of a block: fits to the dense stream, then the Gauss-Newton steps of each feed-forward part."""
         curved, tokens, width = self.needs_fisher, shapes.tokens, shapes.width
         curvatures = 4 * curved * sum(outputs**2 for outputs, _ in shapes.alone)
         widest = max(shapes.grams)
@@ -93,7 +93,7 @@ class SparseLLM(Settings):
         return BlockCost(shapes.number * shapes.parameters + curvatures + memory, lists, done)
 
     def _part_cost(self, shapes: BlockShapes) -> tuple[float, Work]:
-        """Bytes that one coupled part takes at its peak, and its work besides the solves."""
+        """Return the peak bytes of one feed-forward part, and its work without the solves."""
         width, hidden, readers, tokens = shapes.width, shapes.hidden, shapes.readers, shapes.share * shapes.tokens
         sampled = min(tokens * (1 - HELD), max(self.sampled, SAMPLED_WIDTHS * width))
         # Slopes of the sample; the readers' weights a dozen times; hidden signals of a window; curvatures.

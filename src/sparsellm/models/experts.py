@@ -51,8 +51,8 @@ class Experts:
         layers: Parameters by layer name: the input projections, then the output projection.
         activate: Maps the outputs of the input projections to the input of the output projection.
         known: Whether `activate` is that of a plain or gated feed-forward part.
-        repeated: Whether the module is called with (experts * tokens, model) inputs that the router has scaled, instead of
-            tokens, their experts and the routing weights.
+        repeated: Whether the module is called with inputs scaled by the router, (experts * tokens, model), instead of tokens,
+            their experts and the routing weights.
     """
 
     module: nn.Module

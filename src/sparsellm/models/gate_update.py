@@ -1,4 +1,4 @@
-r"""The global minimiser of SparseLLM's gate problem, solved for every entry.
+r"""The global minimiser of SparseLLM's gate problem, elementwise.
 
 $$\min_s \; f(s) = (s - m)^2 + r \, (p - \varphi(s) \, z)^2$$
 
@@ -28,7 +28,7 @@ EASY_STEPS, HARD_STEPS = 4, 20
 may stall and need more."""
 
 CHUNK = 1 << 17
-"""Entries solved at a time, so that a dozen temporaries fit in the processor's cache."""
+"""Number of entries solved at a time, so that a dozen temporaries fit in the processor's cache."""
 
 
 def solve_gate(
@@ -110,12 +110,12 @@ def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFun
 
 
 def _cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """The objective, elementwise."""
+    """Return the objective f, elementwise."""
     return (s - m).square() + ratio * (p - curve.value(s) * z).square()
 
 
 def _newton_step(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """Gradient over second derivative; over its Gauss-Newton part, which is always positive, where the sum is too small."""
+    """Return the Newton step; where the second derivative is too small, its Gauss-Newton part, always positive, replaces it."""
     value, slope, curvature = curve.curvature(s)
     residual = z * value - p
     gradient = (s - m) + ratio * residual * z * slope

@@ -23,7 +23,7 @@ class LinearView(nn.Module):
     Args:
         owner: The module that holds the parameter.
         weight: Name of the parameter in the owner.
-        bias: Name of the bias; the layer has none where the owner has none of that name.
+        bias: Name of the bias in the owner; the layer has no bias if the owner has none of that name.
         rows: The layer's outputs among those of a fused layer; None for all.
         transposed: Whether the parameter is (in, out), as in GPT-2.
         expert: Index of the layer's matrix among those of the parameter; None for a parameter that is one matrix.
@@ -95,7 +95,7 @@ class LinearView(nn.Module):
         self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part.to(whole.dtype)
 
     def assign_bias(self, bias: Tensor) -> None:
-        """Write a bias, (out,), into the owner's."""
+        """Write the layer's bias, (out,), into the owner's bias."""
         stored = getattr(self.owner, self.stored_bias)
         stored = stored if self.expert is None else stored[self.expert]
         stored[slice(None) if self.rows is None else self.rows] = bias.to(stored.dtype)
@@ -157,10 +157,10 @@ def forward_by_views(views: Sequence[LinearView]) -> Callable[[Tensor], Tensor]:
 
 
 class RouteMatmulThroughLayers(TorchFunctionMode):
-    """Context in which a product W X with the weight of a linear layer becomes layer(Xᵀ)ᵀ, so that the layer's hooks run.
+    """Context that turns a product W X with the weight of a linear layer into layer(Xᵀ)ᵀ, so that the layer's hooks run.
 
-    State-space models multiply by the weight outside of the layer to add the bias later. The layer's bias is subtracted from
-    its output.
+    State-space models multiply by the weight outside the layer and add the bias later, so the bias is subtracted from the
+    layer's output.
 
     Args:
         layers: The linear layers.

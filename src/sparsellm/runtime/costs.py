@@ -1,4 +1,4 @@
-"""What computations take, by the shapes of their matrices: memory, operations, and this machine's rates."""
+"""Costs of computations from the shapes of their matrices: memory, operations, and this machine's rates."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from numpy.typing import NDArray
 from sparsellm.runtime import devices
 
 Work = NDArray[np.float64]
-"""Operations of matrix products, of triangular factors and of eigendecompositions, and the bytes that all else reads and
-writes; or as much of each a second."""
+"""Four amounts, or rates per second: operations of matrix products, of Cholesky factorisations and of eigendecompositions, and
+the bytes that all other operations read and write."""
 
 SUMS, GRAM, GRAM_PASSES = 4.5, 9 / 8, 12
-"""Of a Gram, for each entry of (in, in): bytes of its running sums, operations for a token, bytes that go by for a window."""
+"""For each entry of a Gram matrix, (in, in): bytes of its sums, operations per token, bytes read and written per sequence."""
 
 PASSES = 4.5
-"""How often each number that a forward pass holds at its peak is read or written in all. Counted on Llama and OPT forms."""
+"""Reads and writes of each number that a forward pass holds at its peak; counted on models of the Llama and OPT forms."""
 
 EIGEN = 9
-"""Operations of an eigendecomposition of a symmetric (n, n) matrix, in n³: the textbooks' count."""
+"""Operations of an eigendecomposition of a symmetric (n, n) matrix, divided by n³; the textbook value."""
 
 
 class SolverCost(NamedTuple):
-    """What a solve takes, from a solver's `cost(curved)`; the defaults are SparseGPT's, also for a solver without this method.
+    """Cost of one solve, as returned by a solver's `cost(curved)`.
 
-    out_in, square: float32 matrices of (out, in) and (in, in) at the peak, beside weight and Gram. products: of (out, in) by
-    (in, in). factors: of Cholesky, of (in, in); an inverse from one is two. spectra: eigendecompositions. passes: how often
-    (out, in) is read or written. With a curvature (`curved`) each (in, in) stands for an (out, out) too.
+    The defaults are SparseGPT's, and also used for solvers without `cost`. With a curvature (`curved`), each (in, in) matrix
+    counts for an (out, out) matrix too.
+
+    Attributes:
+        out_in: Number of float32 matrices of (out, in) at the peak, besides the weight.
+        square: Number of float32 matrices of (in, in) at the peak, besides the Gram matrix.
+        products: Number of products of (out, in) by (in, in).
+        factors: Number of Cholesky factorisations of (in, in); an inverse from a factor counts as two.
+        spectra: Number of eigendecompositions of (in, in).
+        passes: Number of times that an (out, in) matrix is read or written.
     """
 
     out_in: float = 2.6
@@ -44,8 +51,13 @@ class SolverCost(NamedTuple):
 
 
 class BlockCost(NamedTuple):
-    """What pruning a block takes, from a method's `cost(shapes)`: bytes at the peak beside the block's own weights, bytes of
-    each list of hidden states, and the work without the pass to the next block."""
+    """Cost of pruning a block, as returned by a method's `cost(shapes)`.
+
+    Attributes:
+        memory: Bytes at the peak, besides the block's own weights.
+        lists: Bytes of each list of hidden states.
+        work: The operations, without the forward pass to the next block.
+    """
 
     memory: float
     lists: Sequence[float]
@@ -54,12 +66,23 @@ class BlockCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """Sizes of a run's largest block, and of the calibration windows that go through it.
+    """Sizes of a run's largest block, and of the calibration sequences that pass through it.
 
-    layers, alone: (out, in) of the layers to prune, and of those that are in no coupled part. grams: the inputs of each group.
-    parts: how many coupled parts, each of `readers` layers of (hidden, width) and one of (width, hidden). share: of the tokens,
-    how many a part computes for. parameters, active: of the block; those that compute for a token. number: bytes of a number
-    that is computed with. batch: tokens at a time.
+    Attributes:
+        layers: (out, in) of each layer to prune.
+        alone: (out, in) of those outside feed-forward parts that are solved as one problem.
+        grams: Number of inputs of each group of layers.
+        parts: Number of feed-forward parts that are solved as one problem.
+        readers: Number of input projections of a part, (hidden, width) each; its output projection is (width, hidden).
+        width: Size of the hidden states.
+        hidden: Number of inputs of an output projection.
+        share: Fraction of the tokens that a part computes for.
+        parameters: Number of parameters of the block.
+        active: Number of parameters that compute for a token.
+        number: Bytes per number in computations.
+        tokens: Number of calibration tokens.
+        length: Tokens per sequence.
+        batch: Tokens per batch.
     """
 
     layers: Sequence[tuple[int, int]]
@@ -84,24 +107,24 @@ class BlockShapes:
 
     @property
     def forward_bytes(self) -> float:
-        """For a token, the most bytes that a forward pass holds: the feed-forward's hidden signals and some of the width."""
+        """Peak bytes of a forward pass per token: the hidden activations of the feed-forward part, and some hidden states."""
         return self.number * ((1 + self.readers) * self.hidden + (2 + self.readers) * self.width)
 
     def forward(self, tokens: float) -> Work:
-        """Tokens through the block."""
+        """Work of passing tokens through the block."""
         return work(tokens * (2 * self.active + 4 * self.length * self.width), passes=PASSES * tokens * self.forward_bytes)
 
     def gram(self, features: int) -> Work:
-        """The Gram of one group's inputs."""
+        """Work of the Gram matrix of one group's inputs."""
         return features**2 * self.tokens * work(GRAM, passes=GRAM_PASSES / self.length)
 
     def solve_bytes(self, solver: object, shapes: Iterable[tuple[int, int]], curved: bool = False) -> float:
-        """The most that one of these layers' solves holds: with its weight, without its Gram and curvature."""
+        """Peak bytes of the largest of these solves, with its weight, without its Gram matrix and curvature."""
         cost = cost_of(solver, curved)
         return max(4 * ((1 + cost.out_in) * o * i + cost.square * (i**2 + curved * o**2)) for o, i in shapes)
 
     def solves(self, solver: object, shapes: Iterable[tuple[int, int]], extra: float, curved: bool = False) -> Work:
-        """The solves of these layers. extra: products of (out, in) by (in, in) besides, as for the reported error."""
+        """Work of the solves of these layers. extra: further products of (out, in) by (in, in), as for the reported error."""
         cost, total = cost_of(solver, curved), work()
         for o, i in shapes:
             products, cubes = 2 * o * i * (i + curved * o), i**3 + curved * o**3
@@ -111,18 +134,18 @@ class BlockShapes:
 
 
 def work(products: float = 0, factors: float = 0, spectra: float = 0, passes: float = 0) -> Work:
-    """So much of each kind of work."""
+    """Return these amounts as an array."""
     return np.array([products, factors, spectra, passes], dtype=float)
 
 
 def cost_of(solver: object, curved: bool) -> SolverCost:
-    """What a solver's own `cost` says; without one, the default."""
+    """Return the cost stated by a solver, or the default for a solver without `cost`."""
     cost: Callable[[bool], SolverCost] | None = getattr(solver, "cost", None)
     return cost(curved) if cost else SolverCost()
 
 
 def rates(device: torch.device, seconds: float = 0.1) -> Work:
-    """What this machine does in a second of each kind of work, each measured for about so many seconds."""
+    """Measure this machine's rate for each kind of work, for about `seconds` each."""
     wide, square, long = (torch.ones(shape, device=device) for shape in ((1024, 1024), (512, 512), (2**22,)))
     definite = square + 512 * torch.eye(512, device=device)
 

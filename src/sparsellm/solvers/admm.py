@@ -77,15 +77,15 @@ class NormalizedProblem:
 
 
 def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) -> SolverCost:
-    """What a search of so many steps, with so many penalties, and a fit take; counted, as is how much they hold.
+    """Return the cost of an ADMM search and a refit, from operation counts.
 
-    A penalty takes a Cholesky factor and its inverse; with a curvature there are eigenvectors instead, and each step takes two
-    products with each matrix.
+    Each penalty takes a Cholesky factorisation and an inverse. With a curvature, one eigendecomposition replaces them, and each
+    step takes two products with each matrix.
     """
     passes = 42 * steps + 10 * refit_steps
     if curved:
         return SolverCost(9.2, 3.0, 2 * steps + refit_steps + 2, 0, 1, passes)
-    square = 3.7 if penalties > 1 else 1.4  # the inverse before is there while the next is made
+    square = 3.7 if penalties > 1 else 1.4  # the previous inverse is still held while the next is computed
     return SolverCost(9.2, square, steps + refit_steps + 2, 3 * penalties, 0, passes)
 
 

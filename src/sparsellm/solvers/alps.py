@@ -1,4 +1,4 @@
-"""ALPS: the mask by ADMM, the weights by conjugate gradients. With the paper's settings, or slower and more accurate."""
+"""ALPS: the mask by ADMM, the weights by conjugate gradients, with the paper's settings or slower and more accurate ones."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ class ALPS:
 
     @classmethod
     def accurate(cls) -> ALPS:
-        """Settings with 3-4 % less error at 1.6 times the runtime (docs/methods/alps.md)."""
+        """Return slower settings with a smaller error (docs/methods/alps-accurate.md)."""
         return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6)
 
     def cost(self, curved: bool) -> SolverCost:
-        """What a solve takes: the search mostly ends after `MIN_ITERATIONS`, and later where the penalty rises slower."""
+        """Estimate the cost of a solve: most searches end after `MIN_ITERATIONS`, or later if the penalty grows more slowly."""
         steps = min(self.iterations, MIN_ITERATIONS / self.penalty_growth**0.85)
         return admm_cost(steps, self.refit_steps, steps / CHECK_EVERY, curved)
 
@@ -96,7 +96,7 @@ class ALPS:
         return normalized.refit(weight * keep, keep, self.refit_steps)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> Tensor:
-        """The final ADMM iterate W, (out, in): its largest entries are the mask and the start of the refit."""
+        """Return the final ADMM iterate W, (out, in), whose largest entries are the mask and the start of the refit."""
         target, gram, curvature = normalized.target, normalized.gram, normalized.curvature
         rhs = target @ gram if curvature is None else curvature @ target @ gram
         shifted = normalized.shifted_solver()
@@ -133,7 +133,7 @@ class ALPS:
 
 
 def _penalty_factor(change: float, has_moved: bool) -> float:
-    """Factor on the penalty after a check at which the fraction `change` of the mask was new; the paper's values."""
+    """Return the paper's factor on the penalty after a check at which the fraction `change` of the mask is new."""
     if change > 0.1:
         return 1.3
     if change > 0.005:

@@ -23,7 +23,7 @@ class Magnitude:
     needs: ClassVar[type[TokenCount]] = TokenCount
 
     def cost(self, curved: bool) -> SolverCost:
-        """What a solve takes: a selection."""
+        """Return the cost of a solve: one selection over the layer."""
         return SolverCost(2.3, 0, 0, 0, 0, 20)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
@@ -42,7 +42,7 @@ class Wanda:
     needs: ClassVar[type[TokenCount]] = InputRMS
 
     def cost(self, curved: bool) -> SolverCost:
-        """What a solve takes: a selection in each row."""
+        """Return the cost of a solve: one selection in each row."""
         return SolverCost(4, 0, 0, 0, 0, 30)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:

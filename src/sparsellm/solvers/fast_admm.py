@@ -60,7 +60,7 @@ class FastADMM:
             )
 
     def cost(self, curved: bool) -> SolverCost:
-        """What a solve takes."""
+        """Return the cost of a solve."""
         return admm_cost(self.steps, self.refit_steps, 1, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
@@ -69,7 +69,7 @@ class FastADMM:
         return normalized.refit(sparse, keep, self.refit_steps)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
-        """The last D and its mask, both (out, in)."""
+        """Return the last projected iterate D and its mask, both (out, in)."""
         solve, target = normalized.shifted_solver()(self.penalty), normalized.target
         unprojected = target  # T
         for _ in range(self.steps):
