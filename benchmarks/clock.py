@@ -48,7 +48,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.auxiliary_signals:AuxiliarySignals.refit",
         "methods.auxiliary_signals:AuxiliarySignals.error",
     ),
-    "gate": ("models.gate_update:solve_gate",),
+    "gate": ("methods.gate_update:solve_gate",),
     "Gauss-Newton": ("methods.feedforward_problem:FeedForwardProblem.gauss_newton_step",),
     "output projection's statistics": (
         "methods.feedforward_problem:FeedForwardProblem.regression",

@@ -23,6 +23,7 @@ from sparsellm.methods import EpochResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.alps import ALPS
@@ -65,7 +66,7 @@ def main() -> None:
                 model = checkpoint.load()
                 plan = uniform_plan(blocks_of(model), parse_pattern(sparsity))
                 method = replace(VARIANTS[name], epochs=epochs)
-                steps = list(prune_blocks(model, windows.split(16), method, plan, compute_dtype(model)))
+                steps = list(prune_blocks(LoadedModel.of(model, compute_dtype(model)), windows.split(16), method, plan))
                 errors = [x.feed_forward_error for x in steps if isinstance(x, EpochResult) and x.epoch == epochs]
                 with compute_dtype_context(model, compute_dtype(model)):
                     value = perplexity(model, tests).value

@@ -75,7 +75,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.auxiliary_signals:AuxiliarySignals.refit",
         "methods.auxiliary_signals:AuxiliarySignals.error",
     ),
-    "gate": ("models.gate_update:solve_gate",),
+    "gate": ("methods.gate_update:solve_gate",),
 }
 """What each phase's time is spent in; what a phase calls that belongs to another counts there."""
 
@@ -179,7 +179,7 @@ def block_seconds(
     device, plan = model.device, uniform_plan(blocks_of(model), pattern)
     metrics = output_sensitivities(model, batches) if method.needs_fisher else ()
     counting = phases is not None and phases.rates is not None
-    visits = walk(model, batches, teacher=method.needs_dense_stream, metrics=metrics)
+    visits = walk(model, batches, needs_dense_stream=method.needs_dense_stream, metrics=metrics)
     with torch.no_grad(), watched(phases.telling, PHASES) if phases else nullcontext():
         block, inputs = next(visits)
         if phases:

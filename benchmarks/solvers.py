@@ -22,8 +22,8 @@ import torch
 from results import MEASURED, markdown_table, processor
 from torch import Tensor
 
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
+from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.walk import Activations, walk
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import calibration_windows
 from sparsellm.data.texts import read_text
@@ -77,8 +77,7 @@ def _curvatures(block: Block, inputs: Activations) -> dict[str, Tensor]:
     """The readers' curvature as far as the feed-forward's output, on the dense model."""
     part = block.architecture.feed_forward
     assert part is not None
-    seen: list[Tensor] = []
-    inputs.run_with_hooks(block, {part.in_proj[0]: [seen.append]})
+    seen = [captured.inputs[part.in_proj[0]] for captured in inputs.run(block, CaptureRequest([part.in_proj[0]]))]
     return FeedForwardProblem(part, None, seen, seen).curvatures(weights_of(block, (*part.in_proj, part.out_proj)))
 
 

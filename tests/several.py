@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 
 import sparsellm
 from sparsellm.evaluation.perplexity import perplexity
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.run import Result
 from sparsellm.runtime import collectives, devices, watchdog
 from sparsellm.solvers.patterns import parse_pattern
+from tests.pruning import prune_blocks
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {

@@ -20,7 +20,6 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.placement import choose_placement
 from sparsellm.runs.planning import RunPlan, fitted
 from sparsellm.runs.preparation import prepare
@@ -30,6 +29,7 @@ from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_weights import saved, windows
 from tests.meter import Meter
+from tests.pruning import loaded, prune_blocks
 
 THREAD = "reading ahead"
 
@@ -81,7 +81,7 @@ def test_sensitivities_go_ahead_and_back(tmp_path: Path, readers: list[tuple[str
     for ahead in (False, True):
         readers.clear()
         model, weights = open_checkpoint(str(folder)).stream(ahead=ahead)
-        found.append(output_sensitivities(model, list(windows().split(2)), weights=weights))
+        found.append(output_sensitivities(loaded(model, weights=weights), list(windows().split(2))))
         early = {name.split(".layers.")[1][0] for name, thread in readers if thread == THREAD}
         assert early == ({"1", "2"} if ahead else set())
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

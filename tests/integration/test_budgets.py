@@ -49,13 +49,13 @@ def test_owl(family: str, skip: list[str], sparsity: str) -> None:
     half = min(0.08, asked / 2, (1 - asked) / 2)
     shares = (np.array(figures) - min(figures)) / (max(figures) - min(figures))
     wanted = asked + 2 * half * (shares - shares.mean())
-    found = owl(model, batches(), plan, None)
+    found = owl(model, batches(), plan)
     assert found.keys() == plan.keys()
     for block, density in zip(blocks_of(model), wanted, strict=True):
         mine = [found[name] for name in plan if name.startswith(f"{block.name}.")]
         assert mine == pytest.approx([density] * len(mine), abs=1e-6)
     alone = uniform_plan(blocks_of(model), parse_pattern(sparsity), frozenset({1}))
-    assert owl(model, batches(), alone, None) == pytest.approx(dict.fromkeys(alone, asked))
+    assert owl(model, batches(), alone) == pytest.approx(dict.fromkeys(alone, asked))
 
 
 def curve(scale: float, power: float, levels: list[float]) -> list[float]:

@@ -20,7 +20,6 @@ from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runtime import devices
 from sparsellm.solvers import statistics
 from sparsellm.solvers.linalg import cholesky, inverse_factor
@@ -28,6 +27,7 @@ from sparsellm.solvers.patterns import keep_largest, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import CrossMoment, Gram
+from tests.pruning import prune_blocks
 
 SHARED = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")

@@ -16,11 +16,11 @@ from sparsellm.methods import Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import Group, distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.solvers.criteria import Wanda
 from sparsellm.solvers.patterns import parse_pattern
+from tests.pruning import prune_blocks
 
 every_family = pytest.mark.parametrize("family", ["opt", "opt-projected", "llama"])
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])

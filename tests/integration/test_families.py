@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
+from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.output_cache import OutputCache
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import distill, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.inspection import inspect
@@ -43,6 +43,7 @@ from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
 from tests.conftest import byte_tokenizer
+from tests.pruning import prune_blocks, walk
 from tests.recovering import block_recovery
 
 SHARED = {
@@ -373,7 +374,8 @@ def test_each_token_goes_to_its_experts(name: str) -> None:
         tokens = []
         for number in range(4):
             name, gram = f"mlp.experts.{number}.up_proj", Gram(32)
-            inputs.run_with_hooks(block, {name: [gram.update]})
+            for captured in inputs.run(block, CaptureRequest([name])):
+                gram.update(captured.inputs[name])
             own = x[(chosen == number).any(-1)]
             if wanted[number] >= least:
                 torch.testing.assert_close(gram.matrix, own.T @ own / len(own), rtol=1e-4, atol=1e-4)
@@ -413,8 +415,8 @@ def test_true_sequential_order_is_the_same_without_recall(name: str, monkeypatch
     for recalls in (True, False):
         model = tiny(name)
         if not recalls:
-            monkeypatch.setattr(Activations, "schedule_cache", lambda self, block, *modules: None)
-        method, blocks = LayerWise(SparseGPT(), true_sequential=True), blocks_of(model)
+            monkeypatch.setattr(OutputCache, "schedule", lambda self, block, module, is_last: None)
+        method, blocks = TrueSequential(SparseGPT()), blocks_of(model)
         list(prune_blocks(model, batches(), method, uniform_plan(blocks, parse_pattern("50%"))))
         for block in blocks:
             assert all(abs(float((layer.weight == 0).float().mean()) - 0.5) < 0.01 for layer in block.layers.values())

@@ -27,6 +27,7 @@ from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sensitivity import every_family, far, tiny, windows
 from tests.integration.test_sparsellm_method import batches, two_families
 from tests.integration.test_sparsellm_method import tiny as three_blocks
+from tests.pruning import loaded
 
 
 def costs_of(model: PreTrainedModel, some: list[Tensor], exclude: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -138,7 +139,7 @@ def test_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_in_place_of_memory(tmp_path: Path) -> None:
     """The same bits where what enters each block is kept in files, of which none is left."""
     model, plan = three_blocks("opt"), uniform_plan(blocks_of(three_blocks("opt")), parse_pattern("50%"))
-    kept = dict(weight_costs(model, batches(), plan, storage=OffloadManager(0, tmp_path)))
+    kept = dict(weight_costs(loaded(model, storage=OffloadManager(0, tmp_path)), batches(), plan))
     assert all(torch.equal(kept[name], costs) for name, costs in costs_of(model, batches()).items())
     assert not list(tmp_path.rglob("*.safetensors"))
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from typer.testing import Result
 
-from sparsellm.activations.walk import walk
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
@@ -22,7 +21,6 @@ from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of, describe
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.inspection import inspect
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
@@ -34,6 +32,7 @@ from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
 from tests.conftest import byte_tokenizer
 from tests.integration.test_families import GATED, METHODS, batches, config, entering, tensors_of, tiny, written
+from tests.pruning import prune_blocks, walk
 
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 8}
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}

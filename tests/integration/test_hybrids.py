@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
+from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.model_classes import auto_model
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import LayerResult
@@ -23,7 +23,6 @@ from sparsellm.models.architectures import ARCHITECTURES, ROUTERS
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.experts import expert_members, experts_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.inspection import inspect
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -33,6 +32,7 @@ from tests.integration.test_families import GATED, METHODS, MOE, batches, config
 from tests.integration.test_families import tiny as of_table
 from tests.integration.test_forms import LACKING
 from tests.integration.test_forms import random as of_forms
+from tests.pruning import prune_blocks, walk
 
 FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATE = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "expand": 2, "initializer_range": 0.2}
@@ -242,7 +242,9 @@ def test_experts_that_are_called_with_scaled_tokens() -> None:
     assert torch.equal(member.sum(1), torch.ones(80))  # one expert a token
     for number in range(4):
         gram = Gram(32)
-        inputs.run_with_hooks(block, {f"feed_forward.experts.{number}.gate_proj": [gram.update]})
+        name = f"feed_forward.experts.{number}.gate_proj"
+        for captured in inputs.run(block, CaptureRequest([name])):
+            gram.update(captured.inputs[name])
         rows = scaled[number][member[:, number]]
         lacking = max(0, 48 - len(rows))
         assert gram.tokens == len(rows) + lacking

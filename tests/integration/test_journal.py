@@ -21,13 +21,14 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.pruning.sequential import Step
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_weights import random_model, saved, windows
+from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 
 PRINT = {"model": "m", "sparsity": "60%", "samples": 6}

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from sparsellm.errors import InvalidSetting, UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.gate_update import solve_gate
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.gate_update import solve_gate
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.pruning.sequential import Step
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
@@ -28,6 +28,7 @@ from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, TokenCount
+from tests.pruning import prune_blocks
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
 READERS = {"opt": ("fc1",), "llama": ("mlp.gate_proj", "mlp.up_proj"), "llama-bias": ("mlp.gate_proj", "mlp.up_proj")}

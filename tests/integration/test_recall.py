@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsellm.activations.hooks import CaptureRequest
-from sparsellm.activations.output_cache import CacheableModule, find_skippable
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
+from sparsellm.activations.output_cache import CacheableModule, OutputCache, trace_dataflow
+from sparsellm.activations.streams import Stream
+from sparsellm.activations.walk import Activations
 from sparsellm.methods import LayerResult
-from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.criteria import Wanda
 from sparsellm.solvers.patterns import parse_pattern
@@ -28,56 +27,66 @@ from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
 from tests.integration.test_walk import batches, tiny
+from tests.pruning import prune_blocks, walk
 
 
 def entered(family: str = "opt", **options: Any) -> tuple[Block, Activations]:
     """A first block with what enters it, in two streams."""
-    return next(walk(tiny(family, **options), batches(), teacher=True))
+    return next(walk(tiny(family, **options), batches(), needs_dense_stream=True))
 
 
+def cacheable(block: Block, inputs: Activations) -> dict[str, CacheableModule]:
+    """The modules of a block that can be cached, by the layer that computes their output."""
+    return dict(trace_dataflow(block, inputs.pruned[0], inputs.calls(block)[0]).cacheable)
+
+
+def new_cache(inputs: Activations, stream: Stream) -> OutputCache:
+    """An empty cache, set in the stream."""
+    cache = stream.cache = OutputCache(inputs.storage, inputs.local_shapes, stream[0])
+    return cache
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["opt", "llama", "mistral", "qwen3-sliding"])
-def test_passes_are_the_same_to_the_bit(family: str) -> None:
-    """With attention recalled a pass shows what it did, and the stream goes where it went, also if someone writes into what
-    they are given; attention itself runs once a batch."""
+def test_passes_with_a_cache_capture_the_same_bits(family: str) -> None:
+    """With attention cached, passes and the advance give the same bits, also if the caller modifies what was captured."""
     (block, inputs), (other, plain) = entered(family), entered(family)
     adder, writer = block.architecture.residual_writers
-    around = inputs.cacheable_module(adder)
-    assert around is not None
-    assert (around.name, around.writer) == ("self_attn", adder)
-    inputs.cache_output(around, dense=False)
+    attention = cacheable(block, inputs)[adder]
+    assert (attention.name, attention.writer) == ("self_attn", adder)
+    new_cache(inputs, inputs.pruned).record(attention)
     ran: Counter[str] = Counter()
     block.module_of(adder).register_forward_hook(lambda *_: ran.update("a"))
-    asked = CaptureRequest([writer], ["self_attn", writer])
+    request = CaptureRequest([writer], ["self_attn", writer])
     for _ in range(3):
-        for (one, _), (two, _) in zip(
-            inputs.paired_batches(block, asked, CaptureRequest()),
-            plain.paired_batches(other, asked, CaptureRequest()),
-            strict=True,
-        ):
-            assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in asked.inputs)
-            assert all(torch.equal(one.outputs[name], two.outputs[name]) for name in asked.outputs)
+        for one, two in zip(inputs.run(block, request), plain.run(other, request), strict=True):
+            assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in request.inputs)
+            assert all(torch.equal(one.outputs[name], two.outputs[name]) for name in request.outputs)
             one.outputs["self_attn"].zero_()
-    for some, its in ((inputs, block), (plain, other)):
-        some.advance(its)
+    inputs.advance(block)
+    plain.advance(other)
     assert all(torch.equal(one, two) for one, two in zip(inputs.pruned, plain.pruned, strict=True))
     assert ran == {"a": len(batches())}
 
 
-def test_it_is_forgotten() -> None:
-    """When its stream is behind the block, when the caller says so, and at the latest with the walk; its room is given back."""
+def test_cache_memory_is_freed() -> None:
+    """When its stream has passed the block, when a module is cached anew, and at the latest when the walk ends."""
     storage = OffloadManager()
-    visits = walk(tiny("opt"), batches(), teacher=True, storage=storage)
+    visits = walk(tiny("opt"), batches(), needs_dense_stream=True, storage=storage)
     block, inputs = next(visits)
-    around = inputs.cacheable_module("self_attn.out_proj")
-    assert around is not None
-    stream, before = sum(hidden.numel() * 4 for hidden in inputs.pruned), storage.most_kept
-    for dense in (True, False):
-        inputs.cache_output(around, dense)
-    list(inputs.paired_batches(block, CaptureRequest(["fc1"]), CaptureRequest(["fc1"], whole=True)))
-    assert storage.most_kept == before + 2 * stream
+    attention = cacheable(block, inputs)["self_attn.out_proj"]
+    size, before = sum(hidden.numel() * 4 for hidden in inputs.pruned), storage.most_kept
+    assert inputs.dense is not None
+    caches = [new_cache(inputs, stream) for stream in (inputs.dense, inputs.pruned)]
+    for cache in caches:
+        cache.record(attention)
+    request = CaptureRequest(["fc1"])
+    list(inputs.run_paired(block, request, request, advance_dense=True))
+    assert inputs.dense.cache is None
+    assert storage.most_kept == before + 2 * size
     for _ in range(2):
-        inputs.cache_output(around, dense=False)
-    assert storage.most_kept == before + 2 * stream
+        caches[1].record(attention)
+    assert storage.most_kept == before + 2 * size
     next(visits)
     visits.close()
     assert set(storage._taken.values()) == {0}
@@ -95,7 +104,7 @@ def test_pruning_is_the_same_without(family: str, couple: Any, monkeypatch: pyte
         for block in blocks_of(model):
             block.module_of("self_attn.q_proj").register_forward_hook(lambda *_, recalls=recalls: ran.update([recalls]))
         if not recalls:
-            monkeypatch.setattr(Activations, "cacheable_module", lambda self, writer: None)
+            monkeypatch.setattr(OutputCache, "_add", lambda *_, **__: None)
         list(prune_blocks(model, batches(), method, uniform_plan(blocks_of(model), parse_pattern("60%"))))
         found[recalls] = [parameter.detach().clone() for parameter in model.parameters()]
     assert all(torch.equal(one, two) for one, two in zip(*found.values(), strict=True))
@@ -107,15 +116,12 @@ def test_what_cannot_be_recalled(family: str) -> None:
     """Modules that return more, that hold later layers, or that are none."""
     block, inputs = entered(family, attention="eager")
     adder, writer = block.architecture.residual_writers
-    assert inputs.cacheable_module(adder) is None  # it returns the attention weights too
+    assert adder not in cacheable(block, inputs)  # it returns the attention weights too
     block, inputs = entered(family)
-    assert inputs.cacheable_module("self_attn.q_proj") is None
-    found = inputs.cacheable_module(writer)
-    assert (found and found.name) == ("mlp" if family == "llama" else None)
+    assert "self_attn.q_proj" not in cacheable(block, inputs)
+    assert cacheable(block, inputs)[writer].name == writer  # not "mlp": its input projections need not run either
     block.module_of("self_attn").register_forward_hook(lambda _, __, output: (2 * output[0], None))
-    assert inputs.teacher is not None
-    inputs.teacher.module_of("self_attn").register_forward_hook(lambda _, __, output: (2 * output[0], None))
-    assert inputs.cacheable_module(adder) is None  # what it writes is not what its last layer writes
+    assert adder not in cacheable(block, inputs)  # its output is not that of its last layer
 
 
 @torch.no_grad()
@@ -124,7 +130,7 @@ def test_true_sequential_order(family: str) -> None:
     """Group by group on what the pruned groups before it let through, as plain passes of the whole block find it."""
     found, plain = tiny(family), tiny(family)
     pattern, solver = parse_pattern("60%"), SparseGPT()
-    method = LayerWise(solver, true_sequential=True)
+    method = TrueSequential(solver)
     steps = list(prune_blocks(found, batches(), method, uniform_plan(blocks_of(found), pattern)))
     for block, inputs in walk(plain, batches()):
         for group in block.architecture.groups:
@@ -157,7 +163,7 @@ def test_what_a_true_sequential_pass_runs(family: str, tmp_path: Path, monkeypat
             return plain(x, weight, bias)
 
         monkeypatch.setattr(functional, "linear", counted)
-        method, plan = LayerWise(Wanda(), true_sequential=True), uniform_plan(blocks, parse_pattern("50%"))
+        method, plan = TrueSequential(Wanda()), uniform_plan(blocks, parse_pattern("50%"))
         list(prune_blocks(model, batches(), method, plan, storage=storage))
         found[room], ran[room] = [parameter.detach().clone() for parameter in model.parameters()], mine
         assert set(storage._taken.values()) == {0}
@@ -165,12 +171,9 @@ def test_what_a_true_sequential_pass_runs(family: str, tmp_path: Path, monkeypat
     assert all(torch.equal(one, two) for one, two in zip(*found.values(), strict=True))
     once = (len(blocks) - 1) * len(batches())
     readers = blocks[0].architecture.groups[-2]
-    # The first batch's pass goes on to where attention ends, to see that it can be recalled: its writer runs once more.
-    assert ran[True] == {
-        name: once + (len(blocks) - 1 if name in blocks[0].architecture.residual_writers[:1] else 0)
-        for name in blocks[0].layers
-    }
-    assert ran[False] == ran[True] | dict.fromkeys(readers, 2 * once)
+    traced = {name: once + len(blocks) - 1 for name in blocks[0].layers}  # one batch more, to trace the block's dataflow
+    assert ran[True] == traced
+    assert ran[False] == traced | {name: traced[name] + once for name in readers}
 
 
 @torch.no_grad()
@@ -179,15 +182,9 @@ def test_a_part_that_is_not_what_the_table_says(family: str) -> None:
     """A feed-forward's readers are spared only where its writer is seen to read their activation."""
     block, inputs = entered(family)
     readers, (writer,) = block.architecture.groups[-2:]
-
-    def seen(layer: str) -> list[CacheableModule]:
-        with find_skippable(block, layer) as found:
-            block(inputs.pruned[0], inputs.calls(block)[0])
-        return found
-
-    assert seen(writer) == [CacheableModule(writer, writer, skippable=readers)]
-    assert seen(readers[0]) == seen(block.architecture.residual_writers[0]) == []
+    assert cacheable(block, inputs)[writer] == CacheableModule(writer, writer, skippable=readers)
+    assert readers[0] not in cacheable(block, inputs)
     setattr(
         block.module if family == "opt" else block.module_of("mlp"), "activation_fn" if family == "opt" else "act_fn", nn.Tanh()
     )
-    assert seen(writer) == []
+    assert writer not in cacheable(block, inputs)

@@ -23,7 +23,6 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.pruning.journal import JOURNAL
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery import distillation
 from sparsellm.recovery.distillation import (
     count_held_out,
@@ -42,6 +41,7 @@ from sparsellm.runs.recovery import RATE
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
+from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 
 if TYPE_CHECKING:

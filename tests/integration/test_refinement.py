@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.streams import Stream
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.pruning.sequential import Step
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, refine_block, split_batches, windows_a_step
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
+from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 
 FULL, HALF = torch.float32, torch.bfloat16
@@ -269,7 +271,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
     block, root = blocks_of(model)[0], torch.randn(16, 16, generator=torch.Generator().manual_seed(2))
     metric, inputs = root @ root.T + torch.eye(16), Activations.from_model(model, blocks_of(model), batches(), streams=([], []))
     inputs.begin_block(block)
-    inputs.pruned = [hidden.detach() * 1.1 for hidden in inputs.pruned]
+    inputs.pruned = Stream([hidden.detach() * 1.1 for hidden in inputs.pruned], [inputs.calls(block)])
     with torch.no_grad():
         targets = [block(hidden, call) for hidden, call in zip(inputs.dense or [], inputs.calls(block), strict=True)]
         for name in names:
@@ -292,8 +294,8 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
     for name, tensor in block.module.state_dict().items():
         assert torch.equal(tensor, start[name]) == (name not in parameters), name
     assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
-    with pytest.raises(TypeError, match="teacher=True"):
-        refine_block(block, Activations(inputs.pruned, []), keep, parameters, None, MaskedAdam(1, 1e-3))
+    with pytest.raises(TypeError, match="needs_dense_stream=True"):
+        refine_block(block, Activations(list(inputs.pruned), []), keep, parameters, None, MaskedAdam(1, 1e-3))
 
 
 @pytest.mark.parametrize("samples", [64, 50, 7])

@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from sparsellm.activations import sensitivity
 from sparsellm.activations.backward import sample_labels
 from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import Block, blocks_of
+from tests.pruning import loaded
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 6
 WRITERS = {"opt": ("self_attn.out_proj", "fc2"), "llama": ("self_attn.o_proj", "mlp.down_proj")}
@@ -198,7 +199,7 @@ def test_computed_in_another_dtype(family: str) -> None:
     """A bf16 model computed in float32 gives the float32 model's F, and stays bf16."""
     model = tiny(family).to(torch.bfloat16)
     other = copy.deepcopy(model).float()
-    got = output_sensitivities(model, [windows(3)], torch.float32)
+    got = output_sensitivities(loaded(model, torch.float32), [windows(3)])
     wanted = output_sensitivities(other, [windows(3)])
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -247,9 +248,12 @@ def exact_sensitivity(block: Block, inputs: Activations, name: str) -> Tensor:
 def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tensor) -> dict[str, Tensor]:
     """S of a block's layers, as it was, on the dense stream."""
     assert inputs.dense is not None
-    assert inputs.teacher is not None
+    assert inputs.dense_block is not None
     calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, weighs, inputs.sample_offsets, inputs.window)
+    offsets, window = inputs.sample_offsets, inputs.window
+    return layer_sensitivities(
+        inputs.dense_block, inputs.dense, calls, names, metric=weighs, sample_offsets=offsets, window=window
+    )
 
 
 @cache
@@ -296,10 +300,10 @@ def test_layers_are_asked_on_the_dense_stream(family: str) -> None:
         again = of_layers(other, other_block, list(block.layers)[:-1], metric())
     assert set(again) == set(list(block.layers)[:-1])
     assert all(torch.equal(again[name], one[name]) for name in again)
-    assert inputs.teacher is not None
-    for module in inputs.teacher.module.modules():
+    assert inputs.dense_block is not None
+    for module in inputs.dense_block.module.modules():
         assert not module._forward_hooks
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in inputs.teacher.module.parameters())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in inputs.dense_block.module.parameters())
 
 
 @pytest.mark.parametrize("scale", [4.0, 0.0])

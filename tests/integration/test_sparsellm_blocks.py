@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from sparsellm.activations.sensitivity import output_sensitivities
-from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, LayerResult
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.recipe import Recipe
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude
@@ -22,6 +20,7 @@ from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.integration.test_sparsellm_method import batches, changed, prune, signals, tiny, two_families
+from tests.pruning import prune_blocks, walk
 
 
 @two_families
@@ -31,7 +30,7 @@ def test_the_dense_stream_is_the_dense_models_own(family: str) -> None:
     model = tiny(family)
     wanted = signals(tiny(family))
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    for block, inputs in walk(model, batches(), teacher=True, metrics=output_sensitivities(model, batches())):
+    for block, inputs in walk(model, batches(), needs_dense_stream=True, metrics=output_sensitivities(model, batches())):
         assert inputs.dense is not None
         entered = torch.cat([hidden.flatten(0, -2) for hidden in inputs.dense])
         assert torch.equal(entered.double(), wanted[block.name][0])

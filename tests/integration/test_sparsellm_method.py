@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
+from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.output_cache import BlockDataflow, trace_dataflow
 from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
-from sparsellm.methods import EpochResult, LayerResult
+from sparsellm.methods import EpochResult, LayerResult, targets
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import Step, prune_blocks
+from sparsellm.pruning.sequential import Step
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, TokenCount
+from tests.pruning import loaded, prune_blocks, walk
 
 SHARED = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "max_position_embeddings": 64}
 OPT = {**SHARED, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2}
@@ -180,9 +181,9 @@ def test_what_each_layer_reads_and_should_write(family: str, choice: dict[str, A
 def test_what_travels_on_is_what_will_be_stored(family: str, method: SparseLLM) -> None:
     """A bf16 model stays bf16, and later blocks see bit for bit what its bf16 weights, biases and norms let through."""
     model, seen = tiny(family, torch.bfloat16), []
-    metrics = output_sensitivities(model, batches(), torch.float32)
+    metrics = output_sensitivities(loaded(model, torch.float32), batches())
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    for block, inputs in walk(model, batches(), compute=torch.float32, teacher=True, metrics=metrics):
+    for block, inputs in walk(model, batches(), compute=torch.float32, needs_dense_stream=True, metrics=metrics):
         seen.append(list(inputs.pruned))
         list(method.prune(block, inputs, plan))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -200,7 +201,9 @@ def test_later_layers_read_what_rounded_ones_write(family: str) -> None:
     problems = iter(method.solver.seen)
     for block, inputs in walk(model, batches(), compute=torch.float32):
         reads: dict[str, list[Tensor]] = {name: [] for name in block.layers}
-        inputs.run_with_hooks(block, {name: [some.append] for name, some in reads.items()})
+        for captured in inputs.run(block, CaptureRequest(list(reads))):
+            for name, batch in captured.inputs.items():
+                reads[name].append(batch)
         for name, layer in block.layers.items():
             x, known = torch.cat(reads[name]).double(), next(problems)[0].inputs
             x = x if layer.bias is None else x - x.mean(0)
@@ -215,14 +218,19 @@ def test_curvatures(family: str) -> None:
     method = SparseLLM(Recorder(), gauss_newton_steps=0)
     pruned = signals(prune(family, method)[0])
     teacher = tiny(family)
-    metrics = output_sensitivities(teacher, batches(), torch.float32)
+    metrics = output_sensitivities(loaded(teacher, torch.float32), batches())
     assert isinstance(method.solver, Recorder)
     problems = iter(method.solver.seen)
     for block, inputs in walk(teacher, batches()):
         part, metric = block.architecture.feed_forward, metrics[block.index]
         assert part is not None
         exact = layer_sensitivities(
-            block, inputs.pruned, inputs.calls(block), list(block.layers), metric, inputs.sample_offsets
+            block,
+            inputs.pruned,
+            inputs.calls(block),
+            list(block.layers),
+            metric=metric,
+            sample_offsets=inputs.sample_offsets,
         )
         x = pruned[block.full_name(part.in_proj[0])][0].float()
         inner, writer = add_diagonal(metric, 1e-3), block.layer(part.out_proj).weight
@@ -237,14 +245,12 @@ def test_curvatures(family: str) -> None:
 
 
 @every_family
-def test_additive_blocks_are_told(family: str) -> None:
-    """All but blocks that normalise after adding are of the form that can be mended; without a dense stream none is."""
+def test_residual_sums_are_recognised(family: str) -> None:
+    """The output of every block is its input plus the outputs of its residual writers, except where a norm follows the sum."""
     for dtype in (torch.float32, torch.bfloat16):
-        for block, inputs in walk(tiny(family, dtype), batches(), teacher=True):
-            assert inputs.is_residual_sum(writers(block)) == (family != "opt-post-norm")
-            assert not inputs.is_residual_sum(writers(block)[:1])
-    block, inputs = next(walk(tiny(family), batches()))
-    assert not inputs.is_residual_sum(writers(block))
+        for block, inputs in walk(tiny(family, dtype), batches()):
+            dataflow = trace_dataflow(block, inputs.pruned[0], inputs.calls(block)[0])
+            assert dataflow.residual_sum == (family != "opt-post-norm")
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
@@ -253,7 +259,7 @@ def test_writers_repair_the_stream(family: str, monkeypatch: pytest.MonkeyPatch)
     missed, wanted = {}, signals(tiny(family))
     for repaired in (True, False):
         if not repaired:
-            monkeypatch.setattr(Activations, "is_residual_sum", lambda *_: False)
+            monkeypatch.setattr(targets, "trace_dataflow", lambda *_: BlockDataflow({}, False))
         model = tiny(family)
         block = blocks_of(model)[0]
         plan = uniform_plan([block], Unstructured(0)) | uniform_plan([block], Unstructured(0.9), include=["self_attn.*"])

@@ -21,17 +21,16 @@ from transformers import (
 )
 
 from sparsellm.activations.hooks import CaptureRequest
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import select_blocks, uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
+from tests.pruning import prune_blocks, walk
 
 SHARED = {
     "vocab_size": 128,
@@ -138,16 +137,20 @@ def test_stop_and_watch() -> None:
     before = [hidden.clone() for hidden in inputs.pruned]
     for name, layer in block.layers.items():
         layer.register_forward_hook(lambda *_, name=name: ran.append(name))
-    inputs.run_with_hooks(block, {"fc1": [read.append]}, {"fc1": [written.append]})
+    for captured in inputs.run(block, CaptureRequest(["fc1"], ["fc1"])):
+        read.append(captured.inputs["fc1"])
+        written.append(captured.outputs["fc1"])
     assert [(tuple(x.shape), tuple(y.shape)) for x, y in zip(read, written, strict=True)] == [
         ((n, 32), (n, 64)) for n in (24, 7, 36)
     ]
     assert all(torch.allclose(block.layer("fc1")(x), y, atol=1e-5) for x, y in zip(read, written, strict=True))
     assert "fc2" not in ran
-    read.clear()
     ran.clear()
-    inputs.run_with_hooks(block, {"fc1": [read.append], "self_attn.q_proj": [read.append]})
-    assert ([len(x) for x in read], "fc1" in ran) == ([24, 24, 7, 7, 36, 36], False)
+    captures = list(inputs.run(block, CaptureRequest(["fc1", "self_attn.q_proj"])))
+    assert [{name: len(x) for name, x in captured.inputs.items()} for captured in captures] == [
+        {"fc1": count, "self_attn.q_proj": count} for count in (24, 7, 36)
+    ]
+    assert "fc1" not in ran
     assert all(torch.equal(a, b) for a, b in zip(inputs.pruned, before, strict=True))
     assert not block.layer("fc1")._forward_pre_hooks
     assert len(block.layer("fc1")._forward_hooks) == 1
@@ -156,16 +159,16 @@ def test_stop_and_watch() -> None:
 def test_passes_end_where_nothing_more_is_asked_for() -> None:
     """A layer whose inputs alone are asked for does not run; where nothing is, nothing does; each stream has its own block."""
     model = tiny("opt")
-    block, inputs = next(walk(model, batches(), teacher=True))
-    assert inputs.teacher is not None
+    block, inputs = next(walk(model, batches(), needs_dense_stream=True))
+    assert inputs.dense_block is not None
     with torch.no_grad():
         block.layer("self_attn.out_proj").weight.zero_()
     ran: list[str] = []
-    for which, some in (("pruned", block), ("dense", inputs.teacher)):
+    for which, some in (("pruned", block), ("dense", inputs.dense_block)):
         for name, layer in some.layers.items():
             layer.register_forward_hook(lambda *_, name=name, which=which: ran.append(f"{which} {name}"))
     asked = CaptureRequest(["fc1"], ["self_attn.out_proj"])
-    pairs = list(inputs.paired_batches(block, asked, CaptureRequest()))
+    pairs = list(inputs.run_paired(block, asked, CaptureRequest()))
     assert set(ran) == {f"pruned self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
     for (pruned, dense), hidden in zip(pairs, inputs.dense or [], strict=True):
         assert torch.equal(
@@ -173,7 +176,7 @@ def test_passes_end_where_nothing_more_is_asked_for() -> None:
         )
         assert (list(pruned.inputs), dense.inputs, dense.outputs, dense.block_output) == (["fc1"], {}, {}, None)
         assert torch.equal(dense.block_input, hidden.flatten(0, 1))
-    assert inputs.teacher is not None
+    assert inputs.dense_block is not None
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2-sliding"])
@@ -184,10 +187,9 @@ def test_a_stream_may_travel_on_while_it_is_watched(family: str) -> None:
         model, ran = tiny(family), [0]
         for block, inputs in walk(model, batches()):
             seen.append([hidden.clone() for hidden in inputs.pruned])
-            shown: list[Tensor] = []
             block.module.register_forward_pre_hook(lambda *_, ran=ran: ran.__setitem__(0, ran[0] + 1))
-            inputs.run_with_hooks(block, {name: [shown.append] for name in list(block.layers)[-1:]}, advance=onward)
-            assert len(shown) == len(batches())
+            captures = list(inputs.run(block, CaptureRequest(list(block.layers)[-1:]), advance=onward))
+            assert len(captures) == len(batches())
         passes = 3 if onward else 5  # of three blocks: the last one's output is nobody's
         assert ran == [passes * len(batches())]
     assert all(torch.equal(a, b) for one, other in zip(*entered.values(), strict=True) for a, b in zip(one, other, strict=True))
@@ -196,17 +198,17 @@ def test_a_stream_may_travel_on_while_it_is_watched(family: str) -> None:
 @pytest.mark.parametrize("last", [False, True])
 def test_the_dense_stream_travels_on_with_its_last_pass(last: bool) -> None:
     """It is then where it would have been by itself, to the bit, and no teacher is left; else it stays where it was."""
-    walked = [walk(tiny("llama"), batches(), teacher=True) for _ in range(2)]
+    walked = [walk(tiny("llama"), batches(), needs_dense_stream=True) for _ in range(2)]
     (block, inputs), (_, other) = (next(some) for some in walked)
     before = list(inputs.dense or [])
     for (_, dense), entered in zip(
-        inputs.paired_batches(block, CaptureRequest(), CaptureRequest(outputs=["mlp.down_proj"], whole=last)),
+        inputs.run_paired(block, CaptureRequest(), CaptureRequest(outputs=["mlp.down_proj"]), advance_dense=last),
         before,
         strict=True,
     ):
         assert torch.equal(dense.block_input, entered.flatten(0, 1))
         assert (dense.block_output is not None) == last
-    assert (inputs.teacher is None) == last
+    assert (inputs.dense_block is None) == last
     if last:
         other.advance_dense()
     assert all(torch.equal(a, b) for a, b in zip(inputs.dense or [], other.dense or [], strict=True))
@@ -221,9 +223,9 @@ def test_a_whole_pass_is_checked() -> None:
     model = tiny("opt")
     with torch.no_grad():
         model.model.decoder.layers[0].fc2.weight[0] = float("inf")
-    block, inputs = next(walk(model, batches(), teacher=True))
+    block, inputs = next(walk(model, batches(), needs_dense_stream=True))
     with pytest.raises(NonFinite, match=r"layers\.0\.fc2 is not finite"):
-        list(inputs.paired_batches(block, CaptureRequest(), CaptureRequest(whole=True)))
+        list(inputs.run_paired(block, CaptureRequest(), CaptureRequest(), advance_dense=True))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -28,11 +28,11 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.allocation import fisher
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.runs.inspection import Tensors, compare
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
+from tests.pruning import loaded, prune_blocks
 
 SHARED = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 32}
 every_family = pytest.mark.parametrize("family", ["opt", "opt-post-norm", "llama", "llama-untied"])
@@ -121,11 +121,18 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     model, weights = open_checkpoint(str(folder)).stream()
     storage = OffloadManager(budget, tmp_path / "work")
     batches = list(windows().split(2))
-    assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
-    pairs = zip(output_sensitivities(whole, batches), output_sensitivities(model, batches, None, weights, storage), strict=True)
+    assert (
+        streamed_perplexity(loaded(model, weights=weights, storage=storage), windows()).value
+        == perplexity(whole, windows()).value
+    )
+    pairs = zip(
+        output_sensitivities(whole, batches),
+        output_sensitivities(loaded(model, weights=weights, storage=storage), batches),
+        strict=True,
+    )
     assert all(torch.equal(a, b) for a, b in pairs)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    assert fisher(whole, batches, plan) == fisher(model, batches, plan, None, weights, storage)
+    assert fisher(whole, batches, plan) == fisher(loaded(model, weights=weights, storage=storage), batches, plan)
     method = SparseLLM(gauss_newton_steps=1)
     list(prune_blocks(whole, batches, method, plan))
     journal = Journal.begin(tmp_path / "journal", {})
@@ -134,7 +141,10 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
         with weights.block(block):
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, whole.state_dict()[f"{block.name}.{name}"]), (block.name, name)
-    assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
+    assert (
+        streamed_perplexity(loaded(model, weights=weights, storage=storage), windows()).value
+        == perplexity(whole, windows()).value
+    )
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 
 

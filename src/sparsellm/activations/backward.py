@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.hooks import Hook
-from sparsellm.activations.streams import Activations, stream_bytes
-from sparsellm.checkpoints.block_loader import ResidentWeights, Weights
+from sparsellm.activations.walk import Activations, stream_bytes
 from sparsellm.errors import NonFinite, UnsupportedModel
-from sparsellm.models.block_calls import Call
-from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.blocks import Block, Call, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode, require_grad_only
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.partial_forward import prediction_head
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.offload import OffloadManager, TensorList
+from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+TensorHook = Callable[[Tensor], None]
+"""Called with a layer's input, or the gradient of its output, for one batch: (..., in) or (..., out)."""
 
 DRAWN_ROWS = 32
 """Rows of cumulative sums computed at once: for a whole sample, they would take twice the memory of its logits."""
@@ -43,16 +44,14 @@ class BackwardPass:
         gradients: Gradients of the loss with respect to the output of the next block to be processed, one (batch, seq, model)
             tensor per batch.
         inputs: The activations that hold each block's calls.
-        compute: Dtype of the computation; None for the model's own.
-        weights: Loads the weights of each block.
+        loaded: The model.
     """
 
     blocks: Sequence[Block]
     entering: Sequence[TensorList]
     gradients: TensorList
     inputs: Activations
-    compute: torch.dtype | None
-    weights: Weights
+    loaded: LoadedModel
 
     def iterate(
         self, stop: int = 0, watching: Callable[[Block], AbstractContextManager[object]] = nullcontext
@@ -67,7 +66,7 @@ class BackwardPass:
         """
         for block, hidden in reversed(list(zip(self.blocks, self.entering, strict=True))[stop:]):
             previous = self.blocks[block.index - 1] if block.index > stop else None
-            with self.weights.block(block, previous), compute_dtype_context(block.module, self.compute):
+            with self.loaded.weights.block(block, previous), compute_dtype_context(block.module, self.loaded.compute):
                 with watching(block):
                     for number, call in enumerate(self.inputs.calls(block)):
                         self.gradients[number] = _input_gradient(block, hidden[number], call, self.gradients[number])
@@ -75,13 +74,7 @@ class BackwardPass:
 
 
 @contextmanager
-def run_backward(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    compute: torch.dtype | None = None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
-) -> Iterator[BackwardPass]:
+def run_backward(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> Iterator[BackwardPass]:
     """Run the dense model and compute the gradients of the loss with respect to the last block's output.
 
     The loss is -log p of labels drawn from the model's own predictions, with a seed per sample.
@@ -89,9 +82,6 @@ def run_backward(
     Args:
         model: The dense model.
         batches: Token ids, each (batch, seq). This process runs its share of them.
-        compute: As for `walk`.
-        weights: As for `walk`.
-        storage: As for `walk`.
 
     Yields:
         The backward pass, valid within the context.
@@ -100,40 +90,31 @@ def run_backward(
         UnsupportedModel: The hidden states between blocks are not (batch, seq, model).
         NonFinite: The logits hold NaN or infinity.
     """
-    blocks, weights, storage = blocks_of(model), weights or ResidentWeights(), storage or OffloadManager()
-    size = stream_bytes(model, collectives.shard(batches), compute)
-    with eval_mode(model), require_grad_only(model), storage.new_lists(len(blocks) + 1, size) as (gradients, *entering):
-        with weights.non_block():
-            inputs = Activations.from_model(model, blocks, batches, compute, entering[:1])
+    loaded = LoadedModel.of(model)
+    model, blocks, size = loaded.model, blocks_of(loaded.model), stream_bytes(loaded, batches)
+    with eval_mode(model), require_grad_only(model), loaded.storage.new_lists(len(blocks) + 1, size) as (gradients, *entering):
+        inputs = Activations.from_model(loaded, blocks, batches, entering[:1])
         if entering[0] and entering[0][0].ndim != 3:
             raise UnsupportedModel(
                 f"The blocks of a {type(model).__name__} pass on hidden states of shape {tuple(entering[0][0].shape)}, and the "
                 "default's sensitivities need (batch, seq, model). Use a layer-wise method such as --method alps."
             )
         for block, next_block, hidden_in, hidden_out in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
-            with weights.block(block, next_block), compute_dtype_context(block.module, compute):
+            with loaded.weights.block(block, next_block), compute_dtype_context(block.module, loaded.compute):
                 for hidden, call in zip(hidden_in, inputs.calls(block), strict=True):
                     hidden_out.append(block(hidden, call))
-        _last_gradients(model, blocks, collectives.shard(batches), inputs, entering[-1], gradients, compute, weights)
-        yield BackwardPass(blocks, entering, gradients, inputs, compute, weights)
+        backward = BackwardPass(blocks, entering, gradients, inputs, loaded)
+        _add_last_gradients(backward, collectives.shard(batches))
+        yield backward
 
 
-def _last_gradients(
-    model: PreTrainedModel,
-    blocks: Sequence[Block],
-    batches: Sequence[Tensor],
-    inputs: Activations,
-    entering: TensorList,
-    gradients: TensorList,
-    compute: torch.dtype | None,
-    weights: Weights,
-) -> None:
-    """Fill `gradients` with the gradients of the loss with respect to the last block's output."""
-    last = blocks[-1]
-    with weights.block(last), compute_dtype_context(last.module, compute):
-        for hidden, call in zip(entering, inputs.calls(last), strict=True):
+def _add_last_gradients(backward: BackwardPass, batches: Sequence[Tensor]) -> None:
+    """Append the gradients of the loss with respect to the last block's output, for each of this process's batches."""
+    last, loaded, inputs, gradients = backward.blocks[-1], backward.loaded, backward.inputs, backward.gradients
+    with loaded.weights.block(last), compute_dtype_context(last.module, loaded.compute):
+        for hidden, call in zip(backward.entering[-1], inputs.calls(last), strict=True):
             gradients.append(last(hidden, call))
-    with weights.non_block(), prediction_head(model, blocks, compute) as predict:
+    with loaded.weights.non_block(), prediction_head(loaded.model, backward.blocks, loaded.compute) as predict:
         for number, (batch, offset) in enumerate(zip(batches, inputs.sample_offsets, strict=True)):
             sample_gradients: list[Tensor] = []
             output = gradients[number]
@@ -185,22 +166,24 @@ def _input_gradient(block: Block, hidden: Tensor, call: Call, gradient: Tensor) 
 
 
 @contextmanager
-def gradient_hooks(block: Block, gradients: Mapping[str, Hook], reads: Mapping[str, Hook] | None = None) -> Iterator[None]:
+def gradient_hooks(
+    block: Block, gradients: Mapping[str, TensorHook], inputs: Mapping[str, TensorHook] | None = None
+) -> Iterator[None]:
     """Call hooks on the gradients, and optionally the inputs, of a block's layers within the context.
 
     Args:
         block: The block.
         gradients: By layer, the hook for the gradient with respect to the layer's output, (..., out).
-        reads: By layer, the hook for the layer's input, (..., in), called in the forward pass. The same layers.
+        inputs: By layer, the hook for the layer's input, (..., in), called in the forward pass. The same layers.
 
     Raises:
         UnsupportedModel: A pass runs a layer whose output has no gradient.
     """
 
     def make_hook(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if reads:
-                reads[name](inputs[0].detach())
+        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            if inputs:
+                inputs[name](arguments[0].detach())
             if not output.requires_grad:
                 raise UnsupportedModel(
                     f"What the model predicts has no gradient by {block.full_name(name)}, which the default's sensitivities "

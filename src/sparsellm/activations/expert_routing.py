@@ -8,10 +8,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from sparsellm.activations.output_cache import StopForward, allclose_bf16
+from sparsellm.activations.hooks import StopForward, allclose_bf16
 from sparsellm.errors import UnsupportedModel
-from sparsellm.models.block_calls import Call
-from sparsellm.models.blocks import Block
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import replace_forward
 from sparsellm.models.experts import expert_members, experts_of, forward_by_expert, routed_tokens
 from sparsellm.runtime import collectives
@@ -40,42 +39,32 @@ class ExpertSamples:
         self._unrouted: list[int] = unrouted.sum(0).tolist()
         missing = [max(0, least - int(count)) for count in self.counts]
         self._extra = [min(count, available) for count, available in zip(missing, self._unrouted, strict=True)]
-        self._batch = 0
-        self._chosen: list[Tensor] = []
 
     @property
     def max_tokens(self) -> int:
         """Largest number of tokens of an expert."""
         return max(int(count) + extra for count, extra in zip(self.counts, self._extra, strict=True))
 
-    def restart(self) -> None:
-        """Start a new pass over the batches."""
-        self._batch = 0
-
-    def choose(self, member: Tensor) -> list[Tensor]:
-        """Choose each expert's tokens from the next batch.
+    def choose(self, number: int, member: Tensor) -> list[Tensor]:
+        """Choose each expert's tokens from a batch.
 
         Args:
+            number: Index of the batch in this process.
             member: (tokens, experts), True where a token is routed to an expert.
 
         Returns:
             For each expert, the indices of its tokens, in ascending order.
         """
-        self._chosen, before = [], self._unrouted_before[self._batch]
-        self._batch += 1
-        for number, indices in enumerate(routed_tokens(member)):
-            extra, unrouted = self._extra[number], self._unrouted[number]
+        chosen, before = [], self._unrouted_before[number]
+        for expert, indices in enumerate(routed_tokens(member)):
+            extra, unrouted = self._extra[expert], self._unrouted[expert]
             if extra:
-                (candidates,) = torch.where(~member[:, number])
-                position = torch.arange(len(candidates), device=candidates.device) + before[number]
+                (candidates,) = torch.where(~member[:, expert])
+                position = torch.arange(len(candidates), device=candidates.device) + before[expert]
                 added = candidates[(position + 1) * extra // unrouted > position * extra // unrouted]
                 indices = torch.cat([indices, added]).sort().values  # noqa: PLW2901  (in the order of the tokens)
-            self._chosen.append(indices)
-        return self._chosen
-
-    def repeat(self, member: Tensor) -> list[Tensor]:
-        """Return the tokens of the last `choose` whatever `member` is, so that two streams can be compared token by token."""
-        return self._chosen
+            chosen.append(indices)
+        return chosen
 
 
 @torch.no_grad()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.backward import first_windows, gradient_hooks, run_backward
-from sparsellm.checkpoints.block_loader import Weights
 from sparsellm.models.blocks import Block
-from sparsellm.runtime.offload import OffloadManager
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.solvers.statistics import InputRMS
 
 if TYPE_CHECKING:
@@ -30,12 +29,7 @@ TOKENS, WINDOWS = 2048, 4
 
 @torch.no_grad()
 def weight_costs(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    planned: Collection[str],
-    compute: torch.dtype | None = None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
+    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], planned: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
     r"""Yield twice the estimated cost of removing each weight of the planned layers alone, $E[g_i^2] E[x_j^2] W_{ij}^2$.
 
@@ -46,9 +40,6 @@ def weight_costs(
         batches: Token ids, each (batch, seq). The samples with the first 2,048 tokens are used, and at least four, one by one,
             so that the result does not depend on the batch size.
         planned: Full names of the layers.
-        compute: As for `walk`.
-        weights: As for `walk`.
-        storage: As for `walk`.
 
     Yields:
         The layer's full name and its costs, (out, in) float32, in nats per token. The last block's layers come first.
@@ -67,7 +58,7 @@ def weight_costs(
         gradient_updates = {name: gradients.update for name, (gradients, _) in statistics.items()}
         return gradient_hooks(block, gradient_updates, {name: inputs.update for name, (_, inputs) in statistics.items()})
 
-    with run_backward(model, samples, compute, weights, storage) as backward:
+    with run_backward(model, samples) as backward:
         for block in backward.iterate(watching=update_statistics):
             for name, (gradients, inputs) in statistics.items():
                 gradients.reduce()

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.output_cache import StopForward, output_tensor
-from sparsellm.errors import UnsupportedModel
-from sparsellm.models.block_calls import Call
-from sparsellm.models.blocks import Block
+from sparsellm.errors import NonFinite, UnsupportedModel
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.experts import Rows
-
-Hook = Callable[[Tensor], None]
-"""Called with a layer's input or output for one batch, flattened to (tokens, in) or (tokens, out)."""
-
-Hooks = Mapping[str, Sequence[Hook]]
-"""Hooks by layer."""
+from sparsellm.solvers.linalg import all_finite
 
 
-class BlockForward(Protocol):
-    """Passes one batch through a block."""
-
-    def __call__(self, hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
-        """Return the block's output, or None if the pass ended early.
-
-        Args:
-            hidden: The block's input, (batch, seq, model).
-            call: The block's other arguments.
-            beyond: Whether to continue after the last hook, because the caller ends this pass.
-        """
+class StopForward(Exception):
+    """Ends a block's forward pass once all requested tensors are captured."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +27,13 @@ class CaptureRequest:
     Attributes:
         inputs: Layers whose inputs to capture.
         outputs: Layers or modules whose outputs to capture.
-        whole: Whether to capture the block's output, so that the pass must run to the end of the block.
     """
 
     inputs: Sequence[str] = ()
     outputs: Sequence[str] = ()
-    whole: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.inputs or self.outputs)
 
 
 @dataclass
@@ -58,8 +43,8 @@ class Capture:
     Attributes:
         block_input: The hidden states that enter the block, (tokens, model).
         inputs: By layer, (tokens, in).
-        outputs: By layer, (tokens, out).
-        block_output: The block's output, (batch, seq, model), if the request was for the whole pass.
+        outputs: By layer or module, (tokens, out).
+        block_output: The block's output, (batch, seq, model); None if the pass ended before it.
     """
 
     block_input: Tensor
@@ -68,57 +53,57 @@ class Capture:
     block_output: Tensor | None = None
 
 
-@contextmanager
-def capture_hooks(
-    block: Block, reads: Hooks, writes: Hooks, rows: Rows | None = None, whole: bool = False
-) -> Iterator[BlockForward]:
-    """Install hooks on a block's layers, and yield a function that passes one batch through the block.
+def capture(
+    block: Block, request: CaptureRequest, hidden: Tensor, call: Call, *, rows: Rows | None = None, whole: bool = False
+) -> Capture:
+    """Pass one batch through a block and return the requested tensors.
 
-    A pass ends after its last hook, so that a layer at the end does not run if only its input is requested.
+    The pass ends after the last requested tensor, so that a layer of which only the input is requested does not run.
 
     Args:
         block: The block.
-        reads: Hooks for the inputs of layers.
-        writes: Hooks for the outputs of layers or modules.
+        request: The tensors to capture.
+        hidden: The block's input, (batch, seq, model).
+        call: The block's other arguments.
         rows: Selects the tokens of each expert; by default those that are routed to it.
-        whole: Whether passes run to the end of the block.
+        whole: Whether to run the block to its end and capture its output too.
 
     Raises:
-        UnsupportedModel: A pass does not call one of the layers.
+        UnsupportedModel: A whole pass does not call one of the layers.
     """
-    past_last_hook = False
-    requested = {(name, False) for name in reads} | {(name, True) for name in writes}
-    missing: set[tuple[str, bool]] = set()
+    result = Capture(hidden.flatten(0, -2), {}, {})
+    if not request and not whole:
+        return result
+    missing = {(name, False) for name in request.inputs} | {(name, True) for name in request.outputs}
 
-    def make_hook(name: str, is_output: bool, hooks: Sequence[Hook]) -> Callable[..., None]:
+    def make_hook(name: str, is_output: bool) -> Callable[..., None]:
+        captured = result.outputs if is_output else result.inputs
+
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
             tensor = (output_tensor(output[0]) if is_output else inputs[0]).flatten(0, -2)
-            for callback in hooks:
-                callback(tensor)
+            captured[name] = torch.cat([captured[name], tensor]) if name in captured else tensor
             missing.discard((name, is_output))
-            if not missing and not whole and not past_last_hook:
+            if not missing and not whole:
                 raise StopForward
 
         return hook
 
-    def forward(hidden: Tensor, call: Call, beyond: bool = False) -> Tensor | None:
-        nonlocal past_last_hook
-        past_last_hook = beyond
-        missing.update(requested)
-        with suppress(StopForward):
-            output = block(hidden, call)
-            _check_called(block, sorted({name for name, _ in missing}))
-            return output
-        return None
-
-    handles = [block.layer(name).register_forward_pre_hook(make_hook(name, False, hooks)) for name, hooks in reads.items()]
-    handles += [block.module_of(name).register_forward_hook(make_hook(name, True, hooks)) for name, hooks in writes.items()]
-    try:
-        with block.expose_layers([*reads, *writes], rows):
-            yield forward
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for name in request.inputs:
+            stack.callback(block.layer(name).register_forward_pre_hook(make_hook(name, False)).remove)
+        for name in request.outputs:
+            stack.callback(block.module_of(name).register_forward_hook(make_hook(name, True)).remove)
+        if request:
+            stack.enter_context(block.expose_layers([*request.inputs, *request.outputs], rows))
+        stack.enter_context(suppress(StopForward))
+        output = block(hidden, call)
+        _check_called(block, sorted({name for name, _ in missing}))
+        result.block_output = output
+    for name in request.inputs:  # layers not called on this batch: experts without tokens
+        result.inputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).in_features))
+    for name in (name for name in request.outputs if name in block.layers):
+        result.outputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).out_features))
+    return result
 
 
 def _check_called(block: Block, names: Sequence[str]) -> None:
@@ -132,26 +117,26 @@ def _check_called(block: Block, names: Sequence[str]) -> None:
         )
 
 
-def capture(block: Block, asked: CaptureRequest, hidden: Tensor, call: Call, rows: Rows | None = None) -> Capture:
-    """Pass one batch through a block and return the requested tensors.
+def output_tensor(output: Any) -> Tensor:
+    """Return the tensor of a module's output, the first item if that is a tuple."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
 
-    Args:
-        block: The block.
-        asked: The tensors to capture.
-        hidden: The block's input, (batch, seq, model).
-        call: The block's other arguments.
-        rows: As for `capture_hooks`.
-    """
-    result = Capture(hidden.flatten(0, -2), {}, {})
-    if not (asked.inputs or asked.outputs or asked.whole):
-        return result
-    reads = {name: [partial(result.inputs.__setitem__, name)] for name in asked.inputs}
-    writes = {name: [partial(result.outputs.__setitem__, name)] for name in asked.outputs}
-    with capture_hooks(block, reads, writes, rows, asked.whole) as forward:
-        output = forward(hidden, call)
-    for name in asked.inputs:  # layers not called on this batch: experts without tokens
-        result.inputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).in_features))
-    for name in (name for name in asked.outputs if name in block.layers):
-        result.outputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).out_features))
-    result.block_output = output if asked.whole else None
-    return result
+
+def allclose_bf16(computed: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors agree to 2 % in norm; the rounding error of bfloat16 is 0.4 %."""
+    return float((computed - expected).float().norm()) <= 0.02 * float(computed.float().norm())
+
+
+def non_finite_error(what: str, hidden: Tensor, batch: int) -> NonFinite:
+    """Return the error for an output of a block or layer that is not finite, or whose squares are not."""
+    state = "overflows float32 when squared" if all_finite(hidden) else "is not finite"
+    return NonFinite(
+        f"The output of {what} {state} ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
+    )
+
+
+def first_non_finite(block: Block, hidden: Tensor, call: Call) -> str:
+    """Return the full name of the first layer with a non-finite output on a batch, or the block's name if there is none."""
+    outputs = capture(block, CaptureRequest(outputs=list(block.layers)), hidden, call).outputs
+    return next((block.full_name(name) for name, output in outputs.items() if not all_finite(output)), block.name)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsellm.models.block_calls import Call
-from sparsellm.models.blocks import Block
+from sparsellm.activations.hooks import allclose_bf16, output_tensor
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import replace_forward
-from sparsellm.runtime.offload import OffloadManager
+from sparsellm.runtime import collectives
+from sparsellm.runtime.offload import OffloadManager, TensorList
 
 
 @dataclass(frozen=True)
@@ -33,225 +34,92 @@ class CacheableModule:
     skippable: tuple[str, ...] = ()
 
 
-class OutputCache:
-    """The outputs of one module, recorded in its first full pass over the batches and replayed in later ones.
+@dataclass(frozen=True)
+class BlockDataflow:
+    """How a block combines the outputs of its layers, as seen in a pass of one batch.
 
-    Valid as long as neither the module's weights nor its inputs change, such as attention once its layers are pruned, while
-    the feed-forward layers are being pruned. While the writer is not yet pruned (`pending`), its inputs are recorded instead,
-    and `mark_final` turns them into outputs without another pass of the block. `close` frees the memory.
-
-    Args:
-        module: The module.
-        storage: Stores the outputs.
-        size: Bytes of the outputs, or of the writer's inputs if these are larger.
-        pending: Whether the writer is still to be pruned.
+    Attributes:
+        cacheable: By layer, the module whose output that layer computes.
+        residual_sum: Whether the block's output is its input plus the outputs of the architecture's residual writers. If so, an
+            error in the block's output can be corrected in these outputs. False for blocks that normalise or scale before the
+            addition.
     """
 
-    def __init__(self, module: CacheableModule, storage: OffloadManager, size: int, pending: bool = False) -> None:
-        self.module, self.pending, self._storage = module, pending, ExitStack()
-        (self._tensors,) = self._storage.enter_context(storage.new_lists(1, size))
-
-    def close(self) -> None:
-        """Free the cached tensors."""
-        self._storage.close()
-
-    def record_input(self, inputs: Tensor) -> None:
-        """Keep the writer's input for the next batch, (tokens, in), until `mark_final`. It must not be modified in place."""
-        owns_storage = inputs.untyped_storage().nbytes() == inputs.nbytes
-        self._tensors.append(inputs if owns_storage else inputs.clone())
-
-    @torch.no_grad()
-    def mark_final(self, block: Block, shapes: Sequence[tuple[int, int]]) -> None:
-        """Replace the recorded inputs with the outputs of the pruned writer.
-
-        Args:
-            block: The block.
-            shapes: (samples, tokens per sample) of each batch.
-        """
-        layer = block.module_of(self.module.writer)
-        for number, shape in enumerate(shapes):
-            self._tensors[number] = layer(self._tensors[number].view(*shape, -1))
-        self.pending = False
-
-    @contextmanager
-    def replay_or_record(self, block: Block, number: int) -> Iterator[None]:
-        """Replay the module's output for batch `number` within the context, or record it if there is none."""
-        module, cached = block.module_of(self.module.name), self.module
-        if self.pending:
-            yield
-            return
-        if number < len(self._tensors):
-            # Some families add to the output in place. An output with skippable layers is replayed only once.
-            output = self._tensors[number] if cached.skippable else self._tensors[number].clone()
-
-            def replay(*inputs: Tensor, **_: Any) -> Any:
-                if cached.skippable:
-                    return output.view(*inputs[0].shape[:-1], -1)
-                return output if cached.others is None else (output, *[None] * cached.others)
-
-            with ExitStack() as stack:
-                stack.enter_context(replace_forward(module, replay))
-                for name in cached.skippable:
-                    stack.enter_context(replace_forward(block.module_of(name), empty_output))
-                yield
-            return
-
-        def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            if number == len(self._tensors):  # batches come in order
-                self._tensors.append(output_tensor(output).clone())
-
-        handle = module.register_forward_hook(record)
-        try:
-            yield
-        finally:
-            handle.remove()
+    cacheable: Mapping[str, CacheableModule]
+    residual_sum: bool
 
 
-class OutputCaches:
-    """The output caches of the current block, for the pruned stream and the dense stream.
+@torch.no_grad()
+def trace_dataflow(block: Block, hidden: Tensor, call: Call) -> BlockDataflow:
+    """Find out in a pass of one batch how a block combines the outputs of its layers; the same answer on all processes.
 
-    Args:
-        storage: Stores the outputs.
-    """
-
-    def __init__(self, storage: OffloadManager) -> None:
-        self._storage = storage
-        self._caches: dict[bool, list[OutputCache]] = {False: [], True: []}  # by whether the stream is dense
-
-    def store(self, module: CacheableModule, dense: bool, size: int, pending: bool = False) -> None:
-        """Cache the outputs of a module from now on.
-
-        Args:
-            module: The module.
-            dense: Whether in the dense stream.
-            size: As for `OutputCache`.
-            pending: Whether its writer is still to be pruned; the cache then takes effect at `mark_final`.
-        """
-        self.invalidate(dense, module.name)
-        self._caches[dense].append(OutputCache(module, self._storage, size, pending))
-
-    def record_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """Record the inputs of pending writers for the next batch of the pruned stream, by layer, (tokens, in)."""
-        for cache in self._caches[False]:
-            if cache.pending and cache.module.writer in inputs:
-                cache.record_input(inputs[cache.module.writer])
-
-    def mark_final(self, block: Block, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
-        """Compute the outputs of pending caches whose writers are pruned.
-
-        Args:
-            block: The current block.
-            names: The layers that are pruned.
-            shapes: (samples, tokens per sample) of each batch.
-        """
-        for cache in self._caches[False]:
-            if cache.pending and cache.module.writer in names:
-                cache.mark_final(block, shapes)
-
-    def invalidate(self, dense: bool, name: str | None = None) -> None:
-        """Discard the caches of one stream: that of module `name`, or all."""
-        for cache in [cache for cache in self._caches[dense] if name in (None, cache.module.name)]:
-            self._caches[dense].remove(cache)
-            cache.close()
-
-    def close(self) -> None:
-        """Discard all caches."""
-        for dense in self._caches:
-            self.invalidate(dense)
-
-    @contextmanager
-    def replay_or_record(self, dense: bool, block: Block, number: int) -> Iterator[None]:
-        """Replay or record the outputs of all cached modules of one stream for batch `number`, within the context."""
-        with ExitStack() as stack:
-            for cache in self._caches[dense]:
-                stack.enter_context(cache.replay_or_record(block, number))
-            yield
-
-
-def empty_output(inputs: Tensor) -> Tensor:
-    """Return the output of a skipped layer: (..., 0) for inputs of (..., in)."""
-    return inputs.new_empty(*inputs.shape[:-1], 0)
-
-
-def output_tensor(output: Any) -> Tensor:
-    """Return the tensor of a module's output, the first item if that is a tuple."""
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
-class StopForward(Exception):
-    """Ends a block's forward pass once all requested tensors are captured."""
-
-
-def is_enclosed(block: Block, writer: str) -> bool:
-    """Return whether a layer is the last one of a module in the block, whose output might be cached.
-
-    Modules that hold layers as views are excluded: with hooks on the views, their results differ in rounding.
-    """
-    enclosing, _, _ = writer.rpartition(".")
-    names = [name for name in block.layers if name.startswith(f"{enclosing}.")]
-    return bool(enclosing) and names[-1] == writer and not any(name in block.views for name in names)
-
-
-@contextmanager
-def find_enclosing(block: Block, writer: str) -> Iterator[list[CacheableModule]]:
-    """Check the module around a layer in a pass of one batch within the context. The pass ends after that module.
+    Modules that hold layers as views are not cacheable: with hooks on the views, their results differ in rounding.
 
     Args:
         block: The block.
-        writer: A layer for which `is_enclosed` holds.
-
-    Yields:
-        A list, to which the pass adds the module if it returns the layer's output and nothing else.
+        hidden: The block's input, (batch, seq, model).
+        call: The block's other arguments.
     """
+    cacheable: dict[str, CacheableModule] = {}
+    residuals: dict[str, Tensor] = {}
+    writers = block.architecture.residual_writers or ()
+
+    def record_residual(name: str) -> Callable[..., None]:  # cloned, since some families add to it in place
+        return lambda _, __, output: residuals.__setitem__(name, output_tensor(output).flatten(0, -2).clone())
+
+    with ExitStack() as stack:
+        for name in writers:
+            stack.callback(block.module_of(name).register_forward_hook(record_residual(name)).remove)
+        for name in block.layers:
+            stack.enter_context(_find_enclosing(block, name, cacheable))
+        stack.enter_context(_find_skippable(block, cacheable))
+        stack.enter_context(block.expose_layers(writers))
+        output = block(hidden, call).flatten(0, -2)
+    residual_sum = len(residuals) == len(writers) > 0 and allclose_bf16(
+        output, sum((residuals[name].view_as(output) for name in writers), hidden.flatten(0, -2))
+    )
+    fields = [[name, module.name, module.writer, module.others, module.skippable] for name, module in cacheable.items()]
+    fields, residual_sum = collectives.broadcast_object([fields, residual_sum])
+    modules = {layer: CacheableModule(name, writer, others, tuple(skip)) for layer, name, writer, others, skip in fields}
+    return BlockDataflow(modules, residual_sum)
+
+
+@contextmanager
+def _find_enclosing(block: Block, writer: str, cacheable: dict[str, CacheableModule]) -> Iterator[None]:
+    """Add the module around a layer if, in a pass within the context, it returns the layer's output and nothing else."""
     enclosing, _, _ = writer.rpartition(".")
-    modules: list[CacheableModule] = []
-    writer_outputs: list[Tensor] = []
+    names = [name for name in block.layers if name.startswith(f"{enclosing}.")]
+    part = block.architecture.feed_forward
+    if not enclosing or names[-1] != writer or any(name in block.views for name in names) or (part and part.out_proj == writer):
+        yield
+        return
+    outputs: list[Tensor] = []
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
-        writer_outputs.append(output_tensor(output))
+        outputs.append(output_tensor(output))
 
     def compare(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = output_tensor(output)
         others = output[1:] if isinstance(output, tuple) else ()
-        equal = (
-            len(writer_outputs) == 1
-            and tensor.ndim == 3
-            and tensor.shape == writer_outputs[0].shape
-            and torch.equal(tensor, writer_outputs[0])
-        )
+        equal = len(outputs) == 1 and tensor.ndim == 3 and tensor.shape == outputs[0].shape and torch.equal(tensor, outputs[0])
         if equal and all(value is None for value in others):
-            modules.append(CacheableModule(enclosing, writer, len(others) if isinstance(output, tuple) else None))
-        raise StopForward
+            cacheable[writer] = CacheableModule(enclosing, writer, len(others) if isinstance(output, tuple) else None)
 
-    handles = [
-        block.module_of(writer).register_forward_hook(record),
-        block.module_of(enclosing).register_forward_hook(compare),
-    ]
-    try:
-        with suppress(StopForward):
-            yield modules
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        stack.callback(block.module_of(writer).register_forward_hook(record).remove)
+        stack.callback(block.module_of(enclosing).register_forward_hook(compare).remove)
+        yield
 
 
 @contextmanager
-def find_skippable(block: Block, writer: str) -> Iterator[list[CacheableModule]]:
-    """Check in a pass of one batch whether a feed-forward's output projection uses only its input projections' outputs.
+def _find_skippable(block: Block, cacheable: dict[str, CacheableModule]) -> Iterator[None]:
+    """Add the feed-forward's output projection if, in a pass within the context, it reads its input projections' activation.
 
-    Args:
-        block: The block.
-        writer: The output projection; the check does nothing for other layers.
-
-    Yields:
-        A list, to which the pass adds the output projection if its input is the activation of the input projections' outputs.
-        Once it is pruned, neither it nor the input projections need to run.
+    Once it is pruned, neither it nor the input projections need to run.
     """
     part = block.architecture.feed_forward
-    modules: list[CacheableModule] = []
-    if part is None or part.out_proj != writer or any(name in block.views for name in (*part.in_proj, writer)):
-        yield modules
+    if part is None or any(name in block.views for name in (*part.in_proj, part.out_proj)):
+        yield
         return
     outputs: dict[str, Tensor] = {}
 
@@ -262,59 +130,141 @@ def find_skippable(block: Block, writer: str) -> Iterator[list[CacheableModule]]
         if len(outputs) == len(part.in_proj):
             expected = part.activate(*(outputs[name] for name in part.in_proj))
             if allclose_bf16(inputs[0], expected):
-                modules.append(CacheableModule(writer, writer, skippable=part.in_proj))
+                cacheable[part.out_proj] = CacheableModule(part.out_proj, part.out_proj, skippable=part.in_proj)
 
-    handles = [block.module_of(name).register_forward_hook(record(name)) for name in part.in_proj]
-    handles.append(block.module_of(writer).register_forward_pre_hook(compare, prepend=True))  # before a hook that ends the pass
-    try:
-        yield modules
-    finally:
-        for handle in handles:
+    with ExitStack() as stack:
+        for name in part.in_proj:
+            stack.callback(block.module_of(name).register_forward_hook(record(name)).remove)
+        stack.callback(block.module_of(part.out_proj).register_forward_pre_hook(compare).remove)
+        yield
+
+
+class OutputCache:
+    """Outputs of modules of one block, recorded in a pass of one stream over the batches and replayed in later passes.
+
+    Valid as long as neither the modules' weights nor their inputs change, such as attention once its layers are pruned, while
+    the feed-forward layers are being pruned. Passes with and without a cache capture the same bits.
+
+    Args:
+        storage: Stores the outputs.
+        shapes: (samples, tokens per sample) of each batch of this process.
+        hidden: The block's input on one batch, (batch, seq, model).
+    """
+
+    def __init__(self, storage: OffloadManager, shapes: Sequence[tuple[int, int]], hidden: Tensor) -> None:
+        self._storage, self._shapes, self._hidden = storage, shapes, hidden[0, 0]
+        self._tokens = sum(samples * length for samples, length in shapes)
+        self._entries: dict[str, _Entry] = {}  # by module
+
+    def record(self, module: CacheableModule) -> None:
+        """Cache the outputs of a module from the next pass on."""
+        self._add(module, self._tokens * self._hidden.nbytes, pending=False)
+
+    def schedule(self, block: Block, module: CacheableModule, *, is_last: bool) -> None:
+        """Cache the outputs of a module from when its writer, which is pruned next, is final (`mark_final`).
+
+        The next pass that captures the writer's inputs records them. Those of a feed-forward's output projection take more
+        memory than the stream, and are recorded only if they fit on the device.
+
+        Args:
+            block: The block.
+            module: A module of the block.
+            is_last: Whether this is the last block of the model, whose outputs are not used.
+        """
+        layer = block.layer(module.writer)
+        size = self._tokens * max(layer.in_features, layer.out_features) * self._hidden.element_size()
+        if not module.skippable or (self._storage.fits_on_device(size) and not is_last):
+            self._add(module, size, pending=True)
+
+    def record_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Record the inputs of pending writers for the next batch, by layer, (tokens, in), which nobody may modify in place."""
+        for entry in self._entries.values():
+            if entry.pending and entry.module.writer in inputs:
+                tensor = inputs[entry.module.writer]
+                owns_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+                entry.tensors.append(tensor if owns_storage else tensor.clone())
+
+    @torch.no_grad()
+    def mark_final(self, block: Block, names: Sequence[str]) -> None:
+        """Replace the recorded inputs of pruned writers with their outputs.
+
+        Args:
+            block: The block.
+            names: The layers that are pruned and no longer change.
+        """
+        for entry in self._entries.values():
+            if entry.pending and entry.module.writer in names:
+                layer = block.module_of(entry.module.writer)
+                for number, shape in enumerate(self._shapes):
+                    entry.tensors[number] = layer(entry.tensors[number].view(*shape, -1))
+                entry.pending = False
+
+    @contextmanager
+    def replay_or_record(self, block: Block, number: int) -> Iterator[None]:
+        """Replay the outputs of all cached modules for batch `number` within the context, or record those that are missing."""
+        with ExitStack() as stack:
+            for entry in self._entries.values():
+                if not entry.pending:
+                    replay_or_record = entry.replay if number < len(entry.tensors) else entry.record
+                    stack.enter_context(replay_or_record(block, number))
+            yield
+
+    def close(self) -> None:
+        """Discard all outputs and free their memory."""
+        for entry in self._entries.values():
+            entry.storage.close()
+        self._entries.clear()
+
+    def _add(self, module: CacheableModule, size: int, *, pending: bool) -> None:
+        """Make room for the outputs of a module, instead of those that it may have."""
+        if module.name in self._entries:
+            self._entries.pop(module.name).storage.close()
+        storage = ExitStack()
+        (tensors,) = storage.enter_context(self._storage.new_lists(1, size))
+        self._entries[module.name] = _Entry(module, tensors, storage, pending)
+
+
+@dataclass
+class _Entry:
+    """The cached tensors of one module: inputs of its writer while that is pending, else outputs."""
+
+    module: CacheableModule
+    tensors: TensorList
+    storage: ExitStack
+    pending: bool
+
+    @contextmanager
+    def replay(self, block: Block, number: int) -> Iterator[None]:
+        """Replace the forward function of the module, and of the layers that need not run, within the context."""
+        # Some families add to the output in place. An output with skippable layers is replayed only once.
+        output = self.tensors[number] if self.module.skippable else self.tensors[number].clone()
+
+        def replayed(*inputs: Tensor, **_: Any) -> Any:
+            if self.module.skippable:
+                return output.view(*inputs[0].shape[:-1], -1)
+            return output if self.module.others is None else (output, *[None] * self.module.others)
+
+        with ExitStack() as stack:
+            stack.enter_context(replace_forward(block.module_of(self.module.name), replayed))
+            for name in self.module.skippable:
+                stack.enter_context(replace_forward(block.module_of(name), _empty_output))
+            yield
+
+    @contextmanager
+    def record(self, block: Block, number: int) -> Iterator[None]:
+        """Append the module's output for batch `number` within the context, if a pass got there for all batches before it."""
+
+        def append(module: nn.Module, inputs: Any, output: Any) -> None:
+            if number == len(self.tensors):
+                self.tensors.append(output_tensor(output).clone())
+
+        handle = block.module_of(self.module.name).register_forward_hook(append)
+        try:
+            yield
+        finally:
             handle.remove()
 
 
-@torch.no_grad()
-def find_cacheable(block: Block, writer: str, hidden: Tensor, call: Call) -> CacheableModule | None:
-    """Return the module around a layer, such as attention, if its output is the layer's; otherwise None.
-
-    Args:
-        block: The block.
-        writer: The layer.
-        hidden: The block's input on the batch that is used for the check, (batch, seq, model).
-        call: The block's other arguments on that batch.
-    """
-    if not is_enclosed(block, writer):
-        return None
-    with find_enclosing(block, writer) as modules:
-        block(hidden, call)
-    return modules[0] if modules else None
-
-
-@torch.no_grad()
-def is_residual_sum(block: Block, writers: Sequence[str], hidden: Tensor, call: Call) -> bool:
-    """Return whether the block's output is its input plus the outputs of `writers`, checked on one batch.
-
-    Args:
-        block: The block.
-        writers: Layers or modules of the block.
-        hidden: The block's input, (batch, seq, model).
-        call: The block's other arguments.
-    """
-    outputs: list[Tensor] = []
-
-    def record(module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs.append(output_tensor(output).flatten(0, -2).clone())  # some families add to it in place
-
-    handles = [block.module_of(name).register_forward_hook(record) for name in writers]
-    try:
-        with block.expose_layers(writers):
-            result = block(hidden, call).flatten(0, -2)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return allclose_bf16(result, sum((output.view_as(result) for output in outputs), hidden.flatten(0, -2)))
-
-
-def allclose_bf16(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors agree to 2 % in norm; the rounding error of bfloat16 is 0.4 %."""
-    return float((found - expected).float().norm()) <= 0.02 * float(found.float().norm())
+def _empty_output(inputs: Tensor) -> Tensor:
+    """Return the output of a skipped layer: (..., 0) for inputs of (..., in)."""
+    return inputs.new_empty(*inputs.shape[:-1], 0)

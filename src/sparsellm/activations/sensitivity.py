@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.backward import first_windows, gradient_hooks, run_backward
-from sparsellm.checkpoints.block_loader import Weights
 from sparsellm.errors import InvalidSetting
-from sparsellm.models.block_calls import Call
-from sparsellm.models.blocks import Block
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import require_grad_only
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.offload import OffloadManager, TensorList
+from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers.linalg import eigh
 from sparsellm.solvers.statistics import Gram
 
@@ -36,39 +35,26 @@ MANY = 2**32
 """Larger than any number of samples: block index * MANY + sample index is a distinct seed."""
 
 
-def output_sensitivities(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    compute: torch.dtype | None = None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
-) -> list[Tensor]:
+def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
     """Compute F for the output of each block.
 
-    Takes two forward passes and one backward pass, and memory for the inputs of all blocks (which `storage` may keep in
+    Takes two forward passes and one backward pass, and memory for the inputs of all blocks (which may be kept in
     files), for the gradients within one block, and for the logits of one sample. Labels are drawn with a seed per sample, so
     that the result depends on the batch size by rounding only.
 
     Args:
         model: The dense model.
         batches: Token ids, each (batch, seq). The samples with the first 16,384 tokens are used.
-        compute: As for `walk`.
-        weights: As for `walk`.
-        storage: As for `walk`.
 
     Returns:
         One (model, model) float32 matrix per block.
     """
-    return [fisher for _, fisher in iterate_output_sensitivities(model, batches, compute, weights, storage)][::-1]
+    return [fisher for _, fisher in iterate_output_sensitivities(model, batches)][::-1]
 
 
 @torch.no_grad()
 def iterate_output_sensitivities(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    compute: torch.dtype | None = None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
+    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each block's index and its F as in `output_sensitivities`, one at a time from the last block to the first."""
     batches = first_windows(batches, TOKENS)
@@ -79,7 +65,7 @@ def iterate_output_sensitivities(
         collectives.all_reduce_(total)
         return (total / tokens).float()
 
-    with run_backward(model, batches, compute, weights, storage) as backward:
+    with run_backward(model, batches) as backward:
         yield backward.blocks[-1].index, mean(backward.gradients)
         for block in backward.iterate(stop=1):
             yield block.index - 1, mean(backward.gradients)
@@ -104,6 +90,7 @@ def layer_sensitivities(
     hidden: Iterable[Tensor],
     calls: Iterable[Call],
     names: Sequence[str],
+    *,
     metric: Tensor,
     sample_offsets: Iterable[int],
     window: int | None = None,

@@ -1,11 +1,11 @@
-"""Provides a model's weights block by block, from memory or from the checkpoint's files."""
+"""Reads a model's weights block by block from the checkpoint's files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,33 +34,6 @@ Owners = tuple[tuple[nn.Module, str], ...]
 """The modules that hold a parameter or buffer, each with its name there; several if it is tied."""
 
 
-class Weights(Protocol):
-    """Makes a model's tensors available to a walk through the model, one part at a time."""
-
-    def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
-        """Make a block's tensors available within the context.
-
-        Args:
-            block: The block.
-            next_block: The block that is needed next, which may be read in the meantime.
-        """
-        ...
-
-    def non_block(self) -> AbstractContextManager[None]:
-        """Make the tensors outside the blocks available within the context: embeddings, last norm, head."""
-        ...
-
-
-class ResidentWeights:
-    """The weights of a model whose tensors are all in memory."""
-
-    def block(self, block: Block, next_block: Block | None = None) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def non_block(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class DiskWeights:
     """Reads the weights of a model on the meta device from files while they are needed.
 
@@ -76,6 +49,8 @@ class DiskWeights:
         device: Device of the tensors.
         ahead: Whether to read the next block while one is in use.
     """
+
+    on_disk = True
 
     def __init__(
         self,

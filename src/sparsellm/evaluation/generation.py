@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import compute_dtype, context_length
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, promp
     Returns:
         The continuation without the prompt, or `NOT_IN_MEMORY` for an offloaded model.
     """
-    if loaded.offloaded:
+    if loaded.weights.on_disk:
         return NOT_IN_MEMORY
     model = loaded.model
     context = context_length(model.config)

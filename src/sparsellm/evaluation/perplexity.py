@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from sparsellm.activations.walk import walk
-from sparsellm.checkpoints.block_loader import Weights
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.partial_forward import prediction_head
 from sparsellm.runtime import collectives
-from sparsellm.runtime.offload import OffloadManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,26 +73,15 @@ def perplexity(
 
 
 @torch.no_grad()
-def streamed_perplexity(
-    model: PreTrainedModel,
-    windows: Tensor,
-    weights: Weights,
-    storage: OffloadManager | None = None,
-    compute: torch.dtype | None = None,
-    source: str = "",
-    batch: int | None = None,
-) -> Perplexity:
+def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
     """Compute the perplexity block by block, for a model that is larger than memory.
 
     All sequences pass through a block before the next one is loaded. Memory holds one block, the hidden states of all
-    sequences (which `storage` may offload) and the logits of one batch.
+    sequences (which may be offloaded) and the logits of one batch.
 
     Args:
-        model: The model, with or without its weights in memory.
+        loaded: The model, with or without its weights in memory.
         windows: Token ids, (sequences, length) int64 with length at least 2.
-        weights: Loads the weights of each block.
-        storage: Storage of the hidden states, as for `walk`.
-        compute: Compute dtype, as for `walk`.
         source: Name of the text, for the result.
         batch: Maximum number of sequences per batch; None as for `perplexity`.
 
@@ -102,6 +89,7 @@ def streamed_perplexity(
         InvalidSetting: As `perplexity`.
         NonFinite: As `perplexity`.
     """
+    model = loaded.model
     _check(model, windows)
     total, length = windows.shape
     batch = batch or default_batch_size(_vocabulary(model), length)
@@ -109,11 +97,11 @@ def streamed_perplexity(
     batches = torch.split(windows, batch)
     started, blocks = time.perf_counter(), blocks_of(model)
     local: list[list[float]] = []
-    for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
+    for block, inputs in walk(loaded, batches):
         if block.index < len(blocks) - 1:
             continue
         inputs.advance(block)
-        with weights.non_block(), prediction_head(model, blocks, compute) as predict:
+        with loaded.weights.non_block(), prediction_head(model, blocks, loaded.compute) as predict:
             for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
                 local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
     losses = [loss for sequence_losses in collectives.all_gather(local) for loss in sequence_losses]
@@ -132,12 +120,12 @@ def measure(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int |
     """
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
-    if not loaded.offloaded:
-        return measured(loaded.model, windows, source, batch)
-    return streamed_perplexity(loaded.model, windows, loaded.weights, loaded.storage, loaded.compute, source, batch)
+    if loaded.weights.on_disk:
+        return streamed_perplexity(loaded, windows, source, batch)
+    return measured(loaded.model, windows, source, batch)
 
 
-def batch_to_measure(vocabulary: int, length: int, memory: int) -> int:
+def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
     """Sequences per batch within `memory` bytes: `default_batch_size`, scaled down below 1 GiB."""
     return default_batch_size(vocabulary, length, min(1.0, memory / AMPLE))
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsellm.checkpoints.files import first_line
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
 from sparsellm.evaluation.measurements import SPLITS, Accuracy, TaskName
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def evaluate_tasks(
         BadText: If the local file of a task is missing or cannot be read.
         Unreachable: If a task's data on the hub cannot be loaded.
     """
-    if loaded.offloaded:
+    if loaded.weights.on_disk:
         raise TooLarge(
             "Tasks need the whole model in memory, and it is read block by block. Leave out --task, or raise --max-memory."
         )

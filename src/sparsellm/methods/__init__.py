@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.statistics import TokenCount

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.hooks import Capture, CaptureRequest
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
@@ -43,8 +44,8 @@ class PublishedSparseLLM:
     r"""Prune a block's feed-forward layers for the output of the whole part, and its attention layers for their own outputs.
 
     Alternates between the weights, each solved by the layer solver toward the current signals, and the signals, each updated in
-    closed form (`sparsellm.models.feedforward`). Epoch 1 prunes the dense weights, so one epoch is layer-wise pruning, to the
-    bit.
+    closed form (`sparsellm.methods.signal_updates`). Epoch 1 prunes the dense weights, so one epoch is layer-wise pruning, to
+    the bit.
 
     Follows Bai et al., SparseLLM: towards global pruning of pre-trained language models (NeurIPS 2024), Algorithm 1, eqs. 5-12.
 
@@ -146,10 +147,16 @@ class PublishedSparseLLM:
         coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         needs = {name: Gram if name in coupled else self.solver.needs for name in planned_layers(block, plan)}
         signals = [AuxiliarySignals(block, part, self.beta / self.alpha) for part in parts]
-        hooks = [part_signals.hooks() for part_signals in signals]
-        input_hooks = {name: functions for by_layer, _ in hooks for name, functions in by_layer.items()}
-        output_hooks = {name: functions for _, by_layer in hooks for name, functions in by_layer.items()}
-        statistics = collect_statistics(block, inputs, needs, input_hooks, output_hooks)
+        requests = [part_signals.request for part_signals in signals]
+        request = CaptureRequest(
+            [name for one in requests for name in one.inputs], [name for one in requests for name in one.outputs]
+        )
+
+        def observe(captured: Capture) -> None:
+            for part_signals in signals:
+                part_signals.append(captured)
+
+        statistics = collect_statistics(block, inputs, needs, request=request, observe=observe)
         problems = {name: problem_of(block, name, layer_stats, self.keep_zeros) for name, layer_stats in statistics.items()}
         owners = assign_owners(block, [name for name in problems if name not in coupled])
         local = [name for name, owner in owners.items() if owner == collectives.rank()]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations.hooks import Hooks
+from sparsellm.activations.hooks import Capture, CaptureRequest
 from sparsellm.errors import SingularGram
+from sparsellm.methods.signal_updates import activation_correction, fit_activated, fit_hidden
 from sparsellm.models.blocks import Block
-from sparsellm.models.feedforward import FeedForward, activation_correction, fit_activated
+from sparsellm.models.feedforward import FeedForward
 from sparsellm.models.linear_views import Layer
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.linalg import dot_float64, quadratic_form
@@ -70,9 +71,15 @@ class AuxiliarySignals:
         self._fits: dict[str, Fit] = {}
         self._distance = 0.0  # E‖p - φ(z)‖²
 
-    def hooks(self) -> tuple[Hooks, Hooks]:
-        """Hooks for a pass through the dense block: on the inputs of the input projections, and on the part's outputs."""
-        return {self._feed_forward.in_proj[0]: [self._inputs.append]}, {self._feed_forward.out_proj: [self._outputs.append]}
+    @property
+    def request(self) -> CaptureRequest:
+        """What to capture in a pass through the dense block: the part's inputs and outputs."""
+        return CaptureRequest([self._feed_forward.in_proj[0]], [self._feed_forward.out_proj])
+
+    def append(self, captured: Capture) -> None:
+        """Add what was captured from a batch."""
+        self._inputs.append(captured.inputs[self._feed_forward.in_proj[0]])
+        self._outputs.append(captured.outputs[self._feed_forward.out_proj])
 
     def start(self, inputs: Mapping[str, Gram]) -> None:
         """Start from the signals of the dense part: z = W₀x, p = φ(z). `inputs`: the Gram matrix of each layer's inputs."""
@@ -124,7 +131,7 @@ class AuxiliarySignals:
             projected = self._project(x, weights)
             hidden = self._hidden[batch] if self._hidden[batch:] else self._project(x, self._dense)
             activated = fit_activated(self._feed_forward.activate(*hidden), weights[out_proj], target, correction)  # p
-            hidden = self._feed_forward.fit_hidden(hidden, projected, activated, self._ratio)
+            hidden = fit_hidden(self._feed_forward, hidden, projected, activated, ratio=self._ratio)
             self._hidden[batch : batch + 1] = [hidden]
 
             sums.target_power += target.square().sum()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.hooks import CaptureRequest
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.feedforward_problem import METRIC_LIFT, FeedForwardProblem, Weights, weights_of
@@ -115,7 +115,7 @@ class BlockSolver:
         ) as lists:
             pairs = list(zip(lists[::2], lists[1::2], strict=True))
             request = CaptureRequest([part.in_proj[0] for part in parts])
-            for pruned, dense in self._inputs.paired_batches(self._block, request, request):
+            for pruned, dense in self._inputs.run_paired(self._block, request, request):
                 for part, (inputs, targets) in zip(parts, pairs, strict=True):
                     inputs.append(pruned.inputs[part.in_proj[0]].float())
                     targets.append(dense.inputs[part.in_proj[0]].float())

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsellm.activations.hooks import Hook, Hooks
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.hooks import Capture, CaptureRequest
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.parallel_solve import assign_owners, broadcast_results
@@ -20,7 +20,6 @@ from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
-from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
@@ -45,14 +44,12 @@ class LayerWise:
     Attributes:
         solver: Any layer solver.
         keep_zeros: Whether weights that are already zero stay zero.
-        true_sequential: Whether each layer is pruned on the inputs that the pruned layers before it in the block produce, as an
-            option of SparseGPT's code does. Passes reuse the cached outputs of pruned modules, so that all passes together cost
-            about one pass through the block, if there is memory for the inputs of the feed-forward output projection.
     """
 
     solver: LayerSolver
     keep_zeros: bool = False
-    true_sequential: bool = False
+
+    passes: ClassVar[float] = 1.0  # through a block, counted in tokens of a full pass
 
     @property
     def needs(self) -> type[TokenCount]:
@@ -77,22 +74,17 @@ class LayerWise:
         if self.needs is TokenCount:
             return BlockCost(solved, [], work)
         squares = sum(features**2 for features in shapes.grams) if exact else 0
-        work += shapes.forward(shapes.tokens * (0.5 if self.true_sequential else 1))  # what is settled does not run again
+        work += shapes.forward(shapes.tokens * self.passes)  # what is settled does not run again
         work = sum((shapes.gram(features) for features in shapes.grams if exact), work)
         memory = max(SUMS * squares + shapes.batch * shapes.forward_bytes, 4 * squares + solved)
         return BlockCost(memory, [shapes.stream], work)
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
-        names = planned_layers(block, plan)
-        stages = stages_of(block, names) if self.true_sequential else [names]
-        for stage in stages:
-            yield from self._prune_stage(block, inputs, stage, plan)
-            inputs.mark_final(block, stage)
+        yield from self.prune_layers(block, inputs, planned_layers(block, plan), plan)
 
-    def _prune_stage(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
-        """Prune the layers of one stage, with statistics from one pass."""
-        last = names[0] if self.true_sequential else None
-        statistics = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs), last=last)
+    def prune_layers(self, block: Block, inputs: Activations, names: Sequence[str], plan: Plan) -> Iterator[LayerResult]:
+        """Prune some layers of a block, with statistics from one pass."""
+        statistics = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs))
         owners = assign_owners(block, names)
         local = {name: statistics[name] for name in names if owners[name] == collectives.rank()}
         if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not self.keep_zeros:
@@ -106,18 +98,6 @@ class LayerWise:
         statistics.finalize()
         problem = problem_of(block, name, statistics, self.keep_zeros)
         return prune_layer(block, name, self.solver, problem, plan, inputs.expert_tokens(block, name))
-
-
-def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
-    """The layers in running order, by stage: layers of one group, and the same layers of all experts, are pruned together."""
-    stages: dict[str, list[str]] = {}
-    for group in block.architecture.groups:
-        planned = [name for name in group if name in names]
-        view = block.views.get(group[0])
-        expert = view is not None and view.expert is not None
-        if planned:
-            stages.setdefault(group[0].rpartition(".")[2] if expert else group[0], []).extend(planned)
-    return list(stages.values())
 
 
 def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
@@ -142,39 +122,43 @@ def collect_statistics(
     block: Block,
     inputs: Activations,
     needs: Mapping[str, type[TokenCount]],
-    reads: Hooks | None = None,
-    writes: Hooks | None = None,
-    onward: bool = False,
-    last: str | None = None,
+    *,
+    request: CaptureRequest | None = None,
+    observe: Callable[[Capture], None] | None = None,
+    advance: bool = False,
 ) -> dict[str, TokenCount]:
     """Collect the input statistics of layers in one pass through the block.
 
     Args:
         block: The block.
-        inputs: Its input stream.
+        inputs: Its inputs.
         needs: By layer, the class of statistics.
-        reads: Further hooks on layer inputs.
-        writes: Further hooks on layer outputs.
-        onward: Whether the block is final, so that the pass also computes the input of the next block.
-        last: See `Activations.run_with_hooks`.
+        request: Further tensors to capture in the same pass.
+        observe: Called with what is captured from each batch.
+        advance: Whether the block is final, so that the pass may also compute the input of the next block.
 
     Returns:
         By layer, the statistics over all processes. Layers of one group share one object.
     """
     statistics: dict[str, TokenCount] = {}
-    input_hooks: dict[str, list[Hook]] = {name: list(hooks) for name, hooks in (reads or {}).items()}
+    first: dict[str, TokenCount] = {}  # by the first layer of each group
     for group in block.architecture.groups:
         names = [name for name in group if name in needs]
         if not names:
             continue
         layer = block.layer(names[0])
         richest = max((needs[name] for name in names), key=lambda kind: len(kind.__mro__))
-        shared = richest(layer.in_features, layer.weight.device, inputs.window)
-        statistics.update(dict.fromkeys(names, shared))
-        input_hooks.setdefault(names[0], []).append(shared.update)
-    if any(kind is not TokenCount for kind in needs.values()) or reads or writes:
-        inputs.run_with_hooks(block, input_hooks, writes, onward, last)
-    for shared in dict.fromkeys(statistics.values()):
+        first[names[0]] = richest(layer.in_features, layer.weight.device, inputs.window)
+        statistics.update(dict.fromkeys(names, first[names[0]]))
+    further = request or CaptureRequest()
+    if further or any(kind is not TokenCount for kind in needs.values()):
+        captures = CaptureRequest(list(dict.fromkeys([*first, *further.inputs])), further.outputs)
+        for captured in inputs.run(block, captures, advance=advance):
+            for name, shared in first.items():
+                shared.update(captured.inputs[name])
+            if observe:
+                observe(captured)
+    for shared in first.values():
         shared.reduce()
     return statistics
 
@@ -257,7 +241,8 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: st
             problem.pruned_mask, 0
         ), None
     if problem.inputs.tokens == 0:
-        return Magnitude().solve(problem, pattern), None
+        score = problem.weight.abs() if problem.row_scale is None else problem.weight.abs() * problem.row_scale
+        return problem.weight * problem.keep(pattern, score), None
     try:
         while True:
             damping: float | None = getattr(solver, "damping", None)

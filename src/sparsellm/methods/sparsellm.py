@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import TOKENS, layer_sensitivities
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan
 from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS, BlockSolver
 from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
@@ -128,7 +128,13 @@ class SparseLLM(Settings):
 
 def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], output_fisher: Tensor) -> dict[str, Tensor]:
     """S of the named layers, (out, out) each, of the dense block on the dense stream."""
-    if inputs.dense is None or inputs.teacher is None:
-        raise TypeError("There is no dense stream: ask for one with teacher=True.")
-    calls = inputs.calls(block)
-    return layer_sensitivities(inputs.teacher, inputs.dense, calls, names, output_fisher, inputs.sample_offsets, inputs.window)
+    stream, dense_block = inputs.dense_pair()
+    return layer_sensitivities(
+        dense_block,
+        stream,
+        inputs.calls(block),
+        names,
+        metric=output_fisher,
+        sample_offsets=inputs.sample_offsets,
+        window=inputs.window,
+    )

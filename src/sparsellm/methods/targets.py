@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sparsellm.activations.hooks import Capture, CaptureRequest
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.output_cache import OutputCache, trace_dataflow
+from sparsellm.activations.walk import Activations
 from sparsellm.methods import Plan
 from sparsellm.methods.feedforward_problem import weights_of
 from sparsellm.models.blocks import Block
@@ -36,18 +37,20 @@ class LayerTargets:
 
     def __init__(self, block: Block, inputs: Activations, plan: Plan) -> None:
         self._block, self._inputs = block, inputs
-        residual_writers = block.architecture.residual_writers
-        self._attention_out, self._feed_forward_out = residual_writers or ("", "")
-        self._corrects = inputs.is_residual_sum(residual_writers)
-        attention = inputs.cacheable_module(self._attention_out) if self._corrects else None
+        self._attention_out, self._feed_forward_out = block.architecture.residual_writers or ("", "")
+        stream, dense_block = inputs.dense_pair()
+        dataflow = trace_dataflow(dense_block, stream[0], inputs.calls(block)[0])
+        self._corrects, self._cacheable = dataflow.residual_sum, dataflow.cacheable
+        attention = self._cacheable.get(self._attention_out) if self._corrects else None
         self._attention = attention.name if attention else self._attention_out
-        self._cacheable = attention if block.full_name(self._attention_out) in plan else None
-        if self._cacheable:
-            inputs.cache_output(self._cacheable, dense=True)
+        self._cache = inputs.pruned.cache = OutputCache(inputs.storage, inputs.local_shapes, inputs.pruned[0])
+        if attention and block.full_name(self._attention_out) in plan:
+            stream.cache = OutputCache(inputs.storage, inputs.local_shapes, stream[0])
+            stream.cache.record(attention)
 
     def mark_final(self, names: Sequence[str]) -> None:
         """Mark layers as pruned, so that their outputs can be cached."""
-        self._inputs.mark_final(self._block, names)
+        self._cache.mark_final(self._block, names)
 
     def regressions(
         self, names: Sequence[str], last: bool, part: tuple[TensorList, TensorList] | None = None
@@ -60,9 +63,9 @@ class LayerTargets:
             part: Lists that the inputs and targets of the feed-forward part are appended to, (tokens, model) float32 for each
                 batch, if the layers are its input projections.
         """
-        if self._cacheable and self._attention_out in names:
-            self._inputs.schedule_cache(self._block, self._cacheable)
         first, dense_weights = names[0], weights_of(self._block, tuple(names))
+        if first in self._cacheable and self._is_reused(first, last):
+            self._cache.schedule(self._block, self._cacheable[first], is_last=self._inputs.is_last(self._block))
         gram = Gram(dense_weights[first][0].shape[1], self._block.device, self._inputs.window)
         # Targets that are linear in the dense inputs are not computed if the layers have more outputs than inputs.
         is_linear = not self._corrects or {self._attention_out, self._feed_forward_out}.isdisjoint(names)
@@ -76,9 +79,8 @@ class LayerTargets:
         captured = [self._captured_module(name) for name in (*regressions, *([self._feed_forward_out] if part else []))]
         attention = [self._attention] if self._corrects and self._feed_forward_out in captured else []
         pruned_request = CaptureRequest([first], attention)
-        dense_request = CaptureRequest([first] if paired else [], list(dict.fromkeys([*attention, *captured])), last)
-        batches = self._inputs.paired_batches(self._block, pruned_request, dense_request, first if last else "")
-        for pruned, dense in batches:
+        dense_request = CaptureRequest([first] if paired else [], list(dict.fromkeys([*attention, *captured])))
+        for pruned, dense in self._inputs.run_paired(self._block, pruned_request, dense_request, advance_dense=last):
             x = pruned.inputs[first].float()  # (tokens, in)
             # Else the layer reads routed tokens, which may differ between the streams.
             same_tokens = len(x) == len(pruned.block_input) or first in self._block.views
@@ -106,6 +108,11 @@ class LayerTargets:
         if name == self._feed_forward_out:
             target += dense.outputs[self._attention].float() - pruned.outputs[self._attention].float()
         return target
+
+    def _is_reused(self, name: str, last: bool) -> bool:
+        """Whether later passes read the outputs of this layer's module: attention, or the feed-forward part if it is last."""
+        is_attention = self._corrects and name == self._attention_out
+        return is_attention or (last and bool(self._cacheable[name].skippable))
 
     def _captured_module(self, name: str) -> str:
         """The module whose output is captured for a layer: attention as a whole, where possible, for its output projection."""

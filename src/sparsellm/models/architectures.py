@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from sparsellm.errors import InvalidSetting, UnsupportedModel
-from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
 from sparsellm.models.experts import GATED, experts_of
-from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, GatedFeedForward, PlainFeedForward
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

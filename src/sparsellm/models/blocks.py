@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
-from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
 from sparsellm.models.architectures import Architecture, architecture_of, discover_architecture, is_linear
-from sparsellm.models.block_calls import Call
 from sparsellm.models.contexts import replace_forward
 from sparsellm.models.experts import Rows, experts_of, forward_by_expert
+from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS
 from sparsellm.models.linear_views import Layer, LinearView, RouteMatmulThroughLayers, forward_by_views, piece_rows
 from sparsellm.solvers.linalg import all_finite
 
@@ -29,6 +28,14 @@ TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "
 
 ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
 """Attribute of a model that holds the architecture that its user describes."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments that a block is called with after the hidden states."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
 
 
 @dataclass(frozen=True)

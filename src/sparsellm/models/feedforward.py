@@ -1,32 +1,144 @@
-r"""Plain and gated feed-forward parts, and SparseLLM's closed-form updates of their auxiliary signals.
-
-A feed-forward part is one or two input projections, an activation function $\varphi$ and an output projection. The auxiliary
-signals are the outputs $z$ (and $s$, of the gate) of the input projections and the input $p$ of the output projection. Each
-update minimises the objective over one signal, with all others and the weights fixed (paper eqs. 5 and 6; $W x$ includes the
-bias, $y$ is the target output):
-
-$$\alpha \lVert y - W_{out} p \rVert^2 + \beta \lVert p - \varphi(z) \rVert^2 + \alpha \lVert z - W_{in} x \rVert^2
-  \qquad \text{plain}$$
-
-$$\alpha \lVert y - W_{down} p \rVert^2 + \beta \lVert p - \varphi(s) \odot z \rVert^2
-  + \alpha \lVert z - W_{up} x \rVert^2 + \alpha \lVert s - W_{gate} x \rVert^2 \qquad \text{gated}$$
-
-with $\varphi$ the ReLU (plain only), SiLU or a GELU. The minimisers depend on alpha and beta only through r = beta / alpha.
-"""
+"""Feed-forward parts: one or two input projections, an activation function and an output projection."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import relu
+from torch.nn.functional import gelu, relu, silu
 
-from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS
-from sparsellm.models.gate_update import solve_gate
-from sparsellm.solvers.linalg import cholesky
+BISECTIONS = 24
+"""Bisection steps of an inverse. The bracket is at most 30 wide, so the result is within 2e-6; Newton steps refine it."""
+
+TANH_SCALE, TANH_CUBIC = math.sqrt(2 / math.pi), 0.044715
+"""Constants of the tanh approximation of GELU (Hendrycks & Gimpel, 2016)."""
+
+QUICK = 1.702
+"""Constant of the sigmoid approximation of GELU, from the same paper."""
+
+
+@dataclass(frozen=True)
+class ActivationFunction:
+    """An activation function with one minimum that approaches the identity for large inputs.
+
+    Attributes:
+        value: The function, elementwise.
+        curvature: Value, first and second derivative, elementwise.
+        lowest: Where the minimum is.
+        floor: The value there.
+        steepest: Bound on the absolute first derivative.
+        sharpest: Bound on the absolute second derivative.
+    """
+
+    value: Callable[[Tensor], Tensor]
+    curvature: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    lowest: float
+    floor: float
+    steepest: float
+    sharpest: float
+
+    def right_meeting(self, target: Tensor) -> Tensor:
+        """Approximate the s >= lowest with value `target`; `lowest` where `target` is below `floor`."""
+        low, high = torch.full_like(target, self.lowest), target.clamp(min=0) + 0.5
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            below = self.value(middle) < target
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return high
+
+    def left_meeting(self, target: Tensor) -> Tensor:
+        """Approximate the s <= lowest with value `target`, for targets in (floor, 0); `lowest` for all others."""
+        inside = (target > self.floor) & (target < 0)
+        low, high = torch.full_like(target, -30.0), torch.full_like(target, self.lowest)
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            above = self.value(middle) > target
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        return torch.where(inside, high, self.lowest)
+
+
+@dataclass(frozen=True)
+class SiLU(ActivationFunction):
+    """s sigmoid(s). Newton steps from closed-form initial values invert it faster than bisection."""
+
+    def right_meeting(self, target: Tensor) -> Tensor:
+        gap = (target - self.floor).clamp(min=0)
+        # Near the minimum a parabola of curvature 0.22, far to the right s itself; then two Newton steps.
+        near = self.lowest + (gap / 0.22).sqrt() * (1 + 0.12 * gap)
+        s = torch.where(gap < 0.6, near, target + 0.9 * torch.exp(-target.clamp(min=0)))
+        for _ in range(2):
+            sigma = torch.sigmoid(s)
+            slope = (sigma * (1 + s * (1 - sigma))).clamp(min=1e-3)
+            s = (s - (s * sigma - target) / slope).clamp(min=self.lowest)
+        return s
+
+    def left_meeting(self, target: Tensor) -> Tensor:
+        inside = (target > self.floor) & (target < 0)
+        depth = (-target).clamp(min=1e-12, max=-self.floor)
+        s = torch.log(depth) - torch.log(-torch.log(depth).clamp(max=-1.0))
+        s = torch.minimum(s, self.lowest - ((target - self.floor).clamp(min=0) / 0.22).sqrt() * 0.5)
+        for _ in range(3):
+            sigma = torch.sigmoid(s)
+            slope = (sigma * (1 + s * (1 - sigma))).clamp(max=-1e-6)
+            s = (s - ((s * sigma - target) / slope).clamp(-2, 2)).clamp(min=-30, max=self.lowest)
+        return torch.where(inside, s, self.lowest)
+
+
+def _silu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sigma = torch.sigmoid(s)
+    return s * sigma, sigma * (1 + s * (1 - sigma)), sigma * (1 - sigma) * (2 + s * (1 - 2 * sigma))
+
+
+def _gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    probability = 0.5 * (1 + torch.erf(s * math.sqrt(0.5)))
+    density = torch.exp(-0.5 * s.square()) * (1 / math.sqrt(2 * math.pi))
+    return s * probability, probability + s * density, density * (2 - s.square())
+
+
+def _gelu_tanh(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    square = s.square()
+    t = torch.tanh(TANH_SCALE * s * (1 + TANH_CUBIC * square))
+    inner_slope, inner_curvature = TANH_SCALE * (1 + 3 * TANH_CUBIC * square), 6 * TANH_SCALE * TANH_CUBIC * s
+    tanh_slope = 1 - t.square()
+    curvature = tanh_slope * inner_slope + 0.5 * s * tanh_slope * (inner_curvature - 2 * t * inner_slope.square())
+    return 0.5 * s * (1 + t), 0.5 * (1 + t) + 0.5 * s * tanh_slope * inner_slope, curvature
+
+
+def _quick_gelu(s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    value, slope, curvature = _silu(QUICK * s)
+    return value / QUICK, slope, QUICK * curvature
+
+
+SILU = SiLU(silu, _silu, lowest=-1.2784645, floor=-0.2784645, steepest=1.1, sharpest=0.5)
+GELU = ActivationFunction(gelu, _gelu, lowest=-0.7517916, floor=-0.1699712, steepest=1.129, sharpest=0.798)
+GELU_TANH = ActivationFunction(
+    lambda s: gelu(s, approximate="tanh"), _gelu_tanh, lowest=-0.7524614, floor=-0.1700410, steepest=1.1292, sharpest=0.798
+)
+QUICK_GELU = ActivationFunction(
+    lambda s: s * torch.sigmoid(QUICK * s),
+    _quick_gelu,
+    lowest=SILU.lowest / QUICK,
+    floor=SILU.floor / QUICK,
+    steepest=1.1,
+    sharpest=0.5 * QUICK,
+)
+
+ACTIVATION_FUNCTIONS = {
+    "silu": SILU,
+    "swish": SILU,
+    "gelu": GELU,
+    "gelu_python": GELU,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "gelu_accurate": GELU_TANH,
+    "quick_gelu": QUICK_GELU,
+}
+"""Activation functions by their name in a model's configuration."""
 
 Hidden = tuple[Tensor, ...]
 """Outputs of the input projections, each (tokens, hidden): (z,) for a plain feed-forward part, (s, z) for a gated one."""
@@ -34,6 +146,11 @@ Hidden = tuple[Tensor, ...]
 
 class FeedForward(Protocol):
     """Interface of a feed-forward part. Layers are given by their names within the block."""
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation function φ: "relu" or a name in `ACTIVATION_FUNCTIONS`."""
+        ...
 
     @property
     def in_proj(self) -> tuple[str, ...]:
@@ -51,17 +168,6 @@ class FeedForward(Protocol):
 
     def slopes(self, *hidden: Tensor) -> Hidden:
         """Compute the elementwise derivatives of `activate` by its arguments, each (tokens, hidden)."""
-        ...
-
-    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        """Update the signals of the input projections in turn: each minimises the objective with all others fixed.
-
-        Args:
-            hidden: The current signals.
-            outputs: Outputs W x + bias of the pruned input projections.
-            activated: The signal p, (tokens, hidden).
-            ratio: beta / alpha.
-        """
         ...
 
 
@@ -91,20 +197,6 @@ class PlainFeedForward:
             return (ACTIVATION_FUNCTIONS[self.activation].curvature(hidden[0])[1],)
         return ((hidden[0] > 0).to(hidden[0].dtype),)
 
-    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""For ReLU, the better branch for every entry (paper eq. 12); otherwise the gate's minimiser with z = 1.
-
-        With m the pruned output, $z = \max((m + r p) / (1 + r), 0)$ on the positive branch and $z = \min(m, 0)$ on the other.
-        The positive branch costs less where $m + (\sqrt{1 + r} - 1)\, \max(p, 0) \ge 0$.
-        """
-        (output,) = outputs
-        if self.activation != "relu":
-            curve = ACTIVATION_FUNCTIONS[self.activation]
-            return (solve_gate(output, torch.ones_like(output), activated, ratio, present=hidden[0], curve=curve),)
-        is_positive = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(output) >= 0
-        positive = torch.lerp(output, activated, ratio / (1 + ratio)).clamp_(min=0)
-        return (torch.where(is_positive, positive, output),)
-
 
 @dataclass(frozen=True)
 class GatedFeedForward:
@@ -133,42 +225,3 @@ class GatedFeedForward:
         gate, up = hidden
         value, slope, _ = ACTIVATION_FUNCTIONS[self.activation].curvature(gate)
         return slope * up, value
-
-    def fit_hidden(self, hidden: Hidden, outputs: Hidden, activated: Tensor, ratio: float) -> Hidden:
-        r"""First $z = (m + r \, \varphi(s) \, p) / (1 + r \, \varphi(s)^2)$, m the pruned output, then the gate's minimiser.
-
-        The paper gives the first for alpha = beta; its code omits the factor and replaces the second by two gradient steps.
-        """
-        gate_output, up_output = outputs
-        curve = ACTIVATION_FUNCTIONS[self.activation]
-        gated = curve.value(hidden[0])
-        up = (up_output + ratio * gated * activated) / (1 + ratio * gated.square())
-        # `present` keeps the current gate where rounding would make the minimiser worse.
-        return solve_gate(gate_output, up, activated, ratio, present=hidden[0], curve=curve), up
-
-
-def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
-    r"""Minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
-
-    $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
-
-    This is paper eq. 9 by Woodbury's identity. The matrix is (model, model) and better conditioned than the paper's
-    $(W^\top W + r I)$, which is (hidden, hidden).
-
-    Args:
-        shape: φ, the output of the activation function, (tokens, hidden).
-        weight: W, (model, hidden).
-        target: y without the bias, (tokens, model).
-        correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
-
-    Returns:
-        p, (tokens, hidden).
-    """
-    return torch.addmm(shape, torch.addmm(target, shape, weight.T, alpha=-1), correction)
-
-
-def activation_correction(weight: Tensor, ratio: float) -> Tensor:
-    """Compute (W Wᵀ + r I)⁻¹ W, (model, hidden), for the weight W of an output projection."""
-    matrix = weight @ weight.T
-    matrix.diagonal().add_(ratio)
-    return torch.cholesky_solve(weight, cholesky(matrix, ratio, "beta / alpha"))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SparseLLMError, UnsupportedModel
-from sparsellm.models.block_calls import Call, equal_calls
-from sparsellm.models.blocks import Block
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import compute_dtype_context, replace_forward
 from sparsellm.runtime.memory import is_out_of_memory
 
@@ -97,6 +96,19 @@ def run_with_replaced_blocks(
                 first_error = error
     assert first_error is not None
     raise first_error
+
+
+def equal_calls(one: Any, other: Any) -> bool:
+    """Whether two calls hold equal values, so that one copy serves both: masks are large and mostly equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, Call) and isinstance(other, Call):
+        return equal_calls(one.arguments, other.arguments) and equal_calls(one.keywords, other.keywords)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(equal_calls, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal_calls(one[key], other[key]) for key in one)
+    return one is other or (isinstance(one, (int, float, str, bool)) and one == other)
 
 
 def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from sparsellm.activations.fisher import weight_costs
 from sparsellm.activations.walk import walk
-from sparsellm.checkpoints.block_loader import Weights
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.balance import allocate_by_curves, damp_toward_uniform, levels_around, smallest_sums
-from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import InputRMS
 
@@ -34,13 +33,11 @@ OUTLIER, OWL_SPREAD = 5.0, 0.08
 
 def allocate(
     rule: str,
-    model: PreTrainedModel,
+    model: PreTrainedModel | LoadedModel,
     batches: Sequence[Tensor],
     plan: Plan,
-    compute: torch.dtype | None = None,
+    *,
     bounds: tuple[float, float] = (0.0, 1.0),
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
 ) -> Plan:
     """Distribute the total sparsity of a plan over its layers.
 
@@ -52,10 +49,7 @@ def allocate(
         model: The dense model.
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The same unstructured pattern for every layer.
-        compute: As for `prune_blocks`.
         bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.
-        weights: As for `prune_blocks`.
-        storage: As for `prune_blocks`.
 
     Returns:
         The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does.
@@ -64,8 +58,9 @@ def allocate(
         InvalidSetting: A pattern is not unstructured, or the total cannot be reached within `bounds`.
     """
     check_shared(plan)
-    densities = {"owl": owl, "fisher": fisher}[rule](model, batches, plan, compute, weights, storage)
-    layers = {block.full_name(name): layer for block in blocks_of(model) for name, layer in block.layers.items()}
+    loaded = LoadedModel.of(model)
+    densities = {"owl": owl, "fisher": fisher}[rule](loaded, batches, plan)
+    layers = {block.full_name(name): layer for block in blocks_of(loaded.model) for name, layer in block.layers.items()}
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
     total = pattern.count_removed(sum(sizes.values()))
@@ -120,14 +115,7 @@ def round_to_total(
     return counts
 
 
-def owl(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    plan: Plan,
-    compute: torch.dtype | None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
-) -> dict[str, float]:
+def owl(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan) -> dict[str, float]:
     """Return layer densities that increase with the share of outliers among the scores |W| * rms of the block.
 
     All layers of a block get the same density, at most 0.16 from that of any other. Follows Yin et al., Outlier Weighed
@@ -136,10 +124,10 @@ def owl(
     mean_density = 1 - next(iter(plan.values())).sparsity
     layers: list[list[str]] = []
     outlier_shares: list[float] = []
-    for block, inputs in walk(model, batches, compute=compute, weights=weights, storage=storage):
+    for block, inputs in walk(model, batches):
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
-            statistics = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), onward=True)
+            statistics = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), advance=True)
             problems = [problem_of(block, name, rms) for name, rms in statistics.items()]
             scores = torch.cat([(problem.weight.abs() * problem.rms).flatten() for problem in problems])
             layers.append([block.full_name(name) for name in names])
@@ -152,14 +140,7 @@ def owl(
     return {name: density for names, density in zip(layers, densities, strict=True) for name in names}
 
 
-def fisher(
-    model: PreTrainedModel,
-    batches: Sequence[Tensor],
-    plan: Plan,
-    compute: torch.dtype | None = None,
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
-) -> dict[str, float]:
+def fisher(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan) -> dict[str, float]:
     """Return layer densities at which removing one more weight costs the same in every layer, by Fisher costs.
 
     The loss of a layer at a density is the sum of its smallest costs from `weight_costs`; compensation by the remaining weights
@@ -169,7 +150,7 @@ def fisher(
     mean_density = 1 - next(iter(plan.values())).sparsity
     levels = levels_around(mean_density)
     curves: dict[str, tuple[int, list[float]]] = {}
-    for name, costs in weight_costs(model, batches, plan, compute, weights, storage):
+    for name, costs in weight_costs(model, batches, plan):
         size = costs.numel()
         losses = smallest_sums(costs, [round((1 - level) * size) for level in reversed(levels)])
         floor = max(1e-12 * float(costs.sum()), torch.finfo(torch.float32).tiny)

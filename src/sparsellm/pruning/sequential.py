@@ -10,20 +10,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations.sensitivity import output_sensitivities
-from sparsellm.activations.streams import Activations
-from sparsellm.activations.walk import walk
-from sparsellm.checkpoints.block_loader import DiskWeights, ResidentWeights, Weights
+from sparsellm.activations.walk import Activations, walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, TrainingResult
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.pruning.journal import Journal
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import devices
-from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from sparsellm.pruning.journal import Journal
 
 Step = LayerResult | EpochResult | TrainingResult | BlockResult
 """A result that `prune_blocks` yields."""
@@ -31,14 +29,12 @@ Step = LayerResult | EpochResult | TrainingResult | BlockResult
 
 @torch.no_grad()
 def prune_blocks(
-    model: PreTrainedModel,
+    model: PreTrainedModel | LoadedModel,
     batches: Sequence[Tensor],
     method: BlockMethod,
     plan: Plan,
-    compute: torch.dtype | None = None,
+    *,
     metrics: Sequence[Tensor] = (),
-    weights: Weights | None = None,
-    storage: OffloadManager | None = None,
     journal: Journal | None = None,
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, and yield the result of each layer, epoch and block as soon as it is known.
@@ -50,28 +46,27 @@ def prune_blocks(
         batches: Calibration batches of token ids, each (batch, seq); may be empty for a method that needs no inputs.
         method: Prunes one block.
         plan: The pattern of each layer to prune, by full name.
-        compute: Dtype in which the blocks compute; None for the model's own. Stored weights keep their dtype.
-        metrics: Sensitivities of the blocks' outputs, from `output_sensitivities`; computed if the method needs them.
-        weights: Where the model's weights are; in memory by default.
-        storage: Where the hidden states are kept; in memory by default.
+        metrics: F of each block's output, from `output_sensitivities`, for a method whose `needs_fisher` is True.
         journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
-            pruned. Required for `DiskWeights`, which drop a block when the next one is loaded.
+            pruned. Required for weights on disk, which are dropped when the next block is loaded.
 
     Raises:
-        InvalidSetting: The weights are on disk and there is no journal.
+        InvalidSetting: The weights are on disk and there is no journal, or the method needs metrics and there are none.
     """
-    if journal is None and isinstance(weights, DiskWeights):
+    loaded = LoadedModel.of(model)
+    if journal is None and loaded.weights.on_disk:
         raise InvalidSetting("A model that is read block by block needs a journal, to keep the pruned blocks in.")
-    blocks = blocks_of(model)
+    blocks = blocks_of(loaded.model)
     planned = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not planned:
         return
     if method.needs_fisher and not metrics:
-        metrics = output_sensitivities(model, batches, compute, weights, storage)
+        raise InvalidSetting(f"{type(method).__name__} needs `metrics`: pass output_sensitivities(model, batches).")
     if method.needs is TokenCount:
-        visits = _blocks_without_inputs(blocks, weights or ResidentWeights())
+        visits = _blocks_without_inputs(loaded, blocks)
     else:
-        visits = walk(model, batches, max(planned) + 1, compute, method.needs_dense_stream, metrics, weights, storage)
+        stop, dense = max(planned) + 1, method.needs_dense_stream
+        visits = walk(loaded, batches, stop=stop, needs_dense_stream=dense, metrics=metrics)
     with closing(visits):  # an error must close the walk, which restores the model
         for block, inputs in visits:
             if block.index not in planned:
@@ -80,16 +75,15 @@ def prune_blocks(
             for step in [finished] if finished else _prune_block(block, inputs, method, plan):
                 if journal and isinstance(step, BlockResult):
                     file = journal.restore(block) if finished else journal.keep(block, step)
-                    if isinstance(weights, DiskWeights):
-                        weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
+                    loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
                 yield step
 
 
-def _blocks_without_inputs(blocks: Sequence[Block], weights: Weights) -> Generator[tuple[Block, Activations], None, None]:
+def _blocks_without_inputs(loaded: LoadedModel, blocks: Sequence[Block]) -> Generator[tuple[Block, Activations], None, None]:
     """Load block by block without computing hidden states, for a method that needs no inputs."""
     no_inputs = Activations([], [[] for _ in blocks])
     for block, next_block in zip(blocks, [*blocks[1:], None], strict=True):
-        with weights.block(block, next_block):
+        with loaded.weights.block(block, next_block):
             yield block, no_inputs
 
 

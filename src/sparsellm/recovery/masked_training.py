@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.streams import Activations
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import TrainingResult
 from sparsellm.models.blocks import Block
@@ -198,7 +198,7 @@ def refine_block(
     inputs.advance_dense()
     targets = inputs.dense
     if targets is None:
-        raise TypeError("There is no dense stream: ask for one with teacher=True.")
+        raise TypeError("There is no dense stream: ask for one with needs_dense_stream=True.")
     root = None if metric is None else _square_root(metric)
     energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
     collectives.all_reduce_(energy)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.walk import walk
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.partial_forward import input_device, model_errors, prediction_head
 from sparsellm.runtime import collectives
 
@@ -43,9 +43,9 @@ def check_runs(loaded: LoadedModel, by_block: bool) -> None:
 def _run_blocks(loaded: LoadedModel, tokens: Tensor) -> None:
     """Run all blocks, or only the first of an offloaded model, and the prediction head on one sequence, (1, seq)."""
     blocks = blocks_of(loaded.model)
-    last = 0 if loaded.offloaded else len(blocks) - 1
+    last = 0 if loaded.weights.on_disk else len(blocks) - 1
     batches = [tokens] * collectives.world()  # one per process
-    for block, inputs in walk(loaded.model, batches, last + 1, loaded.compute, weights=loaded.weights, storage=loaded.storage):
+    for block, inputs in walk(loaded, batches, stop=last + 1):
         if block.index == last:
             inputs.advance(block)
             with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:

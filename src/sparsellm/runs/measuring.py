@@ -38,7 +38,7 @@ def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[st
     check_tokens(skeleton, *tests.values())
     prepare_tasks(recipe.task, recipe.task_data)
     loaded = load(recipe, source, device, Path(tempfile.gettempdir()))
-    check_runs(loaded, by_block=loaded.offloaded)
+    check_runs(loaded, by_block=loaded.weights.on_disk)
     perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:
         return perplexities, {}

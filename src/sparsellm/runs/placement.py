@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.checkpoints.block_loader import ResidentWeights
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import TooLarge
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.runtime.memory import available, human_bytes
@@ -112,7 +111,7 @@ def load(
     )
     if isinstance(source, InMemoryModel) or not place.streamed:
         model = source.load(recipe.dtype, device)
-        return LoadedModel(model, ResidentWeights(), storage, compute_dtype(model), place.memory, place.note)
+        return LoadedModel(model, ResidentWeights(model), storage, compute_dtype(model), place.memory, place.note)
     model, weights = source.stream(recipe.dtype, device, place.ahead)
     compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
     return LoadedModel(model, weights, storage, compute, place.memory, place.note)

@@ -14,6 +14,7 @@ from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
+from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.pruning.plan import select_blocks
 from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields, RunFields, SolverName
 from sparsellm.runs.registry import ALLOCATIONS, SCOPES, SOLVERS
@@ -214,7 +215,8 @@ class Recipe(RunRecipe, RecipeFields):
     def to_method(self, blocks: int) -> BlockMethod:
         """Build the pruning method for a model with this number of blocks."""
         if self.method != "sparsellm":
-            return LayerWise(SOLVERS[self.method](), self.keep_zeros, self.true_sequential)
+            layerwise = TrueSequential if self.true_sequential else LayerWise
+            return layerwise(SOLVERS[self.method](), self.keep_zeros)
         solver = SOLVERS[self.inner]()
         if self.as_published:
             scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, resolve_device
 from sparsellm.errors import NonFinite
 from sparsellm.evaluation.generation import generate_text
@@ -22,6 +21,7 @@ from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.methods import BlockMethod
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.recovery.distillation import generate_samples
 from sparsellm.recovery.masked_training import split_batches
 from sparsellm.runs.event_log import LOG, EventLog
@@ -265,7 +265,7 @@ def _load(ready: Prepared, work: WorkDirectory | None, placement: Placement, rep
     with phase(LOADING, report, observer):
         loaded = load(recipe, ready.source, ready.device, work.folder if work else None, placement)
         if len(ready.windows) or ready.tests or recipe.task or recipe.prompt:
-            check_runs(loaded, by_block=loaded.offloaded or len(ready.windows) > 0)
+            check_runs(loaded, by_block=loaded.weights.on_disk or len(ready.windows) > 0)
     if loaded.note:
         observer(Note(loaded.note))  # about this machine, so not a note of the report and its model card
     return loaded
@@ -275,7 +275,7 @@ def _result(
     loaded: LoadedModel, source: Checkpoint | InMemoryModel, report: Report, log: EventLog, observer: Observer
 ) -> Result:
     """Complete the report, and collect everything that `Result.save_pretrained` writes."""
-    report.parameters, report.zeros = loaded.size()
+    report.parameters, report.zeros = loaded.weights.size()
     report.peak_memory = peak_memory()
     observer(Ended(report.totals(), report.seconds["total"]))
     tokenizer = source.tokenizer() if not isinstance(source, InMemoryModel) else source.given

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import iterate_output_sensitivities, output_sensitivities
-from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.methods import BlockMethod, BlockResult, Plan
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.allocation import allocate
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.sequential import prune_blocks
@@ -71,7 +71,7 @@ def prune_model(
         journal: Stores finished blocks; None for a run that cannot be resumed.
         facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """
-    model, compute, weights, storage = loaded.model, loaded.compute, loaded.weights, loaded.storage
+    model, compute = loaded.model, loaded.compute
     blocks = blocks_of(model)
     with facts or nullcontext(journal) as cache:
         metrics, plan = _sense_and_allocate(recipe, loaded, method, plan, batches, report, observer, cache)
@@ -89,7 +89,7 @@ def prune_model(
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, visited):
-        for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
+        for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -114,22 +114,21 @@ def _sense_and_allocate(
     cache: Journal | None,
 ) -> tuple[Sequence[Tensor], Plan]:
     """Estimate on the dense model the sensitivity to errors of each block's output, and allocate the plan's sparsity."""
-    model, compute, weights, storage = loaded.model, loaded.compute, loaded.weights, loaded.storage
     metrics: Sequence[Tensor] = []
     if method.needs_fisher:
         with phase(SENSITIVITIES, report, observer):
             if cache is None:
-                metrics = output_sensitivities(model, batches, compute, weights, storage)
+                metrics = output_sensitivities(loaded, batches)
             else:
-                find = partial(iterate_output_sensitivities, model, batches, compute, weights, storage)
-                metrics = _cached_sensitivities(cache, len(blocks_of(model)), find)
+                find = partial(iterate_output_sensitivities, loaded, batches)
+                metrics = _cached_sensitivities(cache, len(blocks_of(loaded.model)), find)
     if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
         with phase(f"{ALLOCATION} ({recipe.sharing})", report, observer):
             layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
             fact = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {layers}"
             sparsities = cache.fact(fact) if cache else None
             if sparsities is None:
-                plan = allocate(recipe.sharing, model, batches, plan, compute, recipe.bounds, weights, storage)
+                plan = allocate(recipe.sharing, loaded, batches, plan, bounds=recipe.bounds)
                 if cache:
                     cache.note(fact, {name: pattern.sparsity for name, pattern in plan.items()})
             else:

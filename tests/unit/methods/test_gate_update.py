@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
-from sparsellm.models.gate_update import CHUNK, solve_gate
+from sparsellm.methods.gate_update import CHUNK, solve_gate
+from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]

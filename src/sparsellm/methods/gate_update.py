@@ -2,7 +2,7 @@ r"""The global minimiser of SparseLLM's gate problem, elementwise.
 
 $$\min_s \; f(s) = (s - m)^2 + r \, (p - \varphi(s) \, z)^2$$
 
-with $\varphi$ SiLU or one of the GELUs (`sparsellm.models.activation_functions`). With z = 1 it is the problem of a plain
+with $\varphi$ SiLU or one of the GELUs (`sparsellm.models.feedforward`). With z = 1 it is the problem of a plain
 feed-forward part.
 
 The paper uses a table of three inputs; its code takes two gradient steps of 0.01. This module solves it in two stages:
@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsellm.models.activation_functions import SILU, ActivationFunction
+from sparsellm.models.feedforward import SILU, ActivationFunction
 
 EASY_STEPS, HARD_STEPS = 4, 20
 """Newton steps of the two stages. Four converge to float32 precision where f is convex; the damped steps of the second stage

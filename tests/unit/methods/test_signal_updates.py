@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import relu, silu
 from transformers.activations import ACT2FN
 
-from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward, activation_correction, fit_activated
+from sparsellm.methods.signal_updates import activation_correction, fit_activated, fit_hidden
+from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 
 PLAIN = PlainFeedForward(up="fc1", out_proj="fc2")
 GATED = GatedFeedForward(gate="gate", up="up", out_proj="down")
@@ -120,7 +121,7 @@ def test_plain_hidden_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
     draw = drawer(5, dtype)
     m, p = 3 * draw(8, 25), 3 * draw(8, 25)
     m[0], p[1], m[2], p[3] = 0, 0, -2, -2
-    (z,) = PLAIN.fit_hidden((torch.full_like(m, 7),), (m,), p, ratio)
+    (z,) = fit_hidden(PLAIN, (torch.full_like(m, 7),), (m,), p, ratio=ratio)
     assert z.shape == m.shape
     assert z.dtype == dtype
     grid = torch.linspace(-15, 15, 12_001, dtype=torch.float64)
@@ -135,7 +136,7 @@ def test_plain_hidden_leaves_its_arguments(ratio: float) -> None:
     draw = drawer(6)
     hidden, m, p = draw(4, 9), draw(4, 9), draw(4, 9)
     copies = hidden.clone(), m.clone(), p.clone()
-    PLAIN.fit_hidden((hidden,), (m,), p, ratio)
+    fit_hidden(PLAIN, (hidden,), (m,), p, ratio=ratio)
     for argument, copy in zip((hidden, m, p), copies, strict=True):
         assert torch.equal(argument, copy)
 
@@ -147,7 +148,7 @@ def test_gated_hidden_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
     draw = drawer(7, dtype)
     s0, z0, m_s, m_z, p = (2 * draw(6, 20) for _ in range(5))
     copies = [signal.clone() for signal in (s0, z0, m_s, m_z, p)]
-    s, z = GATED.fit_hidden((s0, z0), (m_s, m_z), p, ratio)
+    s, z = fit_hidden(GATED, (s0, z0), (m_s, m_z), p, ratio=ratio)
     for signal, copy in zip((s0, z0, m_s, m_z, p), copies, strict=True):
         assert torch.equal(signal, copy)
     assert s.dtype == z.dtype == dtype
@@ -182,7 +183,7 @@ def test_no_update_raises_the_objective(ff: PlainFeedForward | GatedFeedForward,
             p = fit_activated(ff.activate(*hidden), weight, target, correction)
             fit = (target - p @ weight.T).square().sum(1)
             steps = [objective(ff, hidden, outputs, p, fit, ratio)]
-            fresh = ff.fit_hidden(hidden, outputs, p, ratio)
+            fresh = fit_hidden(ff, hidden, outputs, p, ratio=ratio)
             if isinstance(ff, GatedFeedForward):  # up moves before the gate
                 steps.append(objective(ff, (hidden[0], fresh[1]), outputs, p, fit, ratio))
             steps.append(objective(ff, fresh, outputs, p, fit, ratio))
@@ -198,7 +199,7 @@ def test_a_solution_stays(ff: FeedForward) -> None:
     draw = drawer(9)
     outputs = tuple(draw(TOKENS, HIDDEN) for _ in ff.in_proj)
     p = ff.activate(*outputs)
-    for signal, output in zip(ff.fit_hidden(outputs, outputs, p, 0.7), outputs, strict=True):
+    for signal, output in zip(fit_hidden(ff, outputs, outputs, p, ratio=0.7), outputs, strict=True):
         torch.testing.assert_close(signal, output, rtol=1e-12, atol=1e-12)
 
 

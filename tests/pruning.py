@@ -1,0 +1,48 @@
+"""`prune_blocks` and `walk` on a model in memory with settings of its `LoadedModel`, as tests call them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparsellm.activations import walk as activations_walk
+from sparsellm.activations.sensitivity import output_sensitivities
+from sparsellm.activations.walk import Activations
+from sparsellm.methods import BlockMethod, Plan
+from sparsellm.models.blocks import Block
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
+from sparsellm.pruning import sequential
+from sparsellm.pruning.sequential import Step
+
+
+def loaded(model: PreTrainedModel, compute: torch.dtype | None = None, **settings: Any) -> LoadedModel:
+    """A model that computes in a dtype, by default its own, with other fields of `LoadedModel`."""
+    return LoadedModel(model, settings.pop("weights", ResidentWeights(model)), compute=compute, **settings)
+
+
+def walk(
+    model: PreTrainedModel, batches: Sequence[Tensor], compute: torch.dtype | None = None, **settings: Any
+) -> Generator[tuple[Block, Activations], None, None]:
+    """`sparsellm.activations.walk.walk`; `storage` and `weights` are fields of the `LoadedModel`."""
+    fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
+    return activations_walk.walk(loaded(model, compute, **fields), batches, **settings)
+
+
+def prune_blocks(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    method: BlockMethod,
+    plan: Plan,
+    compute: torch.dtype | None = None,
+    **settings: Any,
+) -> Iterator[Step]:
+    """`sparsellm.pruning.sequential.prune_blocks` with the metrics that the method needs."""
+    fields = {name: settings.pop(name) for name in ("storage", "weights") if name in settings}
+    one = loaded(model, compute, **fields)
+    if method.needs_fisher and plan and "metrics" not in settings:
+        settings["metrics"] = output_sensitivities(one, batches)
+    yield from sequential.prune_blocks(one, batches, method, plan, **settings)
