@@ -20,10 +20,9 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.runs.markdown import fenced, plain
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.report import Report
+from sparsellm.runs.report import Report, fenced, plain
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

@@ -23,7 +23,7 @@ from sparsellm.errors import TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
-from sparsellm.runs.inspection import WORK
+from sparsellm.runs.records import WORK
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import context_length
 from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.finished import read_report
+from sparsellm.runs.records import read_report
 
 Command = Callable[..., Result]
 

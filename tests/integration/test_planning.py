@@ -20,8 +20,8 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods import BlockResult
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
+from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.registry import SOLVERS
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime.costs import SolverCost, cost_of, rates

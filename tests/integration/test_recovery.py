@@ -36,8 +36,9 @@ from sparsellm.recovery.distillation import (
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
-from sparsellm.runs.inspection import WORK, inspect
+from sparsellm.runs.inspection import inspect
 from sparsellm.runs.preparation import model_step
+from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery import RATE
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused

@@ -154,7 +154,7 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
     """
     with report_errors(context):
         from sparsellm.cli.display import table
-        from sparsellm.runs.registry import METHODS
+        from sparsellm.runs.recipe_fields import METHODS
 
         if as_json:
             print_json(METHODS)

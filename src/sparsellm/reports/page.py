@@ -16,10 +16,9 @@ from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.run_plots import run_plots
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import is_sweep, read_outcomes, saved_sweep
-from sparsellm.runs.inspection import REPORT
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import SavedReport, read_saved_report
+from sparsellm.runs.records import REPORT, SavedReport, read_saved_report
 
 
 def report_page(folder: str | Path) -> tuple[str, list[Plot]]:

@@ -21,12 +21,11 @@ from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.data.json_files import is_text
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.models.blocks import blocks_of
-from sparsellm.runs.finished import CARD, foreign_file
-from sparsellm.runs.inspection import REPORT, WORK
-from sparsellm.runs.output_lock import aside, replacing
 from sparsellm.runs.publication import Paths, clean_settings
+from sparsellm.runs.records import CARD, REPORT, WORK, foreign_file
 from sparsellm.runs.report import Report, strict_json
 from sparsellm.runs.verification import check_written, proven
+from sparsellm.runs.workspace import aside, replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,25 +1,30 @@
-"""Fingerprint of a run, compared on resume: recipe, digests of the model's files, calibration tokens, versions and machine."""
+"""What a run depends on: compared on resume, and the key of the cache of results on dense models."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from sparsellm._version import __version__
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runtime import devices
 from sparsellm.solvers import sparsegpt_triton
 
@@ -106,3 +111,55 @@ def _digest(file: Path, *_: int) -> str:
 def token_digest(windows: Tensor) -> str:
     """Digest of token ids."""
     return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class DenseCache:
+    """A folder of journals, one for each dense model and set of sequences.
+
+    A process that needs a result waits while another computes it. The lock is released when its process ends, in any way.
+
+    Args:
+        folder: Folder of the cache.
+        observer: Receives a note if a journal is damaged and its results are computed again.
+    """
+
+    def __init__(self, folder: Path, observer: Observer = lambda _: None) -> None:
+        self.folder, self._observer = folder, observer
+
+    @contextmanager
+    def open(self, known: Mapping[str, Any]) -> Iterator[Journal]:
+        """Open the journal of a cache key, and lock it against other processes."""
+        digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
+        folder = self.folder / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            journal = (Journal.resume if (folder / JOURNAL).exists() else Journal.begin)(folder, known)
+            if journal.lost:
+                self._observer(Note(journal.lost))
+            yield journal
+
+    def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
+        """Return the cached plain data of that name, computed by `find` if missing."""
+        with self.open(known) as journal:
+            if journal.fact(name) is None:
+                journal.note(name, find())
+            return journal.fact(name)
+
+
+def cache_key(
+    source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything that determines a result of a dense model to the last bit.
+
+    Args:
+        source: The dense model, known by the digests of its files.
+        windows: Token ids, (sequences, length).
+        dtype: Data type of the computation.
+        batch: Sequences per batch; None if the result does not depend on it.
+        environment: Versions of packages, and the machine.
+
+    Returns:
+        Plain data, by name.
+    """
+    key = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
+    return key | {f"environment.{name}": value for name, value in environment.items()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sparsellm._version import __version__
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
-from sparsellm.runs.finished import finished_report
+from sparsellm.runs.records import finished_report
 from sparsellm.runs.verification import verify
 
 if TYPE_CHECKING:

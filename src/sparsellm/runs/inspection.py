@@ -18,18 +18,12 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.records import read_saved_report
+from sparsellm.runs.records import REPORT, read_saved_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-REPORT = "sparsellm.json"
-"""Name of the report file beside the weights."""
-
-WORK = ".sparsellm"
-"""Name of the work folder in an unfinished output; a finished output has none."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from sparsellm.checkpoints.loading import open_checkpoint, resolve_device
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
-from sparsellm.runs.first_pass import check_runs
-from sparsellm.runs.placement import load
+from sparsellm.runs.placement import check_runs, load
 from sparsellm.runs.preparation import check_tokens, check_vocabulary, read_test, window_length
 from sparsellm.runs.recipe_file import read_recipe
 

@@ -1,4 +1,4 @@
-"""Where a run holds the model: in memory as a whole, or read block by block; and the memory budget for hidden states."""
+"""Where a run holds the model: in memory as a whole, or read block by block; loading it, and a test run on a few tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import ResidentWeights
 from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import TooLarge
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.partial_forward import input_device, model_errors, prediction_head
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runtime import devices
+from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
 
@@ -130,3 +134,43 @@ def resident_bytes(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> int
         return sum(tensor.numel() * tensor.element_size() for tensor in source.model.parameters())
     count: int = sum(tensor.numel() for tensor in source.skeleton().parameters())
     return source.dtype(recipe.dtype).itemsize * count
+
+
+TOKENS = 16
+"""Tokens of the test sequence."""
+
+
+@torch.no_grad()
+def check_runs(loaded: LoadedModel, by_block: bool) -> None:
+    """Run a model on one short sequence.
+
+    Args:
+        loaded: The model.
+        by_block: Run it block by block, as it is pruned, instead of as a whole. Of an offloaded model only the first block
+            is run, since loading the others takes long.
+
+    Raises:
+        UnsupportedModel: The model's own code fails.
+        NonFinite: The output of a block has NaN or infinity.
+    """
+    model = loaded.model
+    tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    with model_errors(model, "as its config.json says"):
+        if by_block:
+            _run_blocks(loaded, tokens)
+        else:
+            with eval_mode(model), compute_dtype_context(model, loaded.compute):
+                logits = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
+                assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
+
+
+def _run_blocks(loaded: LoadedModel, tokens: Tensor) -> None:
+    """Run all blocks, or only the first of an offloaded model, and the prediction head on one sequence, (1, seq)."""
+    blocks = blocks_of(loaded.model)
+    last = 0 if loaded.offloaded else len(blocks) - 1
+    batches = [tokens] * collectives.world()  # one per process
+    for block, inputs in walk(loaded.model, batches, last + 1, loaded.compute, weights=loaded.weights, storage=loaded.storage):
+        if block.index == last:
+            inputs.advance(block)
+            with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:
+                predict(tokens, inputs.pruned[0])

@@ -23,7 +23,7 @@ from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES,
 from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Placement, choose_placement
 from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.costs import BlockCost, BlockShapes, rates, work
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory

@@ -27,8 +27,8 @@ from sparsellm.recovery.masked_training import windows_a_step
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
 from sparsellm.runs.events import OPENING, READING_TEXTS, Note, Observer, Stage, add_note, phase
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.recovery import BlockRecovery, recovery_plan
-from sparsellm.runs.registry import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.patterns import Unstructured

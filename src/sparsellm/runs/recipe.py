@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePath
 
@@ -15,9 +16,23 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.pruning.plan import select_blocks
-from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields, RunFields, SolverName
-from sparsellm.runs.registry import ALLOCATIONS, SCOPES, SOLVERS
+from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RecoveryFields, RunFields, SolverName
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+SOLVERS: dict[str, Callable[[], LayerSolver]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "fast-admm": FastADMM,
+    "alps": ALPS,
+    "alps-accurate": ALPS.accurate,
+}
+"""Layer solvers by name; each is also a layer-wise method of that name."""
 
 _ONLY_DEFAULT = ("effort", "gauss_newton_steps")
 _ONLY_PUBLISHED = ("epochs", "alpha", "beta")

@@ -15,6 +15,23 @@ from sparsellm.evaluation.measurements import TaskName
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
 
+METHODS = {
+    "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
+    "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
+    "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
+    "sparsegpt": "removes the cheapest weights column by column and updates later columns to compensate (ICML 2023)",
+    "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
+    "magnitude": "keeps the largest weights, without calibration text",
+}
+"""Description of each method by name, as `sparsellm methods` prints it."""
+
+SCOPES = ("none", "feedforward")
+"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
+
+ALLOCATIONS = ("uniform", "owl", "fisher")
+"""Rules that set each layer's sparsity; a YAML file may be used instead."""
+
 
 def _field(panel: str, default: Any, description: str, default_text: str | None = None, **constraints: Any) -> Any:
     """A field of the recipe.

@@ -17,9 +17,9 @@ from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block
-from sparsellm.runs.finished import finished_report, pruned_layers
 from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.records import finished_report, pruned_layers
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount

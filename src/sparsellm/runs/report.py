@@ -17,7 +17,6 @@ from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.methods import BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.markdown import fenced, plain
 from sparsellm.runs.recipe import RunRecipe
 
 When = Literal["dense", "pruned"]
@@ -27,6 +26,10 @@ HUB = "https://huggingface.co"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 """A valid model name on the hub, which rejects cards with any other base model."""
+
+
+ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+"""Characters that HTML interprets, by code, with their escapes."""
 
 
 @dataclass
@@ -236,3 +239,20 @@ def _plus_minus(result: Perplexity | Accuracy | None) -> str:
     if result is None:
         return "not measured"
     return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")
+
+
+def plain(text: str) -> str:
+    """Escape a text for use within one line or table cell; line breaks become spaces.
+
+    Underscores within words are not escaped, since Markdown does not interpret them.
+    """
+    line = "".join(character for character in " ".join(text.split()) if character.isprintable())
+    line = re.sub(r"([\\`*\[\]|~$#])", r"\\\1", line).translate(ENTITIES)
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
+
+
+def fenced(text: str, language: str = "") -> list[str]:
+    """Lines of a code block with this text; the fence is longer than any run of backticks in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", *text.rstrip().splitlines(), fence]

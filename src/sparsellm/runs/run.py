@@ -24,14 +24,15 @@ from sparsellm.evaluation.zeroshot import evaluate_tasks
 from sparsellm.methods import BlockMethod
 from sparsellm.recovery.distillation import generate_samples
 from sparsellm.recovery.masked_training import split_batches
-from sparsellm.runs.event_log import LOG, EventLog
 from sparsellm.runs.events import (
     CONTINUING,
     GENERATING,
     LOADING,
+    LOG,
     MEASURING,
     Begun,
     Ended,
+    EventLog,
     Measured,
     Note,
     Observer,
@@ -40,16 +41,14 @@ from sparsellm.runs.events import (
     phase,
 )
 from sparsellm.runs.export import save
-from sparsellm.runs.fingerprint import environment
-from sparsellm.runs.first_pass import check_runs
-from sparsellm.runs.placement import Placement, load
+from sparsellm.runs.fingerprint import DenseCache, cache_key, environment
+from sparsellm.runs.placement import Placement, check_runs, load
 from sparsellm.runs.preparation import GivenText, Prepared, prepare
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.remarks import add_warnings
 from sparsellm.runs.report import Report, When
-from sparsellm.runs.sharing import DenseCache, cache_key
 from sparsellm.runs.stages import prune_model
 from sparsellm.runs.startup import start_run
 from sparsellm.runs.workspace import WorkDirectory

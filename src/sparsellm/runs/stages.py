@@ -41,7 +41,7 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.preparation import model_step, model_written
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Unstructured

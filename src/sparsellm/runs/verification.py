@@ -17,8 +17,8 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.finished import CARD, Layers, changed_files, finished_report, moved_tensors, pruned_layers
-from sparsellm.runs.inspection import REPORT, Tensors, compare, follows
+from sparsellm.runs.inspection import Tensors, compare, follows
+from sparsellm.runs.records import CARD, REPORT, Layers, changed_files, finished_report, moved_tensors, pruned_layers
 from sparsellm.runs.report import Report, finite
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, parse_pattern
