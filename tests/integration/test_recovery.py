@@ -40,7 +40,6 @@ from sparsellm.runs.inspection import inspect
 from sparsellm.runs.preparation import model_step
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery import RATE
-from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.recovering import block_recovery
@@ -99,7 +98,7 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
     compute = compute_dtype(dense)
     more = generate_samples(dense, TOKENS[: -count_held_out(TOKENS)], count, seed=0, compute=compute)
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
-    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    plan = {layer.name: layer.pattern for layer in result.report.layers}
     found, moved = distill(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
     assert result.report.recovered == found
     assert alike(model, out)
@@ -115,7 +114,7 @@ def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path
     out = result.save_pretrained(tmp_path / "out")
     kind = getattr(torch, dtype)
     dense, model = load(tiny[family], kind), load(folder)
-    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    plan = {layer.name: layer.pattern for layer in result.report.layers}
     method = block_recovery(model, result.report.blocks, MaskedAdam(20, RATE))
     steps = list(prune_blocks(dense, split_batches(TOKENS, 2), method, plan, None if kind == torch.float32 else torch.float32))
     assert alike(dense, out)

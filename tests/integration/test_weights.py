@@ -215,11 +215,11 @@ def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, m
     here, bit = tensors(whole, "here"), whole.clone()
     bit[6, 4] = torch.nextafter(bit[6, 4], torch.tensor(0.0))
     others = {"same": whole, "bit": bit, "row": torch.cat([whole, whole[:1]]), "form": whole.reshape(5, 7).contiguous()}
-    changed = {name: compare(here, tensors(other, name))["changed"] for name, other in others.items()}
+    changed = {name: compare(here, tensors(other, name)).changed for name, other in others.items()}
     assert changed == {"same": (), "bit": ("x",), "row": ("x",), "form": ("x",)}
     wide = tensors(whole.double(), "wide")
-    assert compare(here, wide)["changed"] == ("x",)
-    assert compare(here, wide, as_stored=False)["changed"] == ()
+    assert compare(here, wide).changed == ("x",)
+    assert compare(here, wide, as_stored=False).changed == ()
 
 
 @pytest.mark.parametrize("memory", [(), ("--offload",)], ids=["in memory", "streamed"])

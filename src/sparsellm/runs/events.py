@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import SerializeAsAny, TypeAdapter
 
 from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
@@ -41,7 +41,7 @@ class Begun:
     """
 
     name: str
-    recipe: RunRecipe
+    recipe: SerializeAsAny[RunRecipe]
     environment: Mapping[str, str]
     tight: bool = False
 
@@ -91,6 +91,8 @@ class Ended:
 Event = Begun | Stage | Note | Measured | Step | Ended
 Observer = Callable[[Event], None]
 """Called with each event as it happens; the library itself prints nothing."""
+
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
 
 
 def combine_observers(*observers: Observer | None) -> Observer:
@@ -143,9 +145,9 @@ class EventLog:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.perf_counter() - self._started, 3),
             "event": type(event).__name__,
-            "fields": asdict(event),
+            "fields": _EVENT.dump_python(event, mode="json"),
         }
-        line = json.dumps(finite(message), allow_nan=False, default=_recipe_to_dict) + "\n"
+        line = json.dumps(finite(message), allow_nan=False) + "\n"
         self._lines.append(line)
         self._write(line)
 
@@ -173,8 +175,3 @@ class EventLog:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(text)
-
-
-def _recipe_to_dict(recipe: BaseModel) -> Any:
-    """Convert a recipe to plain data."""
-    return recipe.model_dump(mode="json")

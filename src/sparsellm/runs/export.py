@@ -143,7 +143,7 @@ def save(
         for file in along:
             shutil.copyfile(file, work / file.name)
         _document(work, report, texts or {})
-        check_written(work, report, dense, model, in_memory=weights is None)
+        check_written(work, report, dense, model=model, in_memory=weights is None)
         content = proven(work, Paths(report.recipe).without(report).to_dict())
         (work / REPORT).write_text(strict_json(content) + "\n", encoding="utf-8")
         _set_default_permissions(work)

@@ -94,7 +94,7 @@ def prepare(
         check_coverage(skeleton, coverage)
         method: BlockMethod
         if isinstance(recipe, RecoveryRecipe):
-            method, plan, report.pruned = recovery_plan(recipe, source, blocks)
+            method, plan, report.pruned = recovery_plan(recipe, source)
         else:
             assert isinstance(recipe, Recipe)
             method, plan = make_plan(recipe, blocks)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from sparsellm.checkpoints.digests import file_digest, report_digest
 from sparsellm.data.json_files import is_path, read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
-from sparsellm.solvers.patterns import Pattern, parse_pattern
+from sparsellm.methods import StoredPattern
 
 REPORT = "sparsellm.json"
 """Name of the report file beside the weights."""
@@ -22,9 +23,6 @@ WORK = ".sparsellm"
 CARD = "README.md"
 """The model card, which users may edit."""
 
-Layers = Mapping[str, tuple[int, Pattern]]
-"""Number of zeros and pattern of each pruned layer, by its full name."""
-
 
 def _parse_number(value: Any) -> Any:
     """Convert the strings that `report.strict_json` writes for infinity and NaN; reject integers that exceed 64 bits."""
@@ -33,12 +31,6 @@ def _parse_number(value: Any) -> Any:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError("the integer is too large")
     return value
-
-
-def _check_pattern(text: str) -> str:
-    """Return the text of a pattern; raise an error if it cannot be parsed."""
-    parse_pattern(text)
-    return text
 
 
 Number = Annotated[float, BeforeValidator(_parse_number)]
@@ -68,7 +60,7 @@ class SavedLayer(Record):
     """A `LayerResult`."""
 
     name: str
-    pattern: Annotated[str, AfterValidator(_check_pattern)]
+    pattern: StoredPattern
     zeros: Annotated[int, Field(ge=0)]
     sparsity: Finite
     error: Number
@@ -128,6 +120,16 @@ class SavedReport(Record):
     files: list[str] = []
     digests: SavedDigests | None = None
 
+    @property
+    def layers(self) -> list[SavedLayer]:
+        """Every pruned layer, in order."""
+        return [layer for block in self.blocks for layer in block.layers]
+
+    @property
+    def changed_parameters(self) -> set[str]:
+        """The parameters besides the pruned layers that the run changed."""
+        return {name for block in self.blocks for name in block.changed_parameters}
+
 
 class FinishedCell(Record):
     """A finished cell of a sweep."""
@@ -172,45 +174,77 @@ def read_record(
 
 
 def read_saved_report(file: Path) -> SavedReport:
-    """Read a run's report as a record. Raises BadCheckpoint if it is damaged."""
+    """Read a run's report. Raises BadCheckpoint if it is damaged."""
     return read_record(file, SavedReport, "report of a run", BadCheckpoint)[0]
 
 
-def saved_report(file: Path) -> dict[str, Any]:
-    """Read a run's report as plain data, unchanged, as its digest requires. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[1]
+@dataclass(frozen=True)
+class Output:
+    """A folder that a run wrote.
 
-
-def finished_report(output: str | Path) -> tuple[Path, Mapping[str, Any]]:
-    """Path and report of a finished output.
-
-    Raises:
-        InvalidSetting: The folder is not an output, or is unfinished.
-        BadCheckpoint: The report is damaged, or files are missing.
+    Attributes:
+        folder: The folder.
+        report: The report in it.
+        digests: The digests in the report.
+        content: The report as plain data, unchanged, as its own digest requires.
     """
-    path = Path(output).expanduser()
-    if (path / WORK).exists():
-        raise InvalidSetting(f"{output} is unfinished. Finish it first: run the same `sparsellm prune` with --resume.")
-    report = read_report(path)
-    missing = sorted(name for name in report["files"] if not (path / name).is_file())
-    if missing:
-        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
-    return path, report
+
+    folder: Path
+    report: SavedReport
+    digests: SavedDigests
+    content: Mapping[str, Any]
+
+    def changed_files(self) -> list[str]:
+        """Return the files, including the report, that exist and differ from what the run wrote."""
+        present = [name for name in self.report.files if name != REPORT and (self.folder / name).is_file()]
+        changed = [name for name in present if file_digest(self.folder / name) != self.digests.files.get(name)]
+        return changed + [REPORT] * (report_digest(self.content) != self.digests.report)
 
 
-def read_report(folder: Path) -> Mapping[str, Any]:
+def read_output(folder: Path) -> Output:
     """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
     file = folder / REPORT
     if not file.is_file():
         reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
         raise InvalidSetting(f"{folder} {reason}. Name a folder that `sparsellm prune` wrote.")
-    report = saved_report(file)
-    if not report.get("digests") or "files" not in report:
+    report, content = read_record(file, SavedReport, "report of a run", BadCheckpoint)
+    if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
-    foreign = [name for name in report["files"] if not _is_within(folder, name)]
-    if foreign:
+    if foreign := [name for name in report.files if not _is_within(folder, name)]:
         raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
-    return report
+    return Output(folder, report, report.digests, content)
+
+
+def read_finished(output: str | Path) -> Output:
+    """Read the report of a finished output.
+
+    Raises:
+        InvalidSetting: The folder is not an output, or is unfinished.
+        BadCheckpoint: The report is damaged, or files are missing.
+    """
+    folder = Path(output).expanduser()
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: run the same `sparsellm prune` with --resume.")
+    finished = read_output(folder)
+    if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
+        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
+    return finished
+
+
+def foreign_file(folder: Path, kept: Collection[str]) -> str:
+    """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
+    if not kept:
+        return ""
+    try:
+        output = read_output(folder)
+    except InvalidSetting:
+        return f"{min(kept)}, which sparsellm did not write"
+    except BadCheckpoint:
+        return f"{REPORT}, which is damaged"
+    if foreign := sorted(set(kept) - set(output.report.files)):
+        return f"{foreign[0]}, which sparsellm did not write"
+    changed = output.changed_files()
+    return f"{changed[0]}, which was changed since" if changed else ""
 
 
 def _is_within(folder: Path, name: str) -> bool:
@@ -219,37 +253,3 @@ def _is_within(folder: Path, name: str) -> bool:
         return False
     file, root = (folder / name).resolve(), folder.resolve()
     return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")
-
-
-def changed_files(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Files of a finished output, including its report, that exist and differ from what the run wrote."""
-    recorded = report["digests"]["files"]
-    present = [name for name in report["files"] if name != REPORT and (folder / name).is_file()]
-    changed = [name for name in present if file_digest(folder / name) != recorded.get(name)]
-    return changed + [REPORT] * (report_digest(report) != report["digests"]["report"])
-
-
-def foreign_file(folder: Path, kept: Collection[str]) -> str:
-    """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
-    if not kept:
-        return ""
-    try:
-        report = read_report(folder)
-    except InvalidSetting:
-        return f"{min(kept)}, which sparsellm did not write"
-    except BadCheckpoint:
-        return f"{REPORT}, which is damaged"
-    if foreign := sorted(set(kept) - set(report["files"])):
-        return f"{foreign[0]}, which sparsellm did not write"
-    changed = changed_files(folder, report)
-    return f"{changed[0]}, which was changed since" if changed else ""
-
-
-def pruned_layers(report: Mapping[str, Any]) -> Layers:
-    """Pruned layers with their zeros and patterns, as recorded in a report."""
-    return {x["name"]: (x["zeros"], parse_pattern(x["pattern"])) for block in report["blocks"] for x in block["layers"]}
-
-
-def moved_tensors(report: Mapping[str, Any]) -> set[str]:
-    """Tensors besides the pruned layers that the run changed, as recorded in a report."""
-    return {name for block in report["blocks"] for name in block.get("changed_parameters", ())}

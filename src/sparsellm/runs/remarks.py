@@ -6,7 +6,6 @@ from sparsellm.methods import BlockMethod
 from sparsellm.runs.events import Observer, add_note
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
-from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.statistics import TokenCount
 
 
@@ -34,7 +33,7 @@ def add_warnings(method: BlockMethod, report: Report, observer: Observer) -> Non
             observer,
         )
     _warn_about_experts(report, observer)
-    surplus = [x for x in report.layers if x.zeros != parse_pattern(x.pattern).count_removed(x.shape[0] * x.shape[1])]
+    surplus = [x for x in report.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]
     if surplus:
         add_note(
             f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "

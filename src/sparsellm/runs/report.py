@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.methods import BlockResult, LayerResult, TrainingResult
+from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.recipe import RunRecipe
 
@@ -223,7 +223,7 @@ def finite(data: Any) -> Any:
 
 def _block_to_dict(block: BlockResult) -> dict[str, Any]:
     """A block's result as plain data."""
-    data = asdict(block)
+    data: dict[str, Any] = BLOCK_RESULT.dump_python(block, mode="json")
     for layer, fields in zip(block.layers, data["layers"], strict=True):
         fields["sparsity"] = layer.sparsity
     return data
