@@ -1,4 +1,4 @@
-"""The results of a run, layer by layer, as JSON and as a model card in Markdown."""
+"""The results of a run, layer by layer, as JSON and as a model card in Markdown, from the template card.md."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import yaml
 from huggingface_hub import ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
@@ -57,7 +58,7 @@ class Report:
     """
 
     recipe: RunRecipe
-    environment: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
@@ -84,13 +85,6 @@ class Report:
         """The fraction of the pruned layers' weights that are zero."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
-
-    def _rest(self) -> str:
-        """State how the tensors that were not pruned differ from the dense model's."""
-        changed = sum(len(block.changed_parameters) for block in self.blocks)
-        if changed:
-            return f"{changed} biases and norms were changed; all other tensors equal the dense model's."
-        return "All other tensors equal the dense model's."
 
     def totals(self) -> dict[str, Any]:
         """Layer, parameter and zero counts, and the sparsities that follow."""
@@ -127,84 +121,32 @@ class Report:
         """The report as strict JSON."""
         return strict_json(self.to_dict())
 
-    def _metadata(self) -> ModelCardData:
-        """The card's metadata for the hub."""
-        vision = self.origin.loader == "AutoModelForImageTextToText"
-        return ModelCardData(
-            base_model=self.origin.name if HUB_NAME.fullmatch(self.origin.name) else None,
-            library_name="transformers",
-            pipeline_tag="image-text-to-text" if vision else "text-generation",
-            tags=["sparsellm", "pruning", "sparse"],
-            **self.origin.terms,
-        )
-
-    def _loading(self) -> list[str]:
-        """Instructions for loading the model, as lines of the card."""
-        options = ", trust_remote_code=True" if self.recipe.trust_remote_code else ""
-        loader = self.origin.loader
-        return [
-            "## How to load it",
-            "",
-            "Replace FOLDER by the path of this folder, or by the model's name on the hub:",
-            "",
-            "```python",
-            f"from transformers import {loader}, AutoTokenizer",
-            "",
-            f'model = {loader}.from_pretrained("FOLDER"{options})',
-            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{options})',
-            "```",
-            "",
-        ]
-
-    def _base(self) -> str:
-        """Name the dense model, with a link if it is on the hub."""
-        origin = self.origin
-        if origin.hub and HUB_NAME.fullmatch(origin.name):
-            return f" from [{origin.name}]({HUB}/{origin.name})"
-        return f" from {plain(origin.name)}" if origin.name else ""
-
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
-        recipe = self.recipe
-        lines = [
-            "---",
-            self._metadata().to_yaml(),
-            "---",
-            "",
-            f"# {plain(PurePath(recipe.model).name)}, pruned",
-            "",
-            f"Pruned{self._base()} with sparsellm {self.environment['sparsellm']}: {plain(recipe.describe())}.",
-            f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
-            f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
-            "",
-            "The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense",
-            "one, unless the software that runs it makes use of zeros.",
-            "",
-            f"Calibration: {plain(self.calibration) or 'none'}.",
-            "",
-        ]
-        if self.coverage and (message := self.coverage.describe()):
-            lines += [message, ""]
-        if self.perplexity:
-            lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
-            for text, values in self.perplexity.items():
-                lines.append(f"| {plain(text)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
-            lines.append("")
-        if self.tasks:
-            lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
-            for task, accuracies in self.tasks.items():
-                dense, pruned = accuracies.get("dense"), accuracies.get("pruned")
-                lines.append(f"| {plain(task)} | {_plus_minus(dense)} | {_plus_minus(pruned)} |")
-            lines.append("")
-        lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
-        lines += self._loading()
-        lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
-        if self.pruned:
-            previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
-            lines += ["## Recipe of the pruned checkpoint", "", *fenced(previous, "yaml"), ""]
-        lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
-        lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
-        return "\n".join(lines) + "\n"
+        origin, recipe = self.origin, self.recipe
+        known = HUB_NAME.fullmatch(origin.name)
+        link = f"[{origin.name}]({HUB}/{origin.name})" if origin.hub and known else plain(origin.name)
+        metadata = ModelCardData(
+            base_model=origin.name if known else None,
+            library_name="transformers",
+            pipeline_tag="image-text-to-text" if origin.loader == "AutoModelForImageTextToText" else "text-generation",
+            tags=["sparsellm", "pruning", "sparse"],
+            **origin.terms,
+        )
+        previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else ""
+        environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+        environment.filters.update(plain=plain, fenced=fenced, plus_minus=_plus_minus)
+        return environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).render(
+            report=self,
+            totals=self.totals(),
+            metadata=metadata.to_yaml(),
+            name=PurePath(recipe.model).name,
+            base=f" from {link}" if origin.name else "",
+            changed=sum(len(block.changed_parameters) for block in self.blocks),
+            coverage=self.coverage.describe() if self.coverage else "",
+            options=", trust_remote_code=True" if recipe.trust_remote_code else "",
+            previous=previous,
+        )
 
 
 def strict_json(data: Any) -> str:
@@ -251,8 +193,7 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
 
 
-def fenced(text: str, language: str = "") -> list[str]:
-    """Lines of a code block with this text; the fence is longer than any run of backticks in the text."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}{language}", *text.rstrip().splitlines(), fence]
+def fenced(text: str, language: str = "yaml") -> str:
+    """A code block with this text; the fence is longer than any run of backticks in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return "\n".join([f"{fence}{language}", *text.rstrip().splitlines(), fence])
