@@ -21,8 +21,8 @@ from sparsellm.methods import LAYER_RESULT
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
+from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
-from sparsellm.runs.run import Result
 from sparsellm.runtime import collectives, devices, watchdog
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -29,7 +29,7 @@ from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, saved_sweep
 from sparsellm.reports.sweep_runner import _open as save_sweep
 from sparsellm.runs.inspection import inspect, planned_patterns
-from sparsellm.runs.preparation import check_vocabulary
+from sparsellm.runs.loading import check_vocabulary
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.records import foreign_file, read_finished, read_saved_report

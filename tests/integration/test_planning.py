@@ -339,7 +339,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
     """It is there already: it is pruned whatever the memory."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tokens = torch.zeros(4, 32, dtype=torch.long)
-    result = prune(model, "wanda", "60%", tokens, max_memory="1MB")
+    result = prune(model, "wanda", "60%", calibration=tokens, max_memory="1MB")
     assert result.report.sparsity == pytest.approx(0.6, abs=1e-3)
 
 

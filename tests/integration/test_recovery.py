@@ -130,7 +130,7 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []
-    result = recover(folder, loud[family], TOKENS, scope, 20, observe=seen.append, written=0, batch_size=2)
+    result = recover(folder, loud[family], TOKENS, scope=scope, steps=20, observe=seen.append, written=0, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
@@ -161,8 +161,8 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
 def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
     """A recovered checkpoint can be recovered further: by blocks, then as a whole."""
     folder = pruned(tiny["llama"], tmp_path / "pruned", dtype="bfloat16")
-    first = recover(folder, tiny["llama"], TOKENS, "block", 10, batch_size=2).save_pretrained(tmp_path / "first")
-    second = recover(first, tiny["llama"], TOKENS, "model", 10, batch_size=2).save_pretrained(tmp_path / "second")
+    first = recover(folder, tiny["llama"], TOKENS, scope="block", steps=10, batch_size=2).save_pretrained(tmp_path / "first")
+    second = recover(first, tiny["llama"], TOKENS, scope="model", steps=10, batch_size=2).save_pretrained(tmp_path / "second")
     one, two = tensors(folder), tensors(second)
     for layer in (layer for block in report_of(second)["blocks"] for layer in block["layers"]):
         assert torch.equal(one[f"{layer['name']}.weight"] == 0, two[f"{layer['name']}.weight"] == 0)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.checkpoints.block_loader import DiskWeights
+from sparsellm.checkpoints.comparison import Tensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
@@ -29,7 +30,6 @@ from sparsellm.pruning.allocation import fisher
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
-from sparsellm.runs.inspection import Tensors, compare
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused

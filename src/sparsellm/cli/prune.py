@@ -14,7 +14,7 @@ from sparsellm.cli.console import message_of_lost_process, print_json, report_er
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
-    from sparsellm.runs.recipe import RunRecipe
+    from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 
 
 @options.recipe_options()
@@ -80,7 +80,14 @@ def recover(
 
 
 def _write(
-    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, report_to: list[str], as_json: bool
+    recipe: Recipe | RecoveryRecipe,
+    output: str,
+    *,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+    report_to: list[str],
+    as_json: bool,
 ) -> None:
     """Run a recipe, in one process or in those of a launcher, write the output, and print the results."""
     if resume and restart:

@@ -107,7 +107,7 @@ def combine_observers(*observers: Observer | None) -> Observer:
 
 
 @contextmanager
-def phase(name: str, report: Report, observer: Observer, blocks: int = 0) -> Iterator[None]:
+def phase(name: str, report: Report, observer: Observer, *, blocks: int = 0) -> Iterator[None]:
     """Send a `Stage` event, and add the phase's duration to the report."""
     observer(Stage(name, blocks))
     started = time.perf_counter()

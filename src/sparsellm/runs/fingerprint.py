@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm._version import __version__
@@ -55,7 +56,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def fingerprint(
-    recipe: RunRecipe, source: Checkpoint | InMemoryModel, windows: Tensor, environment: Mapping[str, str]
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, *, windows: Tensor, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Compute what must be unchanged for a run to be resumed.
 
@@ -138,16 +139,17 @@ class DenseCache:
                 self._observer(Note(journal.lost))
             yield journal
 
-    def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any]) -> Any:
-        """Return the cached plain data of that name, computed by `find` if missing."""
+    def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any], *, kind: Any = Any) -> Any:
+        """Return the cached value of that name and type, computed by `find` if missing."""
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
         with self.open(known) as journal:
             if journal.fact(name) is None:
-                journal.note(name, find())
-            return journal.fact(name)
+                journal.note(name, adapter.dump_python(find(), mode="json"))
+            return adapter.validate_python(journal.fact(name))
 
 
 def cache_key(
-    source: Checkpoint, windows: Tensor, dtype: torch.dtype, batch: int | None, environment: Mapping[str, str]
+    source: Checkpoint, windows: Tensor, *, dtype: torch.dtype, environment: Mapping[str, str], batch: int | None = None
 ) -> dict[str, Any]:
     """Everything that determines a result of a dense model to the last bit.
 
@@ -155,8 +157,8 @@ def cache_key(
         source: The dense model, known by the digests of its files.
         windows: Token ids, (sequences, length).
         dtype: Data type of the computation.
-        batch: Sequences per batch; None if the result does not depend on it.
         environment: Versions of packages, and the machine.
+        batch: Sequences per batch; None if the result does not depend on it.
 
     Returns:
         Plain data, by name.

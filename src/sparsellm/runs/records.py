@@ -147,7 +147,7 @@ AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 def read_record(
-    file: Path, model: type[AnyModel], what: str, refusal: type[SparseLLMError] = InvalidSetting
+    file: Path, model: type[AnyModel], what: str, *, refusal: type[SparseLLMError] = InvalidSetting
 ) -> tuple[AnyModel, dict[str, Any]]:
     """Read and validate a JSON file.
 
@@ -175,7 +175,7 @@ def read_record(
 
 def read_saved_report(file: Path) -> SavedReport:
     """Read a run's report. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[0]
+    return read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def read_output(folder: Path) -> Output:
     if not file.is_file():
         reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
         raise InvalidSetting(f"{folder} {reason}. Name a folder that `sparsellm prune` wrote.")
-    report, content = read_record(file, SavedReport, "report of a run", BadCheckpoint)
+    report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
     if foreign := [name for name in report.files if not _is_within(folder, name)]:

@@ -88,7 +88,7 @@ def prune_model(
             groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, visited):
+    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, blocks=visited):
         for step in prune_blocks(model, batches, method, plan, compute, metrics, weights, storage, journal):
             observer(step)
             if isinstance(step, BlockResult):

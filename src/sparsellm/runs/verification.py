@@ -13,12 +13,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare
 from sparsellm.checkpoints.digests import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.methods import LayerResult
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.inspection import Tensors, bit_identical, compare, follows, layers_by_parameter
+from sparsellm.runs.inspection import follows, layers_by_parameter
 from sparsellm.runs.records import CARD, REPORT, Output, SavedLayer, read_finished
 from sparsellm.runs.report import Report, finite
 from sparsellm.solvers.linalg import count_zeros
