@@ -228,11 +228,11 @@ def test_another_pruned_checkpoint_is_another_run(
     )
     words = (folder, tmp_path / "out", *words, "--scope", "block", "--steps", 2)
 
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.runs.run.add_warnings", interrupted)
+        context.setattr("sparsellm.runs.report.Report.warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -18,7 +18,8 @@ from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
+from sparsellm.solvers.statistics import TokenCount
 
 When = Literal["dense", "pruned"]
 
@@ -95,6 +96,45 @@ class Report:
             "zeros": self.zeros,
             "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
         }
+
+    def warnings(self, damping: float | None) -> Iterator[str]:
+        """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.
+
+        Args:
+            damping: Damping of the method's solver; None for a solver without it.
+        """
+        blocks_by_note: dict[str, list[str]] = {}
+        for block in self.blocks:
+            for note in (block.note, block.refined.note if block.refined else ""):
+                if note:
+                    blocks_by_note.setdefault(note, []).append(block.name)
+        for note, names in blocks_by_note.items():
+            in_all = len(names) == len(self.blocks) > 2
+            yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
+        if isinstance(self.recipe, RecoveryRecipe):
+            return  # recovery chooses no zeros
+        if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
+            highest = max(raised, key=lambda layer: layer.damping or 0)
+            yield (
+                f"damping was raised from {damping:g} on {len(raised)} layers because a factorisation failed, "
+                f"to at most {highest.damping:g} on {highest.name}: use more calibration tokens"
+            )
+        if few := [x for x in self.layers if x.routed_tokens is not None and x.routed_tokens < x.tokens]:
+            least = min(few, key=lambda layer: layer.routed_tokens or 0)
+            yield (
+                f"{len({x.name.rpartition('.')[0] for x in few})} experts received fewer tokens than their layers have inputs, "
+                f"{least.name.rpartition('.')[0]} only {least.routed_tokens:,}: evenly spaced tokens of the layer were added, "
+                f"{least.tokens:,} in all"
+            )
+        if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
+            text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
+            yield f"{text}: use more calibration tokens"
+        if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
+            yield (
+                f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "
+                f"({100 * surplus[0].sparsity:.2f} %): inputs are always zero, "
+                "dense weights were zero already, or small weights round to zero in the model's dtype"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""

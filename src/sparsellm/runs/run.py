@@ -44,7 +44,6 @@ from sparsellm.runs.preparation import GivenText, Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recovery import read_recovery, recovery_plan
-from sparsellm.runs.remarks import add_warnings
 from sparsellm.runs.report import Report
 from sparsellm.runs.stages import prune_model
 from sparsellm.runs.startup import start_run
@@ -191,7 +190,8 @@ def run(
     measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
     ready = _add_generated(ready, loaded, report=report, observer=observer)
     loaded = _prune(loaded, ready, batch, report=report, observer=observer, journal=journal, shared=shared, reload=load_model)
-    add_warnings(method, report, observer)
+    for text in report.warnings(damping=getattr(getattr(method, "solver", None), "damping", None)):
+        add_note(text, report, observer)
     try:
         measure_into(report, "pruned", loaded, ready=ready, observer=observer)
     except NonFinite as error:  # the pruned model is still written
