@@ -89,7 +89,7 @@ def attempt(folder: Path, method: str, tokens: Tensor) -> dict:
             blocks.append(event)
 
     try:
-        result = sparsellm.prune(folder / "dense", method, "2:4", tokens, observe=watch)
+        result = sparsellm.prune(folder / "dense", method, "2:4", calibration=tokens, observe=watch)
         if fault := dense_layers(result.model):
             return {"outcome": ERROR, "said": fault}
         result.save_pretrained(folder / method)

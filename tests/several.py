@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 
 import sparsellm
 from sparsellm.evaluation.perplexity import perplexity
+from sparsellm.methods import LAYER_RESULT
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
+from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
-from sparsellm.runs.run import Result
 from sparsellm.runtime import collectives, devices, watchdog
-from sparsellm.solvers.patterns import parse_pattern
 from tests.pruning import prune_blocks
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -71,7 +70,7 @@ def windows(count: int, seed: int) -> torch.Tensor:
 def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     """The pruned model after gradient steps, over the whole of it or block after block."""
     dense, batches = tiny(name).to(result.model.device), split_batches(windows(16, 1), 2)
-    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    plan = {layer.name: layer.pattern for layer in result.report.layers}
     if not whole:
         layers = {block.name: block.layers for block in result.report.blocks}
         method = BlockRecovery(MaskedAdam(10, 1e-3), result.model.state_dict().__getitem__, layers)
@@ -99,7 +98,8 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
             result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
             model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)
-            told = {"perplexity": found.value, "layers": [asdict(layer) for layer in result.report.layers]}
+            layers = [LAYER_RESULT.dump_python(layer, mode="json") for layer in result.report.layers]
+            told: dict[str, object] = {"perplexity": found.value, "layers": layers}
             told["sent"] = collectives.bytes_sent() - before
             to = folder / f"{case}-{collectives.rank()}"
             save_file(

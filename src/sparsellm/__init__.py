@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.runs.export import Result as Result
     from sparsellm.runs.inspection import inspect as inspect
     from sparsellm.runs.recipe import Recipe as Recipe
     from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.report import Report as Report
-    from sparsellm.runs.run import Result as Result
     from sparsellm.runs.run import prune as prune
     from sparsellm.runs.run import recover as recover
     from sparsellm.runs.tracking import Tracked as Tracked
@@ -47,7 +47,7 @@ _CONTENTS = {
     "Recipe": "runs.recipe",
     "RecoveryRecipe": "runs.recipe",
     "Report": "runs.report",
-    "Result": "runs.run",
+    "Result": "runs.export",
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",

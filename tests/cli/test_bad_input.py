@@ -18,7 +18,7 @@ from transformers import BertConfig, BertModel
 from typer.testing import Result
 
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.runs.registry import METHODS
+from sparsellm.runs.recipe_fields import METHODS
 from tests.fuzzing import limited
 
 Command = Callable[..., Result]

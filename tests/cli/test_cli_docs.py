@@ -16,9 +16,8 @@ from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
 from sparsellm.evaluation.measurements import SPLITS, TaskName
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
-from sparsellm.runs.recipe_fields import MethodName, SolverName
-from sparsellm.runs.registry import ALLOCATIONS, METHODS, SOLVERS
+from sparsellm.runs.recipe import SOLVERS, Recipe, RecoveryRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

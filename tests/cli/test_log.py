@@ -12,9 +12,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs.event_log import LOG, EventLog
-from sparsellm.runs.events import Note
-from sparsellm.runs.inspection import WORK
+from sparsellm.runs.events import LOG, EventLog, Note
+from sparsellm.runs.records import WORK
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

@@ -92,7 +92,7 @@ def test_small_weights_have_the_error_of_the_same_weights_in_range(
     """By a power of two: the first layer sees the same inputs, and loses the same share to the bit. It was "0" below 1e-20."""
     tokens = torch.randint(3, 250, (4, 32), generator=torch.Generator().manual_seed(0))
     found = [
-        prune(str(folder), method, "50%", tokens).report.layers[0].error
+        prune(str(folder), method, "50%", calibration=tokens).report.layers[0].error
         for folder in (tiny["llama"], scaled(tiny["llama"], tmp_path / "model", 2.0**exponent))
     ]
     assert found[0] == found[1] > 0.01

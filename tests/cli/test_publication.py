@@ -20,10 +20,9 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.runs.markdown import fenced, plain
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.report import Report
+from sparsellm.runs.report import Report, fenced, plain
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 
@@ -171,8 +170,8 @@ def test_markdown_of_ordinary_names() -> None:
     """They stay as they are, and a fence is as long as it must be."""
     for name in ("model.layers.0.self_attn.q_proj", "some/tiny-opt", "70 %, 2:4 (true-sequential)", "words.txt"):
         assert plain(name) == name
-    assert fenced("a\n", "yaml") == ["```yaml", "a", "```"]
-    assert fenced("````") == ["`````", "````", "`````"]
+    assert fenced("a\n") == "```yaml\na\n```"
+    assert fenced("````", "") == "`````\n````\n`````"
 
 
 def test_names_on_disk(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:

@@ -26,7 +26,7 @@ from sparsellm.methods import BlockResult
 from sparsellm.reports.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
 from sparsellm.reports.sweep_file import Sweep, read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.runs import run, stages
+from sparsellm.runs import measuring, run, stages
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.records import SavedReport
 
@@ -163,7 +163,7 @@ def test_what_the_dense_model_shows_is_found_once(
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
     each, share = stages.iterate_output_sensitivities, stages.allocate
-    measured = run.measure_perplexity
+    measured = measuring.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any, **named: Any) -> Any:
@@ -174,7 +174,7 @@ def test_what_the_dense_model_shows_is_found_once(
 
     monkeypatch.setattr(stages, "iterate_output_sensitivities", count("sensitivities", each))
     monkeypatch.setattr(stages, "allocate", count("shares", share))
-    monkeypatch.setattr(run, "measure_perplexity", count("perplexities", measured))
+    monkeypatch.setattr(measuring, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"
     )

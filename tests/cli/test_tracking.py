@@ -28,6 +28,7 @@ from sparsellm.runs import tracking
 from sparsellm.runs.events import Begun, Note
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.tracking import Tracked
+from sparsellm.solvers.patterns import Unstructured
 from tests.conftest import report_of
 
 Command = Callable[..., Result]
@@ -112,8 +113,9 @@ def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Pat
 
 def test_experts_share_a_chart() -> None:
     """Layers that differ in a number alone are one kind: their mean error, their share of zeros."""
+    half = Unstructured(0.5)
     layers = tuple(
-        LayerResult(f"model.layers.4.mlp.experts.{expert}.up_proj", "50%", shape, zeros, error, "Gram", None, 9, 1, 0.1)
+        LayerResult(f"model.layers.4.mlp.experts.{expert}.up_proj", half, shape, zeros, error, "Gram", None, 9, 1, 0.1)
         for expert, (shape, zeros, error) in enumerate([((2, 4), 8, 0.1), ((2, 4), 0, 0.3), ((4, 4), 8, 0.2)])
     )  # fmt: skip
     found = tracking.figures(BlockResult(4, "model.layers.4", layers, (), 1.0))

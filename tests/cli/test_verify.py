@@ -398,9 +398,10 @@ def test_a_kept_weight_that_the_disk_changed(tiny: dict[str, Path], tmp_path: Pa
 
     written = export._document
 
-    def damaging(work: Path, *more: Any) -> None:
-        written(work, *more)
+    def damaging(work: Path, *more: Any) -> Any:
+        report = written(work, *more)
         CHANGES["a doubled weight"](work)
+        return report
 
     monkeypatch.setattr(export, "_document", damaging)
     result = sparsellm.prune(tiny["opt"], method="magnitude")

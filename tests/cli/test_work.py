@@ -23,7 +23,7 @@ from sparsellm.errors import TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
-from sparsellm.runs.inspection import WORK
+from sparsellm.runs.records import WORK
 from tests.cli.test_bad_input import refused
 
 Command = Callable[..., Result]
@@ -277,7 +277,7 @@ def test_an_error_before_the_journal_is_read_keeps_it(
     assert command(*base).exit_code == 130
     ends(-1, KeyboardInterrupt)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -347,7 +347,7 @@ def test_what_needs_the_whole_model_says_so(words: tuple[object, ...], tmp_path:
 def test_without_an_output_the_model_must_fit(words: tuple[object, ...]) -> None:
 
     with pytest.raises(TooLarge, match="Name the folder to write"):
-        prune(words[0], "wanda", "60%", words[2], max_memory="100KB", samples=4, sequence_length=32)  # type: ignore[arg-type]
+        prune(words[0], "wanda", "60%", calibration=words[2], max_memory="100KB", samples=4, sequence_length=32)  # type: ignore[arg-type]
 
 
 LIMITED = """

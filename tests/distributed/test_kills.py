@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm.runs.event_log import LOG
-from sparsellm.runs.inspection import REPORT, WORK
-from sparsellm.runs.output_lock import EXPORT
+from sparsellm.runs.events import LOG
+from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.workspace import EXPORT
 
 QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
 RECIPES: dict[str, tuple[str, ...]] = {

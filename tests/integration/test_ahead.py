@@ -20,9 +20,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.placement import choose_placement
+from sparsellm.runs.loading import choose_placement, open_model
 from sparsellm.runs.planning import RunPlan, fitted
-from sparsellm.runs.preparation import prepare
+from sparsellm.runs.preparation import make_plan, prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.solvers.criteria import Magnitude, Wanda
@@ -179,8 +179,9 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
         "sparsity": "50%",
     }
     recipe = read_recipe(settings | {"method": "sparsegpt", "offload": True})
-    ready = prepare(recipe, None, None, Report(recipe, {}), lambda _: None)
-    place = choose_placement(recipe, ready.source, ready.device, files=True)
+    opened = open_model(recipe)
+    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None)
+    place = choose_placement(recipe, ready, files=True)
     assert place.ahead
     needs = [RunPlan(recipe, ready, replace(place, ahead=ahead), ready.batch).data for ahead in (False, True)]
     block = max(
@@ -189,5 +190,5 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     assert needs[1] - needs[0] == pytest.approx(block, rel=0.1)
     for memory, ahead in ((needs[1] + 1000, True), (sum(needs) // 2, False)):
         assert fitted(recipe, ready, replace(place, memory=memory), lambda _: None)[0].ahead is ahead
-    small = choose_placement(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready.source, ready.device, files=True)
+    small = choose_placement(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready, files=True)
     assert not small.ahead, "two blocks are more than half of the memory"

@@ -189,7 +189,7 @@ def test_models_that_do_not_run_block_by_block_are_refused(form: str, told: str,
     else:
         monkeypatch.setattr(model.model, "forward", twice)
     with pytest.raises(UnsupportedModel, match=told):
-        sparsellm.prune(model, "sparsegpt", "2:4", torch.cat([batch[:, :16] for batch in batches()]))
+        sparsellm.prune(model, "sparsegpt", "2:4", calibration=torch.cat([batch[:, :16] for batch in batches()]))
 
 
 def test_types_that_no_class_opens_are_refused(tmp_path: Path, command: Command) -> None:

@@ -29,9 +29,9 @@ from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery.distillation import distill, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.inspection import inspect
-from sparsellm.runs.placement import choose_placement
+from sparsellm.runs.loading import choose_placement, open_model
 from sparsellm.runs.planning import RunPlan
-from sparsellm.runs.preparation import prepare
+from sparsellm.runs.preparation import make_plan, prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
@@ -257,8 +257,11 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     tiny(name).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
-    ready = prepare(recipe, torch.cat(batches()), None, Report(recipe, {}), lambda _: None)
-    planned = RunPlan(recipe, ready, choose_placement(recipe, ready.source, ready.device, files=True), ready.batch)
+    opened = open_model(recipe)
+    ready = prepare(
+        opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None, given=torch.cat(batches())
+    )
+    planned = RunPlan(recipe, ready, choose_placement(recipe, ready, files=True), ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
     assert 4 * block < pruning.memory["cpu"] <= planned.data < 2**30
@@ -274,7 +277,7 @@ def written(source: Path, output: Path, method: str, **settings: Any) -> Path:
     recipe = read_recipe({"model": str(source), "batch_size": 2, **chosen})
     said: list[str] = []
     with work_directory(output) as work:
-        result = run(recipe, lambda event: said.append(str(event)), tokens, work=work)
+        result = run(recipe, lambda event: said.append(str(event)), given=tokens, work=work)
         assert any("read block by block" in told for told in said) == bool(settings.get("offload"))
         return result.save_pretrained(output)
 

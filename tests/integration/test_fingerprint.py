@@ -15,8 +15,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.runs import fingerprint
 from sparsellm.runs.events import Event, Note
-from sparsellm.runs.fingerprint import contents, model_fingerprint
-from sparsellm.runs.sharing import DenseCache
+from sparsellm.runs.fingerprint import DenseCache, contents, model_fingerprint
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import context_length
 from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.finished import read_report
+from sparsellm.runs.records import read_output
 
 Command = Callable[..., Result]
 
@@ -41,7 +41,7 @@ def test_report_naming_an_impossible_file(name: str, tiny: dict[str, Path], tmp_
     report = json.loads(file.read_text())
     file.write_text(json.dumps({**report, "files": [*report["files"], name]}))
     with pytest.raises(BadCheckpoint, match="not in the folder"):
-        read_report(tmp_path / "out")
+        read_output(tmp_path / "out")
 
 
 @pytest.mark.parametrize("value", ["[1, a]", "x", "true", "5"])

@@ -28,12 +28,11 @@ from sparsellm.reports.page import report_page
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, saved_sweep
 from sparsellm.reports.sweep_runner import _open as save_sweep
-from sparsellm.runs.finished import finished_report, foreign_file
-from sparsellm.runs.inspection import inspect, planned_layers
-from sparsellm.runs.preparation import check_vocabulary
+from sparsellm.runs.inspection import inspect, planned_patterns
+from sparsellm.runs.loading import check_vocabulary
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.records import read_saved_report
+from sparsellm.runs.records import foreign_file, read_finished, read_saved_report
 from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
@@ -169,9 +168,9 @@ def test_reports(copied: Path) -> None:
 
     def read() -> None:
         foreign_file(copied, {"config.json"})
-        planned_layers(copied)
+        planned_patterns(copied)
         measures(read_saved_report(file))
-        finished_report(copied)
+        read_finished(copied)
 
     fuzz(file, values(file), read)
 

@@ -15,8 +15,8 @@ from filelock import FileLock
 
 from sparsellm import prune
 from sparsellm.errors import CannotResume
-from sparsellm.runs.inspection import REPORT, WORK
-from sparsellm.runs.output_lock import EXPORT, LOCK, locked, recover, replacing
+from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.workspace import EXPORT, LOCK, locked, recover_output, replacing
 
 Command = Callable[..., Result]
 QUICK = ("--sparsity", "60%", "--samples", 6, "--sequence-length", 32, "--batch-size", 2, "--method", "wanda")
@@ -65,7 +65,7 @@ def test_killed_while_an_output_is_put_in_its_place(step: str, replaced: bool, t
     if replaced:
         export(path, "old")
     killed(lambda: export(path, "new"), step)
-    recover(path)
+    recover_output(path)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
     assert (path / WORK).exists() == (step != "rmtree")
     expected = "new" if step == "rmtree" else "old" if replaced else None
@@ -84,15 +84,15 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     (old / WORK).mkdir(parents=True)
     with FileLock(old / WORK / LOCK):
         with pytest.raises(CannotResume, match="Another process"):
-            recover(path)
+            recover_output(path)
         with pytest.raises(CannotResume, match="Another process"), locked(path):
             pass
         assert old.exists()
         path.mkdir()
         (path / REPORT).write_text("new")
-        recover(path)
+        recover_output(path)
         assert old.exists()
-    recover(path)
+    recover_output(path)
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
@@ -102,14 +102,14 @@ def test_folders_of_other_outputs_are_left_alone(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name / WORK).mkdir(parents=True)
     export(tmp_path / "out", "new")
-    recover(tmp_path / "out")
+    recover_output(tmp_path / "out")
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*names, "out"])
 
 
 def test_a_name_with_special_characters(tmp_path: Path) -> None:
     path = tmp_path / "o[u]t*.1"
     killed(lambda: export(path, "new"), "rename 1")
-    recover(path)
+    recover_output(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 

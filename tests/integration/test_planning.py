@@ -20,8 +20,8 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods import BlockResult
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
+from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.registry import SOLVERS
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime.costs import SolverCost, cost_of, rates
@@ -339,7 +339,7 @@ def test_a_model_in_memory_is_not_planned(folders: dict[str, Path], text_file: P
     """It is there already: it is pruned whatever the memory."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"])
     tokens = torch.zeros(4, 32, dtype=torch.long)
-    result = prune(model, "wanda", "60%", tokens, max_memory="1MB")
+    result = prune(model, "wanda", "60%", calibration=tokens, max_memory="1MB")
     assert result.report.sparsity == pytest.approx(0.6, abs=1e-3)
 
 

@@ -35,10 +35,10 @@ from sparsellm.recovery.distillation import (
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
-from sparsellm.runs.inspection import WORK, inspect
+from sparsellm.runs.inspection import inspect
 from sparsellm.runs.preparation import model_step
+from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery import RATE
-from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 from tests.pruning import prune_blocks
@@ -98,7 +98,7 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
     compute = compute_dtype(dense)
     more = generate_samples(dense, TOKENS[: -count_held_out(TOKENS)], count, seed=0, compute=compute)
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
-    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    plan = {layer.name: layer.pattern for layer in result.report.layers}
     found, moved = distill(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
     assert result.report.recovered == found
     assert alike(model, out)
@@ -114,7 +114,7 @@ def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path
     out = result.save_pretrained(tmp_path / "out")
     kind = getattr(torch, dtype)
     dense, model = load(tiny[family], kind), load(folder)
-    plan = {layer.name: parse_pattern(layer.pattern) for layer in result.report.layers}
+    plan = {layer.name: layer.pattern for layer in result.report.layers}
     method = block_recovery(model, result.report.blocks, MaskedAdam(20, RATE))
     steps = list(prune_blocks(dense, split_batches(TOKENS, 2), method, plan, None if kind == torch.float32 else torch.float32))
     assert alike(dense, out)
@@ -130,7 +130,7 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []
-    result = recover(folder, loud[family], TOKENS, scope, 20, observe=seen.append, written=0, batch_size=2)
+    result = recover(folder, loud[family], TOKENS, scope=scope, steps=20, observe=seen.append, written=0, batch_size=2)
     out = result.save_pretrained(tmp_path / "out")
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
@@ -161,8 +161,8 @@ def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path
 def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
     """A recovered checkpoint can be recovered further: by blocks, then as a whole."""
     folder = pruned(tiny["llama"], tmp_path / "pruned", dtype="bfloat16")
-    first = recover(folder, tiny["llama"], TOKENS, "block", 10, batch_size=2).save_pretrained(tmp_path / "first")
-    second = recover(first, tiny["llama"], TOKENS, "model", 10, batch_size=2).save_pretrained(tmp_path / "second")
+    first = recover(folder, tiny["llama"], TOKENS, scope="block", steps=10, batch_size=2).save_pretrained(tmp_path / "first")
+    second = recover(first, tiny["llama"], TOKENS, scope="model", steps=10, batch_size=2).save_pretrained(tmp_path / "second")
     one, two = tensors(folder), tensors(second)
     for layer in (layer for block in report_of(second)["blocks"] for layer in block["layers"]):
         assert torch.equal(one[f"{layer['name']}.weight"] == 0, two[f"{layer['name']}.weight"] == 0)
@@ -228,11 +228,11 @@ def test_another_pruned_checkpoint_is_another_run(
     )
     words = (folder, tmp_path / "out", *words, "--scope", "block", "--steps", 2)
 
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr("sparsellm.runs.run.add_warnings", interrupted)
+        context.setattr("sparsellm.runs.report.Report.warnings", interrupted)
         assert command("recover", *words).exit_code == 130
     shutil.rmtree(folder)
     pruned(tiny["llama"], folder, sparsity="50%")

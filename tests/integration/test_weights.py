@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.checkpoints.block_loader import DiskWeights
+from sparsellm.checkpoints.comparison import Tensors, compare
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
@@ -28,7 +29,6 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.allocation import fisher
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runs.inspection import Tensors, compare
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
 from tests.cli.test_bad_input import refused
@@ -225,11 +225,11 @@ def test_compared_in_pieces(piece: int, tiny: dict[str, Path], tmp_path: Path, m
     here, bit = tensors(whole, "here"), whole.clone()
     bit[6, 4] = torch.nextafter(bit[6, 4], torch.tensor(0.0))
     others = {"same": whole, "bit": bit, "row": torch.cat([whole, whole[:1]]), "form": whole.reshape(5, 7).contiguous()}
-    changed = {name: compare(here, tensors(other, name))["changed"] for name, other in others.items()}
+    changed = {name: compare(here, tensors(other, name)).changed for name, other in others.items()}
     assert changed == {"same": (), "bit": ("x",), "row": ("x",), "form": ("x",)}
     wide = tensors(whole.double(), "wide")
-    assert compare(here, wide)["changed"] == ("x",)
-    assert compare(here, wide, as_stored=False)["changed"] == ()
+    assert compare(here, wide).changed == ("x",)
+    assert compare(here, wide, as_stored=False).changed == ()
 
 
 @pytest.mark.parametrize("memory", [(), ("--offload",)], ids=["in memory", "streamed"])

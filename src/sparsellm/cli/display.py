@@ -154,7 +154,7 @@ def print_inspection(console: Console, found: Inspection) -> None:
     for x in found.layers:
         rows.append([x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"])
         if found.expected:
-            rows[-1] += [x.pattern or "-", marks[x.holds]]
+            rows[-1] += [str(x.pattern or "-"), marks[x.holds]]
     show(console, table([*columns, *(["expected", "holds"] if found.expected else [])], rows))
     checked = [x for x in found.layers if x.holds is not None]
     if checked:

@@ -95,7 +95,7 @@ def inspect(
         from sparsellm.cli.display import print_inspection
         from sparsellm.runs.inspection import inspect as inspect_model
 
-        result = inspect_model(model, against, expect, trust_remote_code, architecture)
+        result = inspect_model(model, against, expect, trusted=trust_remote_code, architecture=architecture)
         if as_json:
             print_json(result.to_dict())
         else:
@@ -134,7 +134,7 @@ def verify(
 
         try:
             with stderr.status(f"verifying {output}"):
-                result = verify_output(output, against, trust_remote_code, architecture)
+                result = verify_output(output, against, trusted=trust_remote_code, architecture=architecture)
         except VerificationFailed as error:
             if as_json:
                 print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
@@ -154,7 +154,7 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
     """
     with report_errors(context):
         from sparsellm.cli.display import table
-        from sparsellm.runs.registry import METHODS
+        from sparsellm.runs.recipe_fields import METHODS
 
         if as_json:
             print_json(METHODS)

@@ -14,7 +14,7 @@ from sparsellm.cli.console import message_of_lost_process, print_json, report_er
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
-    from sparsellm.runs.recipe import RunRecipe
+    from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 
 
 @options.recipe_options()
@@ -80,7 +80,14 @@ def recover(
 
 
 def _write(
-    recipe: RunRecipe, output: str, *, resume: bool, restart: bool, overwrite: bool, report_to: list[str], as_json: bool
+    recipe: Recipe | RecoveryRecipe,
+    output: str,
+    *,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+    report_to: list[str],
+    as_json: bool,
 ) -> None:
     """Run a recipe, in one process or in those of a launcher, write the output, and print the results."""
     if resume and restart:
@@ -88,17 +95,16 @@ def _write(
 
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.cli.display import Progress, print_summary
-    from sparsellm.runs import output_lock
     from sparsellm.runs.events import Stage, combine_observers
     from sparsellm.runs.export import check_output, is_finished
     from sparsellm.runs.run import run
     from sparsellm.runs.tracking import Tracked
-    from sparsellm.runs.workspace import work_directory
+    from sparsellm.runs.workspace import recover_output, work_directory
     from sparsellm.runtime import collectives, watchdog
 
     with watchdog.init_process_group(os.environ, message_of_lost_process) as is_main:  # only the main process prints
         if is_main:
-            output_lock.recover(output)
+            recover_output(output)
         if collectives.broadcast_object(resume and is_finished(output)):
             stderr.print(f"{output} is finished: there is nothing to resume.", highlight=False, soft_wrap=True)
             return

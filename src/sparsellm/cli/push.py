@@ -38,7 +38,16 @@ def push(
             disable_progress_bars()
         pushing = "" if dry_run else f", then pushing it to {repo}"
         stderr.print(f"verifying {output}{pushing}", highlight=False, soft_wrap=True)
-        result = push_output(output, repo, private, revision, overwrite, dry_run, trust_remote_code, architecture)
+        result = push_output(
+            output,
+            repo,
+            private=private,
+            revision=revision,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            trusted=trust_remote_code,
+            architecture=architecture,
+        )
         if as_json:
             print_json(asdict(result))
             return

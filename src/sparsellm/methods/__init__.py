@@ -7,15 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic_core import PydanticCustomError
 
 from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
-from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.statistics import TokenCount
 
 Plan = dict[str, Pattern]
 """The pattern of each layer, by the layer's full name. Layers that are not in the plan are not changed."""
+
+
+def _read_pattern(value: Any) -> Pattern:
+    """Read a pattern from its text in a file."""
+    if isinstance(value, (Unstructured, NM)):
+        return value
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "Input should be a valid string")
+    return parse_pattern(value)
+
+
+StoredPattern = Annotated[Pattern, PlainValidator(_read_pattern), PlainSerializer(str, return_type=str)]
+"""A pattern that files hold as text."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,7 @@ class LayerResult:
 
     Attributes:
         name: Full name of the layer.
-        pattern: Its sparsity pattern, as text.
+        pattern: Its sparsity pattern.
         shape: (out, in).
         zeros: Number of weights that are zero.
         error: Squared output error over the calibration tokens, relative to the energy of the target: the dense layer's output,
@@ -40,7 +56,7 @@ class LayerResult:
     """
 
     name: str
-    pattern: str
+    pattern: StoredPattern
     shape: tuple[int, int]
     zeros: int
     error: float
@@ -121,6 +137,10 @@ class BlockResult:
     note: str = ""
     refined: TrainingResult | None = None
     changed_parameters: tuple[str, ...] = ()
+
+
+LAYER_RESULT, BLOCK_RESULT = TypeAdapter(LayerResult), TypeAdapter(BlockResult)
+"""Convert results to and from JSON-serialisable data."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,10 @@ from torch import Tensor
 from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite
-from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan
 from sparsellm.methods.feedforward_problem import METRIC_LIFT, FeedForwardProblem, Weights, weights_of
 from sparsellm.methods.layerwise import planned_layers, solve, zero_mask
-from sparsellm.methods.parallel_solve import solve_in_parallel, step_from_dict
+from sparsellm.methods.parallel_solve import solve_in_parallel
 from sparsellm.methods.settings import Settings
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
@@ -173,10 +173,10 @@ class BlockSolver:
 
         def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
             weight, result = self._solve_task(by_name[name])
-            return weight, asdict(result)
+            return weight, LAYER_RESULT.dump_python(result, mode="json")
 
         for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
-            self._results[name], self._keep[name] = step_from_dict(result), weight != 0
+            self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
             self._write({name: (weight, by_name[name].regression.bias(weight))})
 
     def _solve_task(self, task: Task) -> tuple[Tensor, LayerResult]:
@@ -195,7 +195,7 @@ class BlockSolver:
             raise
         return weight, LayerResult(
             name=full_name,
-            pattern=str(self._plan[full_name]),
+            pattern=self._plan[full_name],
             shape=(weight.shape[0], weight.shape[1]),
             zeros=count_zeros(weight),
             error=error,

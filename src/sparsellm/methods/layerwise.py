@@ -301,7 +301,7 @@ def _result(
     layer, full_name = block.layer(name), block.full_name(name)
     return LayerResult(
         name=full_name,
-        pattern=str(plan[full_name]),
+        pattern=plan[full_name],
         shape=(layer.out_features, layer.in_features),
         zeros=zeros,
         error=error,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsellm.methods import LayerResult
+from sparsellm.methods import LAYER_RESULT, LayerResult
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives
 
@@ -60,9 +59,5 @@ def broadcast_results(block: Block, whose: Mapping[str, int], steps: Iterable[La
     for name, owner in whose.items():
         block.assign(name, collectives.broadcast(owner, block.layer(name).weight.detach().contiguous()))
         step = local.get(block.full_name(name))
-        yield step_from_dict(collectives.broadcast_object(None if step is None else asdict(step), owner))
-
-
-def step_from_dict(data: Mapping[str, Any]) -> LayerResult:
-    """A `LayerResult` from plain data."""
-    return LayerResult(**{**data, "shape": tuple(data["shape"])})
+        result = None if step is None else LAYER_RESULT.dump_python(step, mode="json")
+        yield LAYER_RESULT.validate_python(collectives.broadcast_object(result, owner))

@@ -7,17 +7,15 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from safetensors.torch import load, save
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint, CannotResume
-from sparsellm.methods import BlockResult
+from sparsellm.methods import BLOCK_RESULT, BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives
 
@@ -26,9 +24,6 @@ FORMAT = 2
 
 JOURNAL = "journal.jsonl"
 """File name of the journal."""
-
-block_result = TypeAdapter(BlockResult).validate_python
-"""Build a `BlockResult` from a dictionary."""
 
 
 class Journal:
@@ -142,7 +137,7 @@ class Journal:
     def finished(self, index: int) -> BlockResult | None:
         """Return the result of a finished block, or None."""
         line = self._blocks.get(index)
-        return None if line is None else block_result(line["result"])
+        return None if line is None else BLOCK_RESULT.validate_python(line["result"])
 
     def keep(self, block: Block, result: BlockResult) -> Path:
         """Store a block's tensors, in their storage dtypes, and its result; return the file of the tensors."""
@@ -150,7 +145,8 @@ class Journal:
         for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.is_main() else ():
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
-        self._append({"block": block.index, **self._store(f"block-{block.index:05}", tensors), "result": asdict(result)})
+        stored = self._store(f"block-{block.index:05}", tensors)
+        self._append({"block": block.index, **stored, "result": BLOCK_RESULT.dump_python(result, mode="json")})
         return self.folder / str(self._blocks[block.index]["file"])
 
     def restore(self, block: Block) -> Path:

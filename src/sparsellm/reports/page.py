@@ -16,10 +16,9 @@ from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.run_plots import run_plots
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import is_sweep, read_outcomes, saved_sweep
-from sparsellm.runs.inspection import REPORT
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import SavedReport, read_saved_report
+from sparsellm.runs.records import REPORT, SavedReport, read_saved_report
 
 
 def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
@@ -71,7 +70,6 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
             keys[label] = str(figure)
     if "total" in report.seconds:
         keys["seconds"] = f"{report.seconds['total']:.0f}"
-    layers = [layer for block in report.blocks for layer in block.layers]
     return {
         "title": f"{name}: {Path(recipe.model).name} pruned",
         "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}.",
@@ -82,7 +80,7 @@ def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
         "legend": [],
         "plots": run_plots(report),
         "samples": {"": report.samples} if report.samples else {},
-        "layers": [[x.name, x.pattern, f"{100 * x.sparsity:.2f} %", f"{x.error:.3g}"] for x in layers],
+        "layers": [[x.name, str(x.pattern), f"{100 * x.sparsity:.2f} %", f"{x.error:.3g}"] for x in report.layers],
         "command": (
             f"sparsellm recover {recipe.pruned} {name} --against {recipe.model} --calibration {recipe.calibration}"
             if isinstance(recipe, RecoveryRecipe)

@@ -21,11 +21,11 @@ from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.pruning.journal import durable
 from sparsellm.reports.sweep_file import Cell, Sweep
 from sparsellm.runs.events import Note, Observer, Stage
-from sparsellm.runs.export import check_output
+from sparsellm.runs.export import Result, check_output
+from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.report import strict_json
-from sparsellm.runs.run import Result, run
-from sparsellm.runs.sharing import DenseCache
+from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
 
 SWEEP = "sweep.json"

@@ -11,8 +11,8 @@ from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
 from sparsellm.runs.events import MEASURING, PRUNING, Observer, Stage
+from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.registry import METHODS
 from sparsellm.runs.run import run
 
 SPARSITY = "80%"

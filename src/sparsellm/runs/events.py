@@ -1,16 +1,21 @@
-"""Events of a run, and helpers that send them to observers and add them to the report."""
+"""Events of a run, helpers that send them to observers and to the report, and the log of events as JSON lines."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import SerializeAsAny, TypeAdapter
 
 from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.report import Report
+from sparsellm.runs.report import Report, finite
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
 SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
@@ -36,7 +41,7 @@ class Begun:
     """
 
     name: str
-    recipe: RunRecipe
+    recipe: SerializeAsAny[RunRecipe]
     environment: Mapping[str, str]
     tight: bool = False
 
@@ -87,6 +92,8 @@ Event = Begun | Stage | Note | Measured | Step | Ended
 Observer = Callable[[Event], None]
 """Called with each event as it happens; the library itself prints nothing."""
 
+_EVENT: TypeAdapter[Event] = TypeAdapter(Event)
+
 
 def combine_observers(*observers: Observer | None) -> Observer:
     """Combine observers into one that calls each in order; None is skipped."""
@@ -100,7 +107,7 @@ def combine_observers(*observers: Observer | None) -> Observer:
 
 
 @contextmanager
-def phase(name: str, report: Report, observer: Observer, blocks: int = 0) -> Iterator[None]:
+def phase(name: str, report: Report, observer: Observer, *, blocks: int = 0) -> Iterator[None]:
     """Send a `Stage` event, and add the phase's duration to the report."""
     observer(Stage(name, blocks))
     started = time.perf_counter()
@@ -114,3 +121,57 @@ def add_note(text: str, report: Report, observer: Observer) -> None:
     """Add a note to the report, and send it as an event."""
     report.notes.append(text)
     observer(Note(text))
+
+
+LOG = "sparsellm-log.jsonl"
+"""Name of the log file, in the work folder and in the output."""
+
+
+class EventLog:
+    """Observer that appends one JSON line per event.
+
+    A line has `time` (UTC), `seconds` since this process started the run, `event` (the class name) and the event's `fields`.
+    Infinite and undefined numbers are strings, as in the report.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._file: Path | None = None
+        self._started = time.perf_counter()
+
+    def __call__(self, event: Event) -> None:
+        """Log one event; it has been written to the file, if there is one, when this returns."""
+        message = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "seconds": round(time.perf_counter() - self._started, 3),
+            "event": type(event).__name__,
+            "fields": _EVENT.dump_python(event, mode="json"),
+        }
+        line = json.dumps(finite(message), allow_nan=False) + "\n"
+        self._lines.append(line)
+        self._write(line)
+
+    def keep(self, file: Path) -> None:
+        """Write the lines so far and all later ones to a file.
+
+        They follow the lines of an earlier process; an incomplete last line is removed.
+        """
+        content = file.read_bytes() if file.exists() else b""
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            file.write_bytes(complete)
+        text = self.text
+        self._lines.insert(0, complete.decode(errors="replace"))
+        self._file = file
+        self._write(text)
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "".join(self._lines)
+
+    def _write(self, text: str) -> None:
+        """Append to the file, which is opened and closed each time so that a killed process loses no line."""
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(text)

@@ -1,4 +1,4 @@
-"""Export of a pruned model: write it to a temporary folder, verify it, and move it into place atomically."""
+"""The result of a run, and its export: write it to a temporary folder, verify it, and move it into place atomically."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +22,92 @@ from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.data.json_files import is_text
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.models.blocks import blocks_of
-from sparsellm.runs.finished import CARD, foreign_file
-from sparsellm.runs.inspection import REPORT, WORK
-from sparsellm.runs.output_lock import aside, replacing
+from sparsellm.runs.events import LOG, EventLog
 from sparsellm.runs.publication import Paths, clean_settings
+from sparsellm.runs.records import CARD, REPORT, WORK, foreign_file
 from sparsellm.runs.report import Report, strict_json
 from sparsellm.runs.verification import check_written, proven
+from sparsellm.runs.workspace import aside, replacing
+from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHARD_SIZE = "5GB"
 """Largest weight file, as the hub recommends."""
+
+
+@dataclass
+class Result:
+    """A pruned model with its report.
+
+    Attributes:
+        model: The pruned model; without weights if these are read block by block.
+        report: The results of the run.
+        tokenizer: The model's tokenizer, if it has one.
+        dense: Folder of the dense model; None for a model in memory.
+        weights: The weights of a model that is too large for memory, read block by block; None otherwise.
+        along: Files of the dense model to copy: its licence, and the code that it needs.
+        log: The events of the run.
+    """
+
+    model: PreTrainedModel
+    report: Report
+    tokenizer: PreTrainedTokenizerBase | None = None
+    dense: Path | None = None
+    weights: DiskWeights | None = None
+    along: tuple[Path, ...] = ()
+    log: EventLog | None = None
+
+    def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
+        """Write model, tokenizer, model card, report and log to a folder, and read the files back to verify them.
+
+        The files are written to the folder's work folder, verified there, and then moved into place; a failure removes them.
+        Paths of this machine are shortened to their last component in all files.
+
+        Args:
+            folder: The folder to write.
+            overwrite: Replace an existing folder that sparsellm wrote.
+
+        Returns:
+            The folder.
+
+        Raises:
+            OutputExists: The folder exists.
+            CannotResume: Another process is working on the folder.
+            VerificationFailed: The files differ from the model or the report.
+        """
+        path = collectives.on_main(lambda: self._save(check_output(folder, overwrite, self.dense)))
+        return path or Path(folder)
+
+    def _save(self, path: Path) -> Path:
+        """Write the files to a folder that has been checked, and return its path."""
+        with _raise_system_errors(path), replacing(path) as work:
+            with silence_transformers():
+                if self.weights is None:
+                    self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+                else:
+                    _save_offloaded(self.model, self.weights, work)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(work)
+            for file in self.along:
+                shutil.copyfile(file, work / file.name)
+            report = _document(work, self.report, self.log)
+            check_written(work, self.report, self.dense, model=self.model, in_memory=self.weights is None)
+            (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
+            _set_default_permissions(work)
+        return path
+
+
+def _document(work: Path, report: Report, log: EventLog | None) -> Report:
+    """Write the model card and the log without paths of this machine; return the report without them."""
+    paths = Paths(report.recipe)
+    cleaned: Report = paths.without(report)
+    (work / CARD).write_text(cleaned.to_markdown(), encoding="utf-8")
+    if log:
+        (work / LOG).write_text(paths.without_in_lines(log.text), encoding="utf-8")
+    clean_settings(work)
+    return cleaned
 
 
 def check_output(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
@@ -97,66 +172,6 @@ def is_finished(output: str | Path) -> bool:
 def _relative_files(folder: Path) -> set[str]:
     """Relative paths of all files in a folder and its subfolders."""
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
-
-
-def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    report: Report,
-    output: str | Path,
-    dense: Path | None = None,
-    overwrite: bool = False,
-    weights: DiskWeights | None = None,
-    along: Sequence[Path] = (),
-    texts: Mapping[str, str] | None = None,
-) -> Path:
-    """Write model, tokenizer, model card and report to a folder, and verify them.
-
-    The files are written to the output's work folder, verified there, and then moved into place; a failure removes them.
-    Paths of this machine are shortened to their last component in all files.
-
-    Args:
-        model: The pruned model; only its structure and configuration are used if `weights` is given.
-        tokenizer: The tokenizer, if there is one.
-        report: The run's report.
-        output: The folder to write.
-        dense: Folder of the dense model. Every tensor that was not pruned must be bit-identical to the one there.
-        overwrite: Replace a folder that a run wrote.
-        weights: The tensors on disk of a model that is not in memory; they are copied file by file.
-        along: Further files to copy.
-        texts: Further files by name, with their contents as JSON lines.
-
-    Returns:
-        The absolute path of the folder.
-
-    Raises:
-        CannotResume: Another process is working on the output.
-    """
-    path = check_output(output, overwrite, dense)
-    with _raise_system_errors(path), replacing(path) as work:
-        with silence_transformers():
-            if weights is None:
-                model.save_pretrained(work, max_shard_size=SHARD_SIZE)
-            else:
-                _save_offloaded(model, weights, work)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(work)
-        for file in along:
-            shutil.copyfile(file, work / file.name)
-        _document(work, report, texts or {})
-        check_written(work, report, dense, model, in_memory=weights is None)
-        content = proven(work, Paths(report.recipe).without(report).to_dict())
-        (work / REPORT).write_text(strict_json(content) + "\n", encoding="utf-8")
-        _set_default_permissions(work)
-    return path
-
-
-def _document(work: Path, report: Report, texts: Mapping[str, str]) -> None:
-    """Write the model card and further texts, without paths of this machine."""
-    paths = Paths(report.recipe)
-    for name, content in {CARD: paths.without(report).to_markdown(), **texts}.items():
-        (work / name).write_text(content if name == CARD else paths.without_in_lines(content), encoding="utf-8")
-    clean_settings(work)
 
 
 @contextmanager

@@ -1,25 +1,31 @@
-"""Fingerprint of a run, compared on resume: recipe, digests of the model's files, calibration tokens, versions and machine."""
+"""What a run depends on: compared on resume, and the key of the cache of results on dense models."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm._version import __version__
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runtime import devices
 from sparsellm.solvers import sparsegpt_triton
 
@@ -50,7 +56,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def fingerprint(
-    recipe: RunRecipe, source: Checkpoint | InMemoryModel, windows: Tensor, environment: Mapping[str, str]
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, *, windows: Tensor, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Compute what must be unchanged for a run to be resumed.
 
@@ -106,3 +112,56 @@ def _digest(file: Path, *_: int) -> str:
 def token_digest(windows: Tensor) -> str:
     """Digest of token ids."""
     return hashlib.blake2b(windows.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+class DenseCache:
+    """A folder of journals, one for each dense model and set of sequences.
+
+    A process that needs a result waits while another computes it. The lock is released when its process ends, in any way.
+
+    Args:
+        folder: Folder of the cache.
+        observer: Receives a note if a journal is damaged and its results are computed again.
+    """
+
+    def __init__(self, folder: Path, observer: Observer = lambda _: None) -> None:
+        self.folder, self._observer = folder, observer
+
+    @contextmanager
+    def open(self, known: Mapping[str, Any]) -> Iterator[Journal]:
+        """Open the journal of a cache key, and lock it against other processes."""
+        digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
+        folder = self.folder / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / "lock"):
+            journal = (Journal.resume if (folder / JOURNAL).exists() else Journal.begin)(folder, known)
+            if journal.lost:
+                self._observer(Note(journal.lost))
+            yield journal
+
+    def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any], *, kind: Any = Any) -> Any:
+        """Return the cached value of that name and type, computed by `find` if missing."""
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        with self.open(known) as journal:
+            if journal.fact(name) is None:
+                journal.note(name, adapter.dump_python(find(), mode="json"))
+            return adapter.validate_python(journal.fact(name))
+
+
+def cache_key(
+    source: Checkpoint, windows: Tensor, *, dtype: torch.dtype, environment: Mapping[str, str], batch: int | None = None
+) -> dict[str, Any]:
+    """Everything that determines a result of a dense model to the last bit.
+
+    Args:
+        source: The dense model, known by the digests of its files.
+        windows: Token ids, (sequences, length).
+        dtype: Data type of the computation.
+        environment: Versions of packages, and the machine.
+        batch: Sequences per batch; None if the result does not depend on it.
+
+    Returns:
+        Plain data, by name.
+    """
+    key = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
+    return key | {f"environment.{name}": value for name, value in environment.items()}

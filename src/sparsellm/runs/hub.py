@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sparsellm._version import __version__
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
-from sparsellm.runs.finished import finished_report
+from sparsellm.runs.records import read_finished
 from sparsellm.runs.verification import verify
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Pushed:
 def push(
     output: str | Path,
     repo: str,
+    *,
     private: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
@@ -83,21 +84,21 @@ def push(
     from huggingface_hub import HfApi, get_token
 
     _check_name(repo)
-    folder, report = finished_report(output)
+    finished = read_finished(output)
     if not dry_run and get_token() is None:
         raise AccessDenied("Pushing needs a login. Run `hf auth login` with a token that has write access, or set HF_TOKEN.")
-    verify(output, None, trusted, architecture)
-    files = tuple(sorted(report["files"]))
-    size = sum((folder / name).stat().st_size for name in files)
+    verify(output, trusted=trusted, architecture=architecture)
+    files = tuple(sorted(finished.report.files))
+    size = sum((finished.folder / name).stat().st_size for name in files)
     api, branch = HfApi(library_name="sparsellm", library_version=__version__), revision or MAIN
     url = f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
     if dry_run:
         return Pushed(url, repo, branch, files, size)
     with _translate_errors(repo):
-        _prepare_repo(api, repo, branch, private, overwrite)
+        _prepare_repo(api, repo, branch, private=private, overwrite=overwrite)
         commit = api.upload_folder(
             repo_id=repo,
-            folder_path=folder,
+            folder_path=finished.folder,
             revision=branch,
             commit_message=f"Pruned with sparsellm {__version__}",
             allow_patterns=[glob.escape(name) for name in files],
@@ -119,7 +120,7 @@ def _check_name(repo: str) -> None:
         raise InvalidSetting(f"{repo!r} is not a valid repository name ({first_line(error)}). Write owner/name.") from None
 
 
-def _prepare_repo(api: HfApi, repo: str, branch: str, private: bool, overwrite: bool) -> None:
+def _prepare_repo(api: HfApi, repo: str, branch: str, *, private: bool, overwrite: bool) -> None:
     """Create repository and branch if missing; raise OutputExists if they hold files that may not be replaced."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 

@@ -1,19 +1,30 @@
-"""Perplexity and zero-shot accuracy of a checkpoint."""
+"""What is measured of a model: perplexity on texts, accuracy on zero-shot tasks, continuations of prompts."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sparsellm.checkpoints.loading import open_checkpoint, resolve_device
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.evaluation.generation import generate_text
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
-from sparsellm.runs.first_pass import check_runs
-from sparsellm.runs.placement import load
-from sparsellm.runs.preparation import check_tokens, check_vocabulary, read_test, window_length
+from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.runs.events import CONTINUING, MEASURING, Measured, Observer, phase
+from sparsellm.runs.fingerprint import DenseCache, cache_key
+from sparsellm.runs.loading import check_runs, load, open_model
+from sparsellm.runs.preparation import Prepared, check_tokens, read_test, window_length
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.report import Report, When
+
+Value = TypeVar("Value")
 
 
 def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[str, Accuracy]]:
@@ -29,17 +40,63 @@ def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[st
         The perplexity by text and the accuracy by task.
     """
     recipe = read_recipe({"model": model, "method": "magnitude", **settings})
-    device = resolve_device(recipe.device)
-    source = open_checkpoint(model, recipe.revision, recipe.trust_remote_code)
-    skeleton = source.skeleton()
-    check_vocabulary(skeleton, source)
-    length = window_length(recipe, source.length)
-    tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
-    check_tokens(skeleton, *tests.values())
+    opened = open_model(recipe)
+    length = window_length(recipe, opened.source.length)
+    tests = {text: read_test(recipe, opened.source, text, length=length) for text in recipe.evaluate}
+    check_tokens(opened.skeleton, *tests.values())
     prepare_tasks(recipe.task, recipe.task_data)
-    loaded = load(recipe, source, device, Path(tempfile.gettempdir()))
+    loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)
     perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:
         return perplexities, {}
-    return perplexities, evaluate_tasks(loaded, source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+    return perplexities, evaluate_tasks(loaded, opened.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+
+
+def measure_into(
+    report: Report,
+    when: When,
+    loaded: LoadedModel,
+    *,
+    ready: Prepared,
+    observer: Observer,
+    shared: DenseCache | None = None,
+) -> None:
+    """Measure a run's model on the recipe's texts, tasks and prompts.
+
+    Args:
+        report: Receives the results.
+        when: Whether the model is still dense.
+        loaded: The model.
+        ready: The run.
+        observer: Receives the results as events.
+        shared: Cache of results on the dense model; None for a pruned one.
+    """
+
+    def recall(tokens: Tensor, name: str, find: Callable[[], Value], *, kind: Any) -> Value:
+        if shared is None or isinstance(ready.source, InMemoryModel):
+            return find()
+        key = cache_key(ready.source, tokens, dtype=loaded.compute or loaded.model.dtype, environment=report.environment)
+        value: Value = shared.value(key, name, find, kind=kind)
+        return value
+
+    recipe = report.recipe
+    for text, test in ready.tests.items():
+        with phase(f"{MEASURING} {when}", report, observer):
+            find = partial(measure_perplexity, loaded, test, text)
+            perplexity = recall(test, f"perplexity of {text}", find, kind=Perplexity)
+            report.perplexity.setdefault(text, {})[when] = perplexity
+            observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
+    if recipe.task:
+        with phase(f"{MEASURING} {when}", report, observer):
+            evaluate = partial(
+                evaluate_tasks, loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit
+            )
+            name = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
+            accuracies = recall(torch.empty(0, dtype=torch.long), name, evaluate, kind=dict[str, Accuracy])
+            for task, accuracy in accuracies.items():
+                report.tasks.setdefault(task, {})[when] = accuracy
+                observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
+    for prompt in recipe.prompt:
+        with phase(CONTINUING, report, observer):
+            report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)

@@ -20,10 +20,10 @@ from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned_layers
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
-from sparsellm.runs.placement import SHARE, STREAMS_SHARE, Placement, choose_placement
-from sparsellm.runs.preparation import Prepared, model_bytes, model_step, model_written, prepare
+from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
+from sparsellm.runs.preparation import Prepared, make_plan, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.costs import BlockCost, BlockShapes, rates, work
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
@@ -176,7 +176,7 @@ class RunPlan:
             yield MEASURING, BlockCost(memory, lists, 2 * done)  # before and after
         if recipe.model_steps:
             samples, length = ready.windows.shape
-            memory = self.place.model + model_bytes(recipe, ready.blocks, ready.windows, self._words)
+            memory = self.place.model + model_bytes(recipe, ready.blocks, ready.windows, vocabulary=self._words)
             read = 4 * recipe.model_steps * model_step(samples, length) + model_written(recipe, samples, length)
             yield TRAINING, BlockCost(memory, [], work(2.0 * self._total * read * length))
 
@@ -234,9 +234,10 @@ def block_shapes(recipe: Recipe, ready: Prepared, config: Any, batch: int, numbe
 
 def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
     """What `prune` would take with this recipe. output: the folder that it would write, for the disk's free bytes."""
-    folder, report, refusal = Path(output or "."), Report(recipe, {}), ""
-    ready = prepare(recipe, None, None, report, lambda _: None)
-    place, batch = choose_placement(recipe, ready.source, ready.device, files=True), ready.batch
+    folder, report, refusal = Path(output or "."), Report(recipe), ""
+    opened = open_model(recipe)
+    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None)
+    place, batch = choose_placement(recipe, ready, files=True), ready.batch
     try:
         place, batch = fitted(recipe, ready, place, lambda _: None, folder)
     except TooLarge as error:
@@ -283,7 +284,7 @@ def free_disk(folder: Path) -> int:
 def _streamed(run: RunPlan, files: bool) -> Placement:
     """The place of a model that fits the memory while its run does not: read block by block, where that can be."""
     try:
-        place = choose_placement(run.recipe.model_copy(update={"offload": True}), run.ready.source, run.ready.device, files)
+        place = choose_placement(run.recipe.model_copy(update={"offload": True}), run.ready, files=files)
     except TooLarge:
         return run.place
     needed = f"{run.peak.name} would need {human_bytes(run.data)}, and {human_bytes(place.memory)} may be taken"

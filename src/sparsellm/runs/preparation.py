@@ -1,4 +1,4 @@
-"""What a run prepares before it reads any weights: method, plan and sequences. Invalid input is rejected here."""
+"""What a run prepares before it reads any weights: plan, calibration and test sequences. Invalid input is rejected here."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import read_all_headers
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint, resolve_device
-from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.samples import calibration_windows, test_windows
 from sparsellm.data.texts import Text, read_text
-from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, UnsupportedModel
+from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
 from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
-from sparsellm.models.architecture_file import read_architecture
-from sparsellm.models.blocks import Block, blocks_of, describe
-from sparsellm.models.coverage import check_coverage, coverage_of
+from sparsellm.models.blocks import Block
 from sparsellm.pruning.plan import plan_from_file, select_blocks, uniform_plan
 from sparsellm.recovery.masked_training import windows_a_step
 from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
-from sparsellm.runs.events import OPENING, READING_TEXTS, Note, Observer, Stage, add_note, phase
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
-from sparsellm.runs.recovery import BlockRecovery, recovery_plan
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.events import Note, Observer, Stage, add_note
+from sparsellm.runs.loading import OpenedModel, check_names
+from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import check_fits, human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -51,13 +47,10 @@ GivenText = Sequence[str] | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Prepared(OpenedModel):
     """A run before its weights are read.
 
     Attributes:
-        source: The model to load.
-        device: Device that computes.
-        blocks: Decoder blocks of a skeleton without weights.
         method: The pruning or recovery method.
         plan: Pattern of each layer to prune, by the layer's full name.
         length: Tokens per sequence.
@@ -66,9 +59,6 @@ class Prepared:
         batch: Sequences per batch.
     """
 
-    source: Checkpoint | InMemoryModel
-    device: torch.device
-    blocks: Sequence[Block]
     method: BlockMethod
     plan: Plan
     length: int
@@ -78,58 +68,49 @@ class Prepared:
 
 
 def prepare(
-    recipe: RunRecipe, given: GivenText, source: Checkpoint | InMemoryModel | None, report: Report, observer: Observer
+    opened: OpenedModel, method: BlockMethod, plan: Plan, *, report: Report, observer: Observer, given: GivenText = None
 ) -> Prepared:
-    """Open the model, read the texts, and check both against the recipe. Arguments as in `sparsellm.runs.run.run`."""
-    device = resolve_device(recipe.device)
-    with phase(OPENING, report, observer):
-        architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
-        source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture)
-        if isinstance(source, InMemoryModel):
-            describe(source.model, architecture)
-        skeleton = source.skeleton()
-        check_vocabulary(skeleton, source)
-        blocks = blocks_of(skeleton)
-        coverage = coverage_of(skeleton, blocks)
-        check_coverage(skeleton, coverage)
-        method: BlockMethod
-        if isinstance(recipe, RecoveryRecipe):
-            method, plan, report.pruned = recovery_plan(recipe, source, blocks)
-        else:
-            assert isinstance(recipe, Recipe)
-            method, plan = make_plan(recipe, blocks)
-        report.coverage = coverage.of_plan(blocks, plan)
-        if isinstance(source, Checkpoint):
-            check_names(source, skeleton, blocks, plan)
-        length = window_length(recipe, source.length)
-    with phase(READING_TEXTS, report, observer):
-        windows, report.calibration = draw_windows(recipe, given, source, length)
-        tests = {text: read_test(recipe, source, text, length) for text in recipe.evaluate}
-        check_tokens(skeleton, windows, *tests.values())
-        prepare_tasks(recipe.task, recipe.task_data)
-        if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
-            add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
-        if (limit := recipe.evaluate_limit) and tests:
-            add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
-        _note_few_tokens(method, plan, blocks, windows, report, observer)
-        all_windows = (  # with those that the dense model will generate
-            windows.new_empty(len(windows) + recipe.calibration_written, windows.shape[-1], device="meta")
-            if len(windows)
-            else windows
+    """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
+
+    Args:
+        opened: The model.
+        method: The pruning or recovery method.
+        plan: Pattern of each layer to prune, by the layer's full name.
+        report: Receives notes, and how the calibration sequences were drawn.
+        observer: Receives the notes.
+        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+    """
+    recipe, source, skeleton, blocks = report.recipe, opened.source, opened.skeleton, opened.blocks
+    report.coverage = opened.coverage.of_plan(blocks, plan)
+    if isinstance(source, Checkpoint):
+        check_names(source, skeleton, blocks=blocks, plan=plan)
+    length = window_length(recipe, source.length)
+    windows, report.calibration = draw_windows(recipe, source, length, given=given)
+    tests = {text: read_test(recipe, source, text, length=length) for text in recipe.evaluate}
+    check_tokens(skeleton, windows, *tests.values())
+    prepare_tasks(recipe.task, recipe.task_data)
+    if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
+        add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
+    if (limit := recipe.evaluate_limit) and tests:
+        add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
+    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
+    if issubclass(method.needs, Gram) and windows.numel() < widest:
+        add_note(
+            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
+            f"is singular without damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
+            report,
+            observer,
         )
-        batch = recipe.batch_size or _default_batch(all_windows, length)
-        if isinstance(method, BlockRecovery) and method.training.steps:
-            per_step = windows_a_step(*all_windows.shape)
-            if batch > per_step:
-                observer(Note(f"{per_step} sequences per batch instead of {batch}, as many as a gradient step reads"))
-                batch = per_step
-        vocabulary = skeleton.get_input_embeddings().num_embeddings
-        if message := check_memory(recipe, method, blocks, all_windows, vocabulary, device):
-            observer(Stage(message))
-    return Prepared(source, device, blocks, method, plan, length, windows, tests, batch)
+    samples = len(windows) and len(windows) + recipe.calibration_written
+    all_windows = windows.new_empty(samples, windows.shape[-1], device="meta") if samples else windows
+    batch = _batch_size(recipe, method, all_windows, length=length, observer=observer)
+    vocabulary = skeleton.get_input_embeddings().num_embeddings
+    if message := check_memory(recipe, method, blocks, windows=all_windows, vocabulary=vocabulary, device=opened.device):
+        observer(Stage(message))
+    return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
 
 
-def make_plan(recipe: Recipe, blocks: list[Block]) -> tuple[BlockMethod, Plan]:
+def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Plan]:
     """Build the recipe's method, and its plan checked against every layer's shape.
 
     Raises:
@@ -165,7 +146,13 @@ def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
 
 
 def check_memory(
-    recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, vocabulary: int, device: torch.device
+    recipe: RunRecipe,
+    method: BlockMethod,
+    blocks: Sequence[Block],
+    *,
+    windows: Tensor,
+    vocabulary: int,
+    device: torch.device,
 ) -> str:
     """Describe the memory that the training stages take; empty without such stages.
 
@@ -179,13 +166,13 @@ def check_memory(
         parts.append(f"training a block takes {human_bytes(needed)}")
         check_fits(needed, device, "Training a block", "Pass fewer --samples.")
     if recipe.model_steps:
-        needed = model_bytes(recipe, blocks, windows, vocabulary)
+        needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
         check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch-size.")
     return ", ".join(parts)
 
 
-def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, vocabulary: int) -> int:
+def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
     """Bytes that gradient steps over the whole model take in addition to the model."""
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
@@ -202,7 +189,9 @@ def window_length(recipe: RunRecipe, longest: int) -> int:
     return recipe.sequence_length or min(USUAL_LENGTH, longest)
 
 
-def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | InMemoryModel, length: int) -> tuple[Tensor, str]:
+def draw_windows(
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: GivenText = None
+) -> tuple[Tensor, str]:
     """Draw the calibration sequences.
 
     Returns:
@@ -235,40 +224,6 @@ def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | InMem
     return drawn.windows, drawn.description
 
 
-def check_names(source: Checkpoint, skeleton: PreTrainedModel, blocks: Sequence[Block], plan: Plan) -> None:
-    """Raise BadCheckpoint unless the files hold every parameter to prune under the name that verification uses."""
-    files, canonical = source.files(), tied_names(skeleton)
-    try:
-        stored = {canonical[name] for name in index_tensors(files, skeleton)[0]}
-    except NotStreamable:
-        stored = {canonical.get(name, name) for name in read_all_headers(files)}
-    planned = {
-        block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
-    }
-    missing = sorted(name for name in planned if canonical[name] not in stored)
-    if missing:
-        raise BadCheckpoint(
-            f"{source.name} lacks {len(missing)} weights that its configuration calls for, {missing[0]} among them: no tensor "
-            "in its files maps to that name. The download may be incomplete, or config.json belongs to another model."
-        )
-
-
-def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel) -> None:
-    """Raise BadCheckpoint for a tokenizer that does not load, or that has more tokens than the model has embeddings.
-
-    The tokenizer is loaded even for methods without calibration text, since every output includes its files. Added tokens may
-    lie beyond the embeddings, as in some published models; `check_tokens` rejects a text that contains one.
-    """
-    if isinstance(source, InMemoryModel) and source.given is None:
-        return
-    embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
-    if tokens > embeddings:
-        raise BadCheckpoint(
-            f"The tokenizer of {source.name} has {tokens:,} tokens, but the model has embeddings for {embeddings:,}. "
-            "Copy the model's own tokenizer files into the folder."
-        )
-
-
 def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
     """Raise BadText for token ids that the model has no embedding for."""
     embeddings = skeleton.get_input_embeddings().num_embeddings
@@ -280,26 +235,17 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
             )
 
 
-def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, length: int) -> Tensor:
+def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int) -> Tensor:
     """Read a test text as token ids, (sequences, length)."""
     return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
 
 
-def _default_batch(windows: Tensor, length: int) -> int:
+def _batch_size(recipe: RunRecipe, method: BlockMethod, windows: Tensor, *, length: int, observer: Observer) -> int:
     """Sequences per batch: about TOKENS_A_BATCH tokens, and no more than a gradient step over one block reads."""
-    default = max(1, TOKENS_A_BATCH // (windows.shape[1] if windows.numel() else length))
-    return min(default, windows_a_step(*windows.shape)) if windows.numel() else default
-
-
-def _note_few_tokens(
-    method: BlockMethod, plan: Plan, blocks: Sequence[Block], windows: Tensor, report: Report, observer: Observer
-) -> None:
-    """Warn where a planned layer has more inputs than there are calibration tokens: its Gram matrix is rank-deficient."""
-    widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    if issubclass(method.needs, Gram) and windows.numel() < widest:
-        add_note(
-            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
-            f"is singular without damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
-            report,
-            observer,
-        )
+    per_step = windows_a_step(*windows.shape) if windows.numel() else None
+    usual = max(1, TOKENS_A_BATCH // (windows.shape[1] if per_step else length))
+    batch = recipe.batch_size or (min(usual, per_step) if per_step else usual)
+    if isinstance(method, BlockRecovery) and method.training.steps and per_step and batch > per_step:
+        observer(Note(f"{per_step} sequences per batch instead of {batch}, as many as a gradient step reads"))
+        return per_step
+    return batch

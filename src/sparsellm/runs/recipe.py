@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePath
 
@@ -16,9 +17,23 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.pruning.plan import select_blocks
-from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields, RunFields, SolverName
-from sparsellm.runs.registry import ALLOCATIONS, SCOPES, SOLVERS
+from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RecoveryFields, RunFields, SolverName
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.alps import ALPS
+from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.sparsegpt import SparseGPT
+
+SOLVERS: dict[str, Callable[[], LayerSolver]] = {
+    "magnitude": Magnitude,
+    "wanda": Wanda,
+    "sparsegpt": SparseGPT,
+    "fast-admm": FastADMM,
+    "alps": ALPS,
+    "alps-accurate": ALPS.accurate,
+}
+"""Layer solvers by name; each is also a layer-wise method of that name."""
 
 _ONLY_DEFAULT = ("effort", "gauss_newton_steps")
 _ONLY_PUBLISHED = ("epochs", "alpha", "beta")
@@ -44,11 +59,6 @@ _NEEDS_TEXT = (
 
 class RunRecipe(RunFields):
     """Settings that pruning and recovery share: dense model, calibration text, evaluation and hardware."""
-
-    @field_validator("evaluate", "prompt", "task", mode="before")
-    @classmethod
-    def _as_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("max_memory")
     @classmethod
@@ -108,32 +118,25 @@ class Recipe(RunRecipe, RecipeFields):
     def _as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
 
-    @field_validator("include", "exclude", mode="before")
-    @classmethod
-    def _names_as_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
     @field_validator("sparsity")
     @classmethod
     def _is_pattern(cls, value: str) -> str:
         return str(parse_pattern(value))
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> Recipe:
+    def _check_method(self) -> Recipe:
         if self.method != "sparsellm":
-            unused = [name for name in _ONLY_SPARSELLM if name in self.model_fields_set and self._differs(name)]
-            if unused:
-                raise InvalidSetting(f"`{unused[0]}` belongs to the method sparsellm, got the method {self.method}.")
+            if name := self._first_changed(*_ONLY_SPARSELLM):
+                raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")
         elif self.as_published:
-            unused = [name for name in _ONLY_DEFAULT if name in self.model_fields_set and self._differs(name)]
-            if unused:
+            if name := self._first_changed(*_ONLY_DEFAULT):
                 raise InvalidSetting(
-                    f"`{unused[0]}` is {getattr(self, unused[0])}, but Algorithm 1 as published does not use it. "
+                    f"`{name}` is {getattr(self, name)}, but Algorithm 1 as published does not use it. "
                     "Leave out either it or --as-published."
                 )
-        elif unused := [name for name in _ONLY_PUBLISHED if self._differs(name)]:
+        elif name := self._first_changed(*_ONLY_PUBLISHED):
             raise InvalidSetting(
-                f"`{unused[0]}` is {getattr(self, unused[0])}, but only Algorithm 1 uses it. "
+                f"`{name}` is {getattr(self, name)}, but only Algorithm 1 uses it. "
                 "Pass --as-published with it, or leave it out."
             )
         elif self.scope not in (None, *SCOPES):
@@ -141,15 +144,19 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
                 "A list of blocks needs --as-published."
             )
+        if self.resolved_scope == "none" and self.gauss_newton_steps and self._first_changed("gauss_newton_steps"):
+            raise InvalidSetting(
+                "With `scope` none, or `effort` fast, every layer is pruned separately: leave out `gauss_newton_steps`."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> Recipe:
         if self.true_sequential and self.method in ("sparsellm", "magnitude"):
             reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
             raise InvalidSetting(
                 f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
                 "Leave it out."
-            )
-        if self.resolved_scope == "none" and self.gauss_newton_steps and self._differs("gauss_newton_steps"):
-            raise InvalidSetting(
-                "With `scope` none, or `effort` fast, every layer is pruned separately: leave out `gauss_newton_steps`."
             )
         if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
@@ -168,9 +175,9 @@ class Recipe(RunRecipe, RecipeFields):
             raise InvalidSetting(f"{subject} {_NEEDS_TEXT}")
         return self
 
-    def _differs(self, name: str) -> bool:
-        """Whether a field differs from its default."""
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
+    def _first_changed(self, *names: str) -> str:
+        """Name the first of these fields that differs from its default; empty if all have theirs."""
+        return next((name for name in names if getattr(self, name) != type(self).model_fields[name].default), "")
 
     @field_validator("allocation")
     @classmethod
@@ -203,7 +210,7 @@ class Recipe(RunRecipe, RecipeFields):
         return self.allocation or ("fisher" if nonuniform else "uniform")
 
     @property
-    def inner(self) -> SolverName:
+    def inner_solver(self) -> SolverName:
         """Name of the layer solver used by the method sparsellm."""
         return self.solver or ("sparsegpt" if self.as_published else EFFORTS[self.effort][0])
 
@@ -217,7 +224,7 @@ class Recipe(RunRecipe, RecipeFields):
         if self.method != "sparsellm":
             layerwise = TrueSequential if self.true_sequential else LayerWise
             return layerwise(SOLVERS[self.method](), self.keep_zeros)
-        solver = SOLVERS[self.inner]()
+        solver = SOLVERS[self.inner_solver]()
         if self.as_published:
             scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
             return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, scope=scope, keep_zeros=self.keep_zeros)
@@ -245,9 +252,9 @@ class Recipe(RunRecipe, RecipeFields):
 
     def describe(self) -> str:
         """Summarize method and pattern in one line."""
-        detail = f" ({'as published, ' if self.as_published else ''}{self.inner} inside, {self.epochs} epochs)"
+        detail = f" ({'as published, ' if self.as_published else ''}{self.inner_solver} inside, {self.epochs} epochs)"
         if not self.as_published:
-            detail = f" ({self.inner} inside, scope: {self.resolved_scope})"
+            detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"

@@ -6,14 +6,35 @@ Imports no torch, so that `sparsellm --help` and shell completion need not wait 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from sparsellm.evaluation.measurements import TaskName
 
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
+
+METHODS = {
+    "sparsellm": "matches layers to the dense model's outputs, weighted by their effect on the predictions; any solver inside",
+    "alps-accurate": "ALPS with over-relaxation, a penalty that grows half as fast, and a longer final fit",
+    "alps": "finds mask and weights together by ADMM, then refits the weights on the mask (NeurIPS 2024)",
+    "fast-admm": "the first ADMM steps of ALPS with a single factorization, and a short refit",
+    "sparsegpt": "removes the cheapest weights column by column and updates later columns to compensate (ICML 2023)",
+    "wanda": "keeps the largest |weight| times input norm in each row, values unchanged (ICLR 2024)",
+    "magnitude": "keeps the largest weights, without calibration text",
+}
+"""Description of each method by name, as `sparsellm methods` prints it."""
+
+SCOPES = ("none", "feedforward")
+"""Layers that are pruned as one problem: each separately, or those of a feed-forward part (the set Omega)."""
+
+ALLOCATIONS = ("uniform", "owl", "fisher")
+"""Rules that set each layer's sparsity; a YAML file may be used instead."""
+
+_as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[str, ...], _as_tuple]
+"""Several texts; a single one may be written without a list."""
 
 
 def _field(panel: str, default: Any, description: str, default_text: str | None = None, **constraints: Any) -> Any:
@@ -58,12 +79,12 @@ class RunFields(BaseModel):
     sequence_length: int | None = _data(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
     seed: int = _data(0, "Seed for drawing calibration sequences.", ge=0, lt=2**63)
 
-    evaluate: tuple[str, ...] = _evaluation((), "Text to measure the perplexity on before and after, named as for calibration.")
+    evaluate: Names = _evaluation((), "Text to measure the perplexity on before and after, named as for calibration.")
     evaluate_limit: int | None = _evaluation(
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
     )
-    prompt: tuple[str, ...] = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
-    task: tuple[TaskName, ...] = _evaluation((), "Zero-shot task to measure the accuracy on.")
+    prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
+    task: Annotated[tuple[TaskName, ...], _as_tuple] = _evaluation((), "Zero-shot task to measure the accuracy on.")
     task_data: str | None = _evaluation(None, "Folder with the tasks' questions as .jsonl files.", "downloaded from the hub")
     task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
 
@@ -114,8 +135,8 @@ class RecipeFields(RunFields):
         None, "Lowest and highest sparsity that an allocation rule may give a layer, as 60%:95%.", "0%:100%"
     )
     blocks: str = _pruning("all", "Decoder blocks to prune: all, first-half, a range 0:12, or a list 3,5.")
-    include: tuple[str, ...] = _pruning((), "Prune only layers with this name; * matches any text.")
-    exclude: tuple[str, ...] = _pruning((), "Do not prune layers with this name; * matches any text.")
+    include: Names = _pruning((), "Prune only layers with this name; * matches any text.")
+    exclude: Names = _pruning((), "Do not prune layers with this name; * matches any text.")
     keep_zeros: bool = _pruning(False, "Keep weights that are zero in the dense model at zero.")
     true_sequential: bool = _pruning(
         False,

@@ -1,15 +1,27 @@
-"""Typed records of the files that runs and sweeps write, validated on reading, since users may edit them."""
+"""Files that runs and sweeps wrote, as typed records, validated on reading since users may edit them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from sparsellm.data.json_files import read_json
+from sparsellm.checkpoints.digests import file_digest, report_digest
+from sparsellm.data.json_files import is_path, read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
-from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.methods import StoredPattern
+
+REPORT = "sparsellm.json"
+"""Name of the report file beside the weights."""
+
+WORK = ".sparsellm"
+"""Name of the work folder in an unfinished output; a finished output has none."""
+
+CARD = "README.md"
+"""The model card, which users may edit."""
 
 
 def _parse_number(value: Any) -> Any:
@@ -19,12 +31,6 @@ def _parse_number(value: Any) -> Any:
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ValueError("the integer is too large")
     return value
-
-
-def _check_pattern(text: str) -> str:
-    """Return the text of a pattern; raise an error if it cannot be parsed."""
-    parse_pattern(text)
-    return text
 
 
 Number = Annotated[float, BeforeValidator(_parse_number)]
@@ -54,7 +60,7 @@ class SavedLayer(Record):
     """A `LayerResult`."""
 
     name: str
-    pattern: Annotated[str, AfterValidator(_check_pattern)]
+    pattern: StoredPattern
     zeros: Annotated[int, Field(ge=0)]
     sparsity: Finite
     error: Number
@@ -114,6 +120,16 @@ class SavedReport(Record):
     files: list[str] = []
     digests: SavedDigests | None = None
 
+    @property
+    def layers(self) -> list[SavedLayer]:
+        """Every pruned layer, in order."""
+        return [layer for block in self.blocks for layer in block.layers]
+
+    @property
+    def changed_parameters(self) -> set[str]:
+        """The parameters besides the pruned layers that the run changed."""
+        return {name for block in self.blocks for name in block.changed_parameters}
+
 
 class FinishedCell(Record):
     """A finished cell of a sweep."""
@@ -131,7 +147,7 @@ AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 def read_record(
-    file: Path, model: type[AnyModel], what: str, refusal: type[SparseLLMError] = InvalidSetting
+    file: Path, model: type[AnyModel], what: str, *, refusal: type[SparseLLMError] = InvalidSetting
 ) -> tuple[AnyModel, dict[str, Any]]:
     """Read and validate a JSON file.
 
@@ -158,10 +174,82 @@ def read_record(
 
 
 def read_saved_report(file: Path) -> SavedReport:
-    """Read a run's report as a record. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[0]
+    """Read a run's report. Raises BadCheckpoint if it is damaged."""
+    return read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
 
 
-def saved_report(file: Path) -> dict[str, Any]:
-    """Read a run's report as plain data, unchanged, as its digest requires. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", BadCheckpoint)[1]
+@dataclass(frozen=True)
+class Output:
+    """A folder that a run wrote.
+
+    Attributes:
+        folder: The folder.
+        report: The report in it.
+        digests: The digests in the report.
+        content: The report as plain data, unchanged, as its own digest requires.
+    """
+
+    folder: Path
+    report: SavedReport
+    digests: SavedDigests
+    content: Mapping[str, Any]
+
+    def changed_files(self) -> list[str]:
+        """Return the files, including the report, that exist and differ from what the run wrote."""
+        present = [name for name in self.report.files if name != REPORT and (self.folder / name).is_file()]
+        changed = [name for name in present if file_digest(self.folder / name) != self.digests.files.get(name)]
+        return changed + [REPORT] * (report_digest(self.content) != self.digests.report)
+
+
+def read_output(folder: Path) -> Output:
+    """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
+    file = folder / REPORT
+    if not file.is_file():
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that `sparsellm prune` wrote.")
+    report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
+    if report.digests is None or "files" not in content:
+        raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
+    if foreign := [name for name in report.files if not _is_within(folder, name)]:
+        raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
+    return Output(folder, report, report.digests, content)
+
+
+def read_finished(output: str | Path) -> Output:
+    """Read the report of a finished output.
+
+    Raises:
+        InvalidSetting: The folder is not an output, or is unfinished.
+        BadCheckpoint: The report is damaged, or files are missing.
+    """
+    folder = Path(output).expanduser()
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: run the same `sparsellm prune` with --resume.")
+    finished = read_output(folder)
+    if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
+        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
+    return finished
+
+
+def foreign_file(folder: Path, kept: Collection[str]) -> str:
+    """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
+    if not kept:
+        return ""
+    try:
+        output = read_output(folder)
+    except InvalidSetting:
+        return f"{min(kept)}, which sparsellm did not write"
+    except BadCheckpoint:
+        return f"{REPORT}, which is damaged"
+    if foreign := sorted(set(kept) - set(output.report.files)):
+        return f"{foreign[0]}, which sparsellm did not write"
+    changed = output.changed_files()
+    return f"{changed[0]}, which was changed since" if changed else ""
+
+
+def _is_within(folder: Path, name: str) -> bool:
+    """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
+    if not is_path(name):
+        return False
+    file, root = (folder / name).resolve(), folder.resolve()
+    return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")

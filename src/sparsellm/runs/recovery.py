@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import EpochResult, LayerResult, Plan, TrainingResult
+from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult
 from sparsellm.methods.layerwise import planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block
-from sparsellm.runs.finished import finished_report, pruned_layers
 from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.records import read_finished
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount
@@ -86,19 +87,15 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
         BadCheckpoint: The pruned folder is damaged.
     """
     recipe = validated(RecoveryRecipe, settings)
-    _, report = finished_report(recipe.pruned)
-    return recipe.model_copy(update={"dtype": report["recipe"].get("dtype", "auto")})
+    return recipe.model_copy(update={"dtype": read_finished(recipe.pruned).report.recipe.get("dtype", "auto")})
 
 
-def recovery_plan(
-    recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel, blocks: Sequence[Block]
-) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
-    """Plan a recovery and verify the pruned checkpoint.
+def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
+    """Verify the pruned checkpoint, and plan its recovery.
 
     Args:
         recipe: The settings.
         source: The dense model.
-        blocks: Its blocks.
 
     Returns:
         The method for each block, the pattern of each layer, and the entries of the pruned checkpoint's report to repeat.
@@ -109,10 +106,10 @@ def recovery_plan(
     """
     if isinstance(source, InMemoryModel):
         raise InvalidSetting("Recovery needs the dense model as a checkpoint, got one in memory. Save it, and pass its folder.")
-    path, report = finished_report(recipe.pruned)
-    if not any(zeros for zeros, _ in pruned_layers(report).values()):
+    output = read_finished(recipe.pruned)
+    if not any(layer.zeros for layer in output.report.layers):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
-    pruned = open_checkpoint(str(path), None, recipe.trust_remote_code, source.architecture)
+    pruned = open_checkpoint(str(output.folder), None, recipe.trust_remote_code, source.architecture)
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
     if pruned_shapes != dense_shapes:
         names = {**pruned_shapes, **dense_shapes}
@@ -122,12 +119,14 @@ def recovery_plan(
             f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
             "Pass the dense model that it was made from as --against."
         )
-    verify(str(path), str(source.folder), recipe.trust_remote_code, recipe.architecture)
-    layers = {block["name"]: [_layer_result(layer) for layer in block["layers"]] for block in report["blocks"]}
-    plan = {name: pattern for name, (_, pattern) in pruned_layers(report).items()}
+    verify(output.folder, str(source.folder), trusted=recipe.trust_remote_code, architecture=recipe.architecture)
+    blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
     training = MaskedAdam(recipe.block_steps, RATE)
-    kept = {name: report[name] for name in KEPT if name in report} | {"digest": report["digests"]["report"]}
-    return BlockRecovery(training, _reader(pruned, source.dtype(recipe.dtype)), layers), plan, kept
+    read = _reader(pruned, source.dtype(recipe.dtype))
+    method = BlockRecovery(training, read, {block.name: block.layers for block in blocks})
+    plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
+    kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
+    return method, plan, kept
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
@@ -143,9 +142,3 @@ def _reader(pruned: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
     except NotStreamable:
         tensors: dict[str, Tensor] = pruned.load(name).state_dict()
         return tensors.__getitem__
-
-
-def _layer_result(data: Mapping[str, Any]) -> LayerResult:
-    """Convert a layer of a report, in which an infinite error is a string."""
-    values = {field.name: data[field.name] for field in fields(LayerResult)}
-    return LayerResult(**{**values, "shape": tuple(values["shape"]), "error": float(values["error"])})

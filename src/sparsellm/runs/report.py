@@ -1,24 +1,25 @@
-"""The results of a run, layer by layer, as JSON and as a model card in Markdown."""
+"""The results of a run, layer by layer, as JSON and as a model card in Markdown, from the template card.md."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import yaml
 from huggingface_hub import ModelCardData
+from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, Perplexity
-from sparsellm.methods import BlockResult, LayerResult, TrainingResult
+from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.markdown import fenced, plain
-from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
+from sparsellm.solvers.statistics import TokenCount
 
 When = Literal["dense", "pruned"]
 
@@ -27,6 +28,10 @@ HUB = "https://huggingface.co"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 """A valid model name on the hub, which rejects cards with any other base model."""
+
+
+ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+"""Characters that HTML interprets, by code, with their escapes."""
 
 
 @dataclass
@@ -54,7 +59,7 @@ class Report:
     """
 
     recipe: RunRecipe
-    environment: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
@@ -82,13 +87,6 @@ class Report:
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
 
-    def _rest(self) -> str:
-        """State how the tensors that were not pruned differ from the dense model's."""
-        changed = sum(len(block.changed_parameters) for block in self.blocks)
-        if changed:
-            return f"{changed} biases and norms were changed; all other tensors equal the dense model's."
-        return "All other tensors equal the dense model's."
-
     def totals(self) -> dict[str, Any]:
         """Layer, parameter and zero counts, and the sparsities that follow."""
         return {
@@ -98,6 +96,45 @@ class Report:
             "zeros": self.zeros,
             "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
         }
+
+    def warnings(self, damping: float | None) -> Iterator[str]:
+        """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.
+
+        Args:
+            damping: Damping of the method's solver; None for a solver without it.
+        """
+        blocks_by_note: dict[str, list[str]] = {}
+        for block in self.blocks:
+            for note in (block.note, block.refined.note if block.refined else ""):
+                if note:
+                    blocks_by_note.setdefault(note, []).append(block.name)
+        for note, names in blocks_by_note.items():
+            in_all = len(names) == len(self.blocks) > 2
+            yield from (f"{name}: {note}" for name in ([f"{names[0]} to {names[-1]}"] if in_all else names))
+        if isinstance(self.recipe, RecoveryRecipe):
+            return  # recovery chooses no zeros
+        if raised := [x for x in self.layers if x.damping is not None and x.damping != damping]:
+            highest = max(raised, key=lambda layer: layer.damping or 0)
+            yield (
+                f"damping was raised from {damping:g} on {len(raised)} layers because a factorisation failed, "
+                f"to at most {highest.damping:g} on {highest.name}: use more calibration tokens"
+            )
+        if few := [x for x in self.layers if x.routed_tokens is not None and x.routed_tokens < x.tokens]:
+            least = min(few, key=lambda layer: layer.routed_tokens or 0)
+            yield (
+                f"{len({x.name.rpartition('.')[0] for x in few})} experts received fewer tokens than their layers have inputs, "
+                f"{least.name.rpartition('.')[0]} only {least.routed_tokens:,}: evenly spaced tokens of the layer were added, "
+                f"{least.tokens:,} in all"
+            )
+        if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
+            text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
+            yield f"{text}: use more calibration tokens"
+        if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
+            yield (
+                f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "
+                f"({100 * surplus[0].sparsity:.2f} %): inputs are always zero, "
+                "dense weights were zero already, or small weights round to zero in the model's dtype"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON."""
@@ -124,84 +161,32 @@ class Report:
         """The report as strict JSON."""
         return strict_json(self.to_dict())
 
-    def _metadata(self) -> ModelCardData:
-        """The card's metadata for the hub."""
-        vision = self.origin.loader == "AutoModelForImageTextToText"
-        return ModelCardData(
-            base_model=self.origin.name if HUB_NAME.fullmatch(self.origin.name) else None,
-            library_name="transformers",
-            pipeline_tag="image-text-to-text" if vision else "text-generation",
-            tags=["sparsellm", "pruning", "sparse"],
-            **self.origin.terms,
-        )
-
-    def _loading(self) -> list[str]:
-        """Instructions for loading the model, as lines of the card."""
-        options = ", trust_remote_code=True" if self.recipe.trust_remote_code else ""
-        loader = self.origin.loader
-        return [
-            "## How to load it",
-            "",
-            "Replace FOLDER by the path of this folder, or by the model's name on the hub:",
-            "",
-            "```python",
-            f"from transformers import {loader}, AutoTokenizer",
-            "",
-            f'model = {loader}.from_pretrained("FOLDER"{options})',
-            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{options})',
-            "```",
-            "",
-        ]
-
-    def _base(self) -> str:
-        """Name the dense model, with a link if it is on the hub."""
-        origin = self.origin
-        if origin.hub and HUB_NAME.fullmatch(origin.name):
-            return f" from [{origin.name}]({HUB}/{origin.name})"
-        return f" from {plain(origin.name)}" if origin.name else ""
-
     def to_markdown(self) -> str:
         """The model card. It holds no times or dates, so that equal results give equal bytes."""
-        recipe = self.recipe
-        lines = [
-            "---",
-            self._metadata().to_yaml(),
-            "---",
-            "",
-            f"# {plain(PurePath(recipe.model).name)}, pruned",
-            "",
-            f"Pruned{self._base()} with sparsellm {self.environment['sparsellm']}: {plain(recipe.describe())}.",
-            f"{len(self.layers)} linear layers hold {100 * self.sparsity:.2f} % zeros; of all {self.parameters:,} parameters",
-            f"{100 * self.zeros / max(self.parameters, 1):.2f} % are zero. {self._rest()}",
-            "",
-            "The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense",
-            "one, unless the software that runs it makes use of zeros.",
-            "",
-            f"Calibration: {plain(self.calibration) or 'none'}.",
-            "",
-        ]
-        if self.coverage and (message := self.coverage.describe()):
-            lines += [message, ""]
-        if self.perplexity:
-            lines += ["| text | dense perplexity | pruned perplexity |", "|---|---|---|"]
-            for text, values in self.perplexity.items():
-                lines.append(f"| {plain(text)} | {_plus_minus(values.get('dense'))} | {_plus_minus(values.get('pruned'))} |")
-            lines.append("")
-        if self.tasks:
-            lines += ["| zero-shot task | dense accuracy | pruned accuracy |", "|---|---|---|"]
-            for task, accuracies in self.tasks.items():
-                dense, pruned = accuracies.get("dense"), accuracies.get("pruned")
-                lines.append(f"| {plain(task)} | {_plus_minus(dense)} | {_plus_minus(pruned)} |")
-            lines.append("")
-        lines += [line for note in self.notes for line in (f"Note: {plain(note)}", "")]
-        lines += self._loading()
-        lines += ["## Recipe", "", *fenced(recipe.to_yaml(), "yaml"), ""]
-        if self.pruned:
-            previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True)
-            lines += ["## Recipe of the pruned checkpoint", "", *fenced(previous, "yaml"), ""]
-        lines += ["## Layers", "", "| layer | pattern | zeros | relative output error |", "|---|---|---|---|"]
-        lines += [f"| {plain(x.name)} | {x.pattern} | {100 * x.sparsity:.2f} % | {x.error:.3g} |" for x in self.layers]
-        return "\n".join(lines) + "\n"
+        origin, recipe = self.origin, self.recipe
+        known = HUB_NAME.fullmatch(origin.name)
+        link = f"[{origin.name}]({HUB}/{origin.name})" if origin.hub and known else plain(origin.name)
+        metadata = ModelCardData(
+            base_model=origin.name if known else None,
+            library_name="transformers",
+            pipeline_tag="image-text-to-text" if origin.loader == "AutoModelForImageTextToText" else "text-generation",
+            tags=["sparsellm", "pruning", "sparse"],
+            **origin.terms,
+        )
+        previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else ""
+        environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+        environment.filters.update(plain=plain, fenced=fenced, plus_minus=_plus_minus)
+        return environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).render(
+            report=self,
+            totals=self.totals(),
+            metadata=metadata.to_yaml(),
+            name=PurePath(recipe.model).name,
+            base=f" from {link}" if origin.name else "",
+            changed=sum(len(block.changed_parameters) for block in self.blocks),
+            coverage=self.coverage.describe() if self.coverage else "",
+            options=", trust_remote_code=True" if recipe.trust_remote_code else "",
+            previous=previous,
+        )
 
 
 def strict_json(data: Any) -> str:
@@ -220,7 +205,7 @@ def finite(data: Any) -> Any:
 
 def _block_to_dict(block: BlockResult) -> dict[str, Any]:
     """A block's result as plain data."""
-    data = asdict(block)
+    data: dict[str, Any] = BLOCK_RESULT.dump_python(block, mode="json")
     for layer, fields in zip(block.layers, data["layers"], strict=True):
         fields["sparsity"] = layer.sparsity
     return data
@@ -236,3 +221,19 @@ def _plus_minus(result: Perplexity | Accuracy | None) -> str:
     if result is None:
         return "not measured"
     return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")
+
+
+def plain(text: str) -> str:
+    """Escape a text for use within one line or table cell; line breaks become spaces.
+
+    Underscores within words are not escaped, since Markdown does not interpret them.
+    """
+    line = "".join(character for character in " ".join(text.split()) if character.isprintable())
+    line = re.sub(r"([\\`*\[\]|~$#])", r"\\\1", line).translate(ENTITIES)
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\_", line)
+
+
+def fenced(text: str, language: str = "yaml") -> str:
+    """A code block with this text; the fence is longer than any run of backticks in the text."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return "\n".join([f"{fence}{language}", *text.rstrip().splitlines(), fence])

@@ -41,7 +41,7 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.preparation import model_step, model_written
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
-from sparsellm.runs.registry import ALLOCATIONS
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Unstructured
@@ -88,7 +88,7 @@ def prune_model(
             groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
             states = last_states(model, groups, compute)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, visited):
+    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, blocks=visited):
         for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):

@@ -12,7 +12,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
-from sparsellm.runs.placement import Placement, choose_placement
+from sparsellm.runs.loading import Placement, choose_placement
 from sparsellm.runs.planning import fitted
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
@@ -25,14 +25,13 @@ OF_ONE = ("environment.device", "recipe.device")
 
 
 def start_run(
-    recipe: RunRecipe, ready: Prepared, report: Report, observer: Observer, work: WorkDirectory | None
+    ready: Prepared, report: Report, observer: Observer, *, work: WorkDirectory | None = None
 ) -> tuple[Placement, int, Journal | None]:
     """Choose placement and batch size, and open the journal.
 
     Args:
-        recipe: The recipe of the run.
         ready: Result of `prepare`.
-        report: The run's report, with its environment.
+        report: The run's report, with its recipe and environment.
         observer: Receives the events.
         work: Work directory of the output; None for a run that cannot be resumed.
 
@@ -44,11 +43,11 @@ def start_run(
         CannotResume: The journal belongs to another run.
         InvalidSetting: The processes of the run differ in a setting.
     """
-    placement = choose_placement(recipe, ready.source, ready.device, files=work is not None)
-    journal = None
+    recipe, journal = report.recipe, None
+    placement = choose_placement(recipe, ready, files=work is not None)
     if work or collectives.world() > 1:
         observer(Stage(DIGESTING))
-        identity = fingerprint(recipe, ready.source, ready.windows, report.environment)
+        identity = fingerprint(recipe, ready.source, windows=ready.windows, environment=report.environment)
         if report.pruned:
             identity["pruned checkpoint"] = report.pruned["digest"]
         check_alike(identity)
@@ -56,10 +55,12 @@ def start_run(
     if journal and journal.lost:
         observer(Note(journal.lost))
     placement, batch = fitted(recipe, ready, placement, observer, work.output if work else None)
-    batch = (journal.fact("batch") if journal else None) or batch  # a resumed run keeps its batch size
     if journal:
+        batch = journal.fact("batch") or batch  # a resumed run keeps its batch size
         _note_machine(journal, observer)
-    return *_agree(recipe, ready, placement, batch, journal), journal
+    if collectives.world() > 1:
+        placement, batch = _agree(recipe, ready, placement, batch=batch, journal=journal)
+    return placement, batch, journal
 
 
 def check_alike(message: Mapping[str, Any]) -> None:
@@ -87,16 +88,14 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
 
 
 def _agree(
-    recipe: RunRecipe, ready: Prepared, placement: Placement, batch: int, journal: Journal | None
+    recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int, journal: Journal | None
 ) -> tuple[Placement, int]:
-    """Choose the placement and batch size that suit every process; a single process keeps its own.
+    """Choose the placement and batch size that suit every process.
 
     Raises InvalidSetting for fewer sequences than processes, and for a model that is read block by block where not every
     process can read the output folder.
     """
     count, windows = collectives.world(), len(ready.windows)
-    if count == 1:
-        return placement, batch
     if 0 < windows < count:
         raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more --samples.")
     choices = collectives.all_gather_object([placement.streamed, batch, journal is None or journal.file.exists()])
@@ -108,5 +107,5 @@ def _agree(
                 "machines share, or pass --no-offload."
             )
         if not placement.streamed:
-            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready.source, ready.device, files=True)
+            placement = choose_placement(recipe.model_copy(update={"offload": True}), ready, files=True)
     return placement, batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare
 from sparsellm.checkpoints.digests import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.errors import BadCheckpoint, VerificationFailed
+from sparsellm.methods import LayerResult
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.finished import CARD, Layers, changed_files, finished_report, moved_tensors, pruned_layers
-from sparsellm.runs.inspection import REPORT, Tensors, compare, follows
+from sparsellm.runs.inspection import follows, layers_by_parameter
+from sparsellm.runs.records import CARD, REPORT, Output, SavedLayer, read_finished
 from sparsellm.runs.report import Report, finite
 from sparsellm.solvers.linalg import count_zeros
-from sparsellm.solvers.patterns import Pattern, parse_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,6 +60,7 @@ class Verification:
 def verify(
     output: str | Path,
     against: str | None = None,
+    *,
     trusted: bool = False,
     architecture: str | Path | None = None,
 ) -> Verification:
@@ -82,25 +84,27 @@ def verify(
         InvalidSetting: The folder is not a finished output, or has no report.
         BadCheckpoint: The report or the model cannot be read.
     """
-    path, report = finished_report(output)
-    digests = [_tensors_in(path / name) or {} for name in report["files"]]
-    tensors = {key: tensor for file in digests for key, tensor in file.items()}
-    _raise_if_any(output, [*_tensor_differences(report["digests"]["tensors"], tensors), *_file_differences(path, report)])
+    finished = read_finished(output)
+    folder, report = finished.folder, finished.report
+    tensors = _digests_in(folder, report.files)
+    _raise_if_any(output, [*_tensor_differences(finished.digests.tensors, tensors), *_file_differences(finished)])
     described = None if architecture is None else read_architecture(architecture)
-    model = open_checkpoint(str(path), None, trusted, described).skeleton()
+    model = open_checkpoint(str(folder), None, trusted, described).skeleton()
     dense_tensors = None
     if against is not None:
         dense = open_checkpoint(against, None, trusted, described)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
-    layers = pruned_layers(report)
-    changed = moved_tensors(report)
-    total = report["totals"]["pruned_layers"]
-    _raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"] * (total != len(layers)))
-    _raise_if_any(output, _layer_differences(model, Tensors(path, model), dense_tensors, layers, changed))
-    return Verification(str(output), len(report["files"]), len(tensors), len(layers), against)
+    layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
+    if total != len(layers):
+        _raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
+    _raise_if_any(
+        output,
+        _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
+    )
+    return Verification(str(output), len(report.files), len(tensors), len(layers), against)
 
 
-def check_written(folder: Path, report: Report, dense: Path | None, model: PreTrainedModel, in_memory: bool) -> None:
+def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
     """Read back a checkpoint that was just written and compare it with its report.
 
     Every pruned layer must have the reported zeros and follow its pattern. Every other tensor, unless the report lists it as
@@ -121,12 +125,12 @@ def check_written(folder: Path, report: Report, dense: Path | None, model: PreTr
     state = model.state_dict() if in_memory else {}
     _raise_if_any(
         "The written checkpoint",
-        [f"{key} has other values than in memory" for key, x in written if not _equal_bits(x, state.get(key, x))],
+        [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
     )
-    layers = {layer.name: (layer.zeros, parse_pattern(layer.pattern)) for layer in report.layers}
+    layers = {layer.name: layer for layer in report.layers}
     changed = {name for block in report.blocks for name in block.changed_parameters}
     dense_tensors = None if dense is None else Tensors(dense, model)
-    _raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers, changed))
+    _raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers=layers, changed=changed))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
         VerificationFailed: A tensor holds NaN or infinity.
     """
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
-    tensors = {key: tensor for name in names for key, tensor in (_tensors_in(folder / name) or {}).items()}
+    tensors = _digests_in(folder, names)
     _raise_if_any(
         "The written checkpoint", [f"{key} holds NaN or infinity" for key, tensor in tensors.items() if not tensor.finite]
     )
@@ -168,24 +172,14 @@ def _raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
     )
 
 
-def _equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors, the second on any device, have the same dtype, shape and bits."""
-    return a is b or (a.dtype == b.dtype and a.shape == b.shape and _bits(a).equal(_bits(b.cpu())))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """A tensor's bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _tensors_in(file: Path) -> dict[str, TensorDigest] | None:
-    """Digests of the tensors in a weight file: None for any other file, empty for a file that cannot be read."""
-    if file.suffix != ".safetensors":
-        return None
-    try:
-        return tensor_digests(file)
-    except (BadCheckpoint, SafetensorError):
-        return {}
+def _digests_in(folder: Path, names: Sequence[str]) -> dict[str, TensorDigest]:
+    """Digests of the tensors in the safetensors files among these; files that cannot be read have none."""
+    digests: dict[str, TensorDigest] = {}
+    for name in names:
+        if name.endswith(".safetensors"):
+            with suppress(BadCheckpoint, SafetensorError):
+                digests |= tensor_digests(folder / name)
+    return digests
 
 
 def _tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> list[str]:
@@ -205,62 +199,57 @@ def _tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, Tenso
     return differences
 
 
-def _file_differences(path: Path, report: Mapping[str, Any]) -> list[str]:
+def _file_differences(output: Output) -> list[str]:
     """Differences between the files of an output and those in its report."""
-    differences = [f"{name} was changed since" for name in changed_files(path, report) if name != CARD]
-    listed, digested = set(report["files"]), {REPORT, *report["digests"]["files"]}
+    differences = [f"{name} was changed since" for name in output.changed_files() if name != CARD]
+    listed, digested = set(output.report.files), {REPORT, *output.digests.files}
     differences += [f"the report does not list {name} in both `files` and `digests`" for name in sorted(listed ^ digested)]
-    loaded = [file.name for file in sorted(path.iterdir()) if file.suffix in LOADED and not file.is_dir()]
+    loaded = [file.name for file in sorted(output.folder.iterdir()) if file.suffix in LOADED and not file.is_dir()]
     return differences + [f"{name} was not written by the run" for name in loaded if name not in listed | digested]
 
 
 def _layer_differences(
-    model: PreTrainedModel, tensors: Tensors, dense: Tensors | None, layers: Layers, changed: set[str]
+    model: PreTrainedModel,
+    tensors: Tensors,
+    dense: Tensors | None,
+    *,
+    layers: Mapping[str, LayerResult | SavedLayer],
+    changed: set[str],
 ) -> list[str]:
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given."""
     differences: list[str] = []
     skipped, missing = set(changed), dict(layers)
-    for block in blocks_of(model):
-        for key, names in _by_parameter(block).items():
-            pruned = {name: missing.pop(full) for name in names if (full := block.full_name(name)) in layers}
-            if not pruned or key not in tensors.files:
-                differences += [f"{block.full_name(name)} is missing" for name in pruned]
-                continue
-            skipped.add(key)
-            parameter = tensors[key]
-            differences += [
-                text for name, expected in pruned.items() if (text := _layer_difference(block, name, parameter, *expected))
-            ]
-            if dense is not None and len(pruned) < len(names):
-                original = dense[key].to(parameter.dtype)
-                differences += [
-                    f"{block.full_name(name)} was not pruned and differs from the dense model's"
-                    for name in names
-                    if name not in pruned
-                    and (
-                        original.shape != parameter.shape
-                        or not torch.equal(block.linear_view(name, parameter), block.linear_view(name, original))
-                    )
-                ]
+    for key, pairs in layers_by_parameter(model).items():
+        pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
+        if not pruned:
+            continue
+        for name in pruned:
+            del missing[name]
+        if key not in tensors.files:
+            differences += [f"{name} is missing" for name in pruned]
+            continue
+        skipped.add(key)
+        parameter = tensors[key]
+        original = None if dense is None or len(pruned) == len(pairs) else dense[key].to(parameter.dtype)
+        for block, name in pairs:
+            full_name, weight = block.full_name(name), block.linear_view(name, parameter)
+            if full_name in pruned:
+                differences += _layer_difference(weight, layers[full_name])
+            elif original is not None and (
+                original.shape != parameter.shape or not torch.equal(weight, block.linear_view(name, original))
+            ):
+                differences.append(f"{full_name} was not pruned and differs from the dense model's")
     differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
     if dense is not None:
         comparison = compare(tensors, dense, as_stored=False)
-        unexpected = [key for key in (*comparison["changed"], *comparison["only_here"]) if key not in skipped]
+        unexpected = [key for key in (*comparison.changed, *comparison.only_here) if key not in skipped]
         differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
     return differences
 
 
-def _layer_difference(block: Block, name: str, parameter: Tensor, zeros: int, pattern: Pattern) -> str:
+def _layer_difference(weight: Tensor, expected: LayerResult | SavedLayer) -> list[str]:
     """How a pruned layer differs from its report; empty if it does not."""
-    weight = block.linear_view(name, parameter)
-    if count_zeros(weight) == zeros and follows(weight, pattern):
-        return ""
-    return f"{block.full_name(name)} has {count_zeros(weight)} zeros where the report says {zeros} ({pattern})"
-
-
-def _by_parameter(block: Block) -> dict[str, list[str]]:
-    """Names of a block's layers, by the full name of the parameter that holds them."""
-    names: dict[str, list[str]] = {}
-    for name in block.layers:
-        names.setdefault(block.full_name(block.parameter(name)), []).append(name)
-    return names
+    zeros = count_zeros(weight)
+    if zeros == expected.zeros and follows(weight, expected.pattern):
+        return []
+    return [f"{expected.name} has {zeros} zeros where the report says {expected.zeros} ({expected.pattern})"]

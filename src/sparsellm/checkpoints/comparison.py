@@ -1,0 +1,113 @@
+"""Tensors of two checkpoints compared bit by bit, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.files import check_files
+from sparsellm.checkpoints.headers import read_headers, read_pickle
+from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Tensors:
+    """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only).
+
+    Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
+    tensors of a checkpoint that cannot be read one at a time, have their names in the files.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        files = check_files(folder.name, folder)
+        self._loaded: dict[str, Tensor] = {}
+        self._tied = tied_names(model)
+        try:
+            locations, unknown, _ = index_tensors(files, model)
+            self.files: dict[str, Stored] = dict(sorted({**unknown, **locations}.items()))
+        except NotStreamable:
+            self.files = {}
+            for file in files:
+                if file.suffix != ".safetensors":
+                    self._loaded |= read_pickle(file)
+                self.files |= {key: TensorLocation(file, key) for key in read_headers(file)}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._loaded[key] if key in self._loaded else read_stored(self.files[key])
+
+    def one_name(self, key: str) -> str:
+        """Canonical name of a tensor: the first of its tied names, without the base model's prefix, which some files omit."""
+        return self._tied.get(key, key).removeprefix("model.")
+
+    def place(self, key: str) -> TensorLocation | None:
+        """Location of a tensor that can be read in chunks of rows; None if it can only be read entirely."""
+        stored = self.files[key]
+        return stored if isinstance(stored, TensorLocation) and stored.file.suffix == ".safetensors" else None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((key, self[key]) for key in self.files)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences of a checkpoint from another one.
+
+    Attributes:
+        changed: Tensors that differ from the other checkpoint's.
+        alike: Number of tensors that are bit-identical in both.
+        only_here: Tensors that only this checkpoint has.
+        only_there: Tensors that only the other checkpoint has.
+    """
+
+    changed: tuple[str, ...] = ()
+    alike: int = 0
+    only_here: tuple[str, ...] = ()
+    only_there: tuple[str, ...] = ()
+
+
+def compare(here: Tensors, there: Tensors, as_stored: bool = True) -> Comparison:
+    """Compare the tensors of two checkpoints bit by bit. Tied tensors match under any of their names.
+
+    Args:
+        here: The first checkpoint.
+        there: The other checkpoint.
+        as_stored: Count different dtypes as a difference; otherwise the other tensor is converted to the first's dtype.
+    """
+    names = {here.one_name(key) for key in here.files}
+    keys_there = {there.one_name(key): key for key in there.files}
+    common = {key: keys_there[here.one_name(key)] for key in here.files if here.one_name(key) in keys_there}
+    changed = [key for key, other in common.items() if not _equal_tensors(here, key, there, other=other, as_stored=as_stored)]
+    return Comparison(
+        changed=tuple(changed),
+        alike=len(common) - len(changed),
+        only_here=tuple(key for key in here.files if key not in common),
+        only_there=tuple(key for key in there.files if there.one_name(key) not in names),
+    )
+
+
+def _equal_tensors(here: Tensors, key: str, there: Tensors, *, other: str, as_stored: bool) -> bool:
+    """Whether two tensors are bit-identical; they are read in chunks of rows if both files support it."""
+    location, other_location = here.place(key), there.place(other)
+    if location is None or other_location is None:
+        return bit_identical(here[key], there[other], as_stored)
+    return all(
+        rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored)
+        for rows, other_rows in zip_longest(row_chunks(location), row_chunks(other_location))
+    )
+
+
+def bit_identical(tensor: Tensor, other: Tensor, as_stored: bool = True) -> bool:
+    """Whether two tensors have the same bits; without `as_stored`, after conversion to the first's dtype."""
+    other = other if as_stored else other.to(tensor.dtype)
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

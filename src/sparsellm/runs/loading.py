@@ -1,0 +1,242 @@
+"""The model of a run: opened and checked, held in memory or read block by block, loaded, and run on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.activations.walk import walk
+from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.headers import read_all_headers
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint, resolve_device
+from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
+from sparsellm.errors import BadCheckpoint, TooLarge
+from sparsellm.methods import Plan
+from sparsellm.models.architecture_file import read_architecture
+from sparsellm.models.blocks import Block, blocks_of, describe
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
+from sparsellm.models.partial_forward import input_device, model_errors, prediction_head
+from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runtime import collectives, devices
+from sparsellm.runtime.memory import available, human_bytes
+from sparsellm.runtime.offload import OffloadManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOKENS = 16
+"""Tokens of the test sequence."""
+
+SHARE = 0.8
+"""Fraction of the free memory that a run uses by default."""
+
+RESIDENT_SHARE = 0.5
+"""Fraction of the run's memory that the model may fill; a larger model is read block by block."""
+
+STREAMS_SHARE = 0.25
+"""Fraction of the run's memory that holds hidden states; the rest goes to the host's memory (from a GPU), then to files."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """A model that can be pruned, before its weights are read.
+
+    Attributes:
+        source: The model to load.
+        device: Device that computes.
+        skeleton: The model without weights, or a model in memory itself.
+        blocks: Decoder blocks of the skeleton.
+        coverage: Fraction of the blocks' matrix weights that can be pruned.
+    """
+
+    source: Checkpoint | InMemoryModel
+    device: torch.device
+    skeleton: PreTrainedModel
+    blocks: Sequence[Block]
+    coverage: Coverage
+
+
+def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None) -> OpenedModel:
+    """Open the recipe's model, or check `source`.
+
+    Raises:
+        InvalidSetting: The device is not available.
+        BadCheckpoint: The checkpoint is damaged, or its tokenizer belongs to another model.
+        UnsupportedModel: The model cannot be pruned.
+    """
+    device = resolve_device(recipe.device)
+    architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
+    source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture)
+    if isinstance(source, InMemoryModel):
+        describe(source.model, architecture)
+    skeleton = source.skeleton()
+    check_vocabulary(skeleton, source)
+    blocks = blocks_of(skeleton)
+    coverage = coverage_of(skeleton, blocks)
+    check_coverage(skeleton, coverage)
+    return OpenedModel(source, device, skeleton, blocks, coverage)
+
+
+def check_names(source: Checkpoint, skeleton: PreTrainedModel, *, blocks: Sequence[Block], plan: Plan) -> None:
+    """Raise BadCheckpoint unless the files hold every parameter to prune under the name that verification uses."""
+    files, canonical = source.files(), tied_names(skeleton)
+    try:
+        stored = {canonical[name] for name in index_tensors(files, skeleton)[0]}
+    except NotStreamable:
+        stored = {canonical.get(name, name) for name in read_all_headers(files)}
+    planned = {
+        block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
+    }
+    missing = sorted(name for name in planned if canonical[name] not in stored)
+    if missing:
+        raise BadCheckpoint(
+            f"{source.name} lacks {len(missing)} weights that its configuration calls for, {missing[0]} among them: no tensor "
+            "in its files maps to that name. The download may be incomplete, or config.json belongs to another model."
+        )
+
+
+def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel) -> None:
+    """Raise BadCheckpoint for a tokenizer that does not load, or that has more tokens than the model has embeddings.
+
+    The tokenizer is loaded even for methods without calibration text, since every output includes its files. Added tokens may
+    lie beyond the embeddings, as in some published models; `check_tokens` rejects a text that contains one.
+    """
+    if isinstance(source, InMemoryModel) and source.given is None:
+        return
+    embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
+    if tokens > embeddings:
+        raise BadCheckpoint(
+            f"The tokenizer of {source.name} has {tokens:,} tokens, but the model has embeddings for {embeddings:,}. "
+            "Copy the model's own tokenizer files into the folder."
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run holds the model, chosen before any weights are read.
+
+    Attributes:
+        memory: Bytes that the run may use for its data.
+        model: Bytes of the whole model.
+        streamed: Whether the model is read block by block.
+        note: Reason for the choice, for the user; may be empty.
+        ahead: Whether the next block is read while the current one is pruned.
+        tight: Whether memory is too scarce for the allocator to keep what is freed.
+    """
+
+    memory: int
+    model: int
+    streamed: bool
+    note: str = ""
+    ahead: bool = False
+    tight: bool = False
+
+
+def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> Placement:
+    """Choose where the recipe's model is held.
+
+    Args:
+        recipe: `offload` and `max_memory` override the defaults.
+        opened: The model to load, and the device.
+        files: Whether the run may write files; without them the whole model must fit in memory.
+
+    Raises:
+        TooLarge: The run needs the whole model in memory, and it does not fit.
+        InvalidSetting: A setting of the recipe cannot be used with this model.
+        BadCheckpoint: The checkpoint cannot be read.
+    """
+    source, memory = opened.source, recipe.memory_bytes or int(SHARE * available(opened.device))
+    itemsize = source.dtype(recipe.dtype).itemsize if isinstance(source, Checkpoint) else None
+
+    def bytes_of(module: nn.Module) -> int:
+        return sum(tensor.numel() * (itemsize or tensor.element_size()) for tensor in module.parameters())
+
+    size = bytes_of(opened.skeleton)
+    sizes = f"the model takes {human_bytes(size)} and may take {human_bytes(RESIDENT_SHARE * memory)}"
+    streamed = size > RESIDENT_SHARE * memory if recipe.offload is None else recipe.offload
+    if isinstance(source, InMemoryModel) or not streamed:
+        return Placement(memory, size, streamed=False)
+    if recipe.model_steps or recipe.calibration_written:
+        stage = "gradient steps over it" if recipe.model_steps else "`written`"
+        reason = sizes if recipe.offload is None else "--offload reads it block by block"
+        raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
+    if not files:
+        reason = (
+            sizes if recipe.offload is None else "`offload` reads the model block by block and stores pruned blocks in files"
+        )
+        raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
+    try:
+        source.stream(recipe.dtype)
+    except NotStreamable as error:
+        return Placement(memory, size, streamed=False, note=f"loaded as a whole: {error}")
+    note = "read block by block" + (f": {sizes}" if recipe.offload is None else "")
+    ahead = 2 * max(bytes_of(block.module) for block in opened.blocks) <= RESIDENT_SHARE * memory
+    return Placement(memory, size, streamed=True, note=note, ahead=ahead)
+
+
+def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placement: Placement | None = None) -> LoadedModel:
+    """Load the recipe's model, as a whole or for reading block by block.
+
+    Args:
+        recipe: Sets the dtype of the weights.
+        opened: The model to load, and the device.
+        folder: Folder for the run's files; without one the model and the hidden states must fit in memory.
+        placement: Result of `choose_placement`; chosen here by default.
+
+    Raises:
+        TooLarge, InvalidSetting, BadCheckpoint: As `choose_placement`.
+    """
+    source, device = opened.source, opened.device
+    placement = placement or choose_placement(recipe, opened, files=folder is not None)
+    host = available(torch.device("cpu")) if devices.has_own_memory(device) else 0
+    limit = int(STREAMS_SHARE * placement.memory) if folder else None
+    storage = OffloadManager(limit, folder, int(STREAMS_SHARE * SHARE * host))
+    if isinstance(source, InMemoryModel) or not placement.streamed:
+        model = source.load(recipe.dtype, device)
+        return LoadedModel(model, ResidentWeights(model), storage, compute_dtype(model), placement.memory, placement.note)
+    model, weights = source.stream(recipe.dtype, device, placement.ahead)
+    compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
+    return LoadedModel(model, weights, storage, compute, placement.memory, placement.note)
+
+
+@torch.no_grad()
+def check_runs(loaded: LoadedModel, by_block: bool) -> None:
+    """Run a model on one short sequence.
+
+    Args:
+        loaded: The model.
+        by_block: Run it block by block, as it is pruned, instead of as a whole. Of an offloaded model only the first block
+            is run, since loading the others takes long.
+
+    Raises:
+        UnsupportedModel: The model's own code fails.
+        NonFinite: The output of a block has NaN or infinity.
+    """
+    model = loaded.model
+    tokens = torch.arange(TOKENS).view(1, -1) % model.get_input_embeddings().num_embeddings
+    with model_errors(model, "as its config.json says"):
+        if by_block:
+            _run_blocks(loaded, tokens)
+        else:
+            with eval_mode(model), compute_dtype_context(model, loaded.compute):
+                logits = model(input_ids=tokens.to(input_device(model)), use_cache=False).logits
+                assert logits.shape[:2] == tokens.shape, f"logits of {tuple(logits.shape)}"
+
+
+def _run_blocks(loaded: LoadedModel, tokens: Tensor) -> None:
+    """Run all blocks, or only the first of an offloaded model, and the prediction head on one sequence, (1, seq)."""
+    blocks = blocks_of(loaded.model)
+    last = 0 if loaded.weights.on_disk else len(blocks) - 1
+    batches = [tokens] * collectives.world()  # one per process
+    for block, inputs in walk(loaded, batches, stop=last + 1):
+        if block.index == last:
+            inputs.advance(block)
+            with loaded.weights.non_block(), prediction_head(loaded.model, blocks, loaded.compute) as predict:
+                predict(tokens, inputs.pruned[0])
