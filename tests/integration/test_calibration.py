@@ -224,17 +224,16 @@ def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's text comes from its own module, the held-out part to test; a Python without sources says so."""
     from sparsellm.data import texts
-    from sparsellm.data.demo import text as demo
 
     monkeypatch.setattr(texts, "_demo", texts._demo.__wrapped__)  # what a process read stays read
-    monkeypatch.setattr(demo, "documents", lambda part: [part, "b"])
+    monkeypatch.setattr(texts, "named_documents", lambda part: {"a": part, "b": "b"})
     assert read_text("demo", "calibration") == Text(("train", "b"), "\n\n", "demo train")
     assert read_text("demo", "test") == Text(("held-out", "b"), "\n\n", "demo held-out")
 
     def fails(_: str) -> None:
-        raise FileNotFoundError("no sources")
+        raise BadText("no sources")
 
-    monkeypatch.setattr(demo, "documents", fails)
+    monkeypatch.setattr(texts, "named_documents", fails)
     with pytest.raises(BadText, match="no sources"):
         read_text("demo", "test")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from sparsellm.data.demo import named_documents
 from sparsellm.data.json_files import Unreadable, is_text, read_bytes
 from sparsellm.errors import BadText, Unreachable, nearest
 
@@ -140,13 +141,8 @@ def _demo(split: Split) -> Text:
 
     Cached, because collecting it takes seconds and a sweep reads it for every cell.
     """
-    from sparsellm.data.demo.text import documents
-
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"
-    try:
-        return Text(tuple(documents(part)), JOINT, f"demo {part}")
-    except FileNotFoundError as error:  # this Python has no library sources
-        raise BadText(str(error)) from error
+    return Text(tuple(named_documents(part).values()), JOINT, f"demo {part}")
 
 
 def _from_hub(name: str, split: Split) -> Text:
