@@ -11,7 +11,7 @@ from typing import Any
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.data import demo
 from sparsellm.data.json_files import is_path, read_json
-from sparsellm.data.yaml_files import read_words
+from sparsellm.data.yaml_files import read_strings
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
 
 DEMO = "demo:"
@@ -57,7 +57,7 @@ def card_terms(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        fields = read_words(head[1]) if head else {}  # as text: YAML parses the language "no" as false
+        fields = read_strings(head[1]) if head else {}  # as text: YAML parses the language "no" as false
     except (OSError, ValueError):
         return {}
     terms = {name: fields.get(name) for name in TERMS} if isinstance(fields, dict) else {}

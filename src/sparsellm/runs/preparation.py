@@ -231,7 +231,7 @@ def draw_windows(recipe: RunRecipe, given: GivenText, source: Checkpoint | InMem
         text = Text(tuple(given), "\n\n", "given in memory")
     else:
         text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
-    drawn = calibration_windows(text, source.tokenizer(), recipe.samples, length, recipe.seed)
+    drawn = calibration_windows(text, source.tokenizer(), samples=recipe.samples, sequence_length=length, seed=recipe.seed)
     return drawn.windows, drawn.description
 
 
@@ -282,7 +282,7 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
 
 def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, length: int) -> Tensor:
     """Read a test text as token ids, (sequences, length)."""
-    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
+    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, limit=recipe.evaluate_limit)
 
 
 def _default_batch(windows: Tensor, length: int) -> int:
