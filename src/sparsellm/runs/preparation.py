@@ -177,11 +177,12 @@ def check_memory(
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
         parts.append(f"training a block takes {human_bytes(needed)}")
-        check_fits(needed, device, "Training a block", "Pass fewer --samples.")
+        check_fits(needed, device, stage="Training a block", advice="Pass fewer --samples.")
     if recipe.model_steps:
         needed = model_bytes(recipe, blocks, windows, vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
-        check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch-size.")
+        advice = "Pass --scope block to recover, or a smaller --batch-size."
+        check_fits(needed, device, stage="Training the whole model", advice=advice)
     return ", ".join(parts)
 
 

@@ -19,21 +19,21 @@ def available(device: torch.device) -> int:
     return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
 
 
-def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:
+def check_fits(needed: int, device: torch.device, *, stage: str, advice: str) -> None:
     """Check that a stage fits into a device's available memory.
 
     Args:
         needed: Bytes that the stage allocates.
         device: Where it allocates them.
-        what: Subject of the error message.
-        instead: Sentence that says what to do, at the end of the message.
+        stage: Its name, the subject of the error message.
+        advice: Sentence that says what to do, at the end of the message.
 
     Raises:
         TooLarge: If more is needed than available; the message gives both numbers.
     """
     free = available(device)
     if needed > free:
-        raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {instead}")
+        raise TooLarge(f"{stage} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {advice}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
