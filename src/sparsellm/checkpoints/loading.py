@@ -98,14 +98,14 @@ class Checkpoint:
         return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(
-        self, dtype: str = "auto", device: torch.device | str = "cpu", ahead: bool = False
+        self, dtype: str = "auto", device: torch.device | str = "cpu", prefetch: bool = False
     ) -> tuple[PreTrainedModel, DiskWeights]:
         """Return the model in evaluation mode with its parameters on the meta device, and the reader of its weights.
 
         Args:
             dtype: A name as for `dtype`.
             device: Device of the weights while they are in use, and of the buffers.
-            ahead: Whether to read the next block while one is in use.
+            prefetch: Whether to read the next block while one is in use.
 
         Raises:
             NotStreamable: The checkpoint must be loaded as a whole.
@@ -121,7 +121,7 @@ class Checkpoint:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), DiskWeights(model, locations, torch_dtype, device, ahead)
+        return model.eval(), DiskWeights(model, locations, torch_dtype, device=device, prefetch=prefetch)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """Load the model, in evaluation mode.
