@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.digests import file_digest, report_digest
+from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.inspection import REPORT, WORK

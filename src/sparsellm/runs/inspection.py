@@ -121,7 +121,7 @@ def inspect(
         architecture: YAML file that describes the model's architecture.
     """
     described = None if architecture is None else read_architecture(architecture)
-    checkpoint = open_checkpoint(model, None, trusted, described)
+    checkpoint = open_checkpoint(model, trusted=trusted, architecture=described)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
     skeleton = checkpoint.skeleton()
     tensors = Tensors(checkpoint.folder, skeleton)
@@ -223,7 +223,7 @@ def planned_layers(folder: Path) -> dict[str, str] | None:
 
 def _open_tensors(name: str, trusted: bool) -> Tensors:
     """Open a checkpoint and return its tensors."""
-    checkpoint = open_checkpoint(name, None, trusted)
+    checkpoint = open_checkpoint(name, trusted=trusted)
     return Tensors(checkpoint.folder, checkpoint.skeleton())
 
 

@@ -112,7 +112,7 @@ def recovery_plan(
     path, report = finished_report(recipe.pruned)
     if not any(zeros for zeros, _ in pruned_layers(report).values()):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
-    pruned = open_checkpoint(str(path), None, recipe.trust_remote_code, source.architecture)
+    pruned = open_checkpoint(str(path), trusted=recipe.trust_remote_code, architecture=source.architecture)
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
     if pruned_shapes != dense_shapes:
         names = {**pruned_shapes, **dense_shapes}

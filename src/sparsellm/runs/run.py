@@ -278,7 +278,7 @@ def _result(
     report.parameters, report.zeros = loaded.size()
     report.peak_memory = peak_memory()
     observer(Ended(report.totals(), report.seconds["total"]))
-    tokenizer = source.tokenizer() if not isinstance(source, InMemoryModel) else source.given
+    tokenizer = source.tokenizer() if not isinstance(source, InMemoryModel) else source.own_tokenizer
     weights = loaded.weights if isinstance(loaded.weights, DiskWeights) else None
     dense = source.folder if report.recipe.dtype == "auto" else None
     return Result(loaded.model, report, tokenizer, dense, weights, source.extra_files(), log)

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.digests import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
@@ -87,10 +87,10 @@ def verify(
     tensors = {key: tensor for file in digests for key, tensor in file.items()}
     _raise_if_any(output, [*_tensor_differences(report["digests"]["tensors"], tensors), *_file_differences(path, report)])
     described = None if architecture is None else read_architecture(architecture)
-    model = open_checkpoint(str(path), None, trusted, described).skeleton()
+    model = open_checkpoint(str(path), trusted=trusted, architecture=described).skeleton()
     dense_tensors = None
     if against is not None:
-        dense = open_checkpoint(against, None, trusted, described)
+        dense = open_checkpoint(against, trusted=trusted, architecture=described)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers = pruned_layers(report)
     changed = moved_tensors(report)
