@@ -95,7 +95,7 @@ def find_checkpoint(name: str, revision: str | None = None, with_code: bool = Fa
         return path
     if path.exists():
         raise BadCheckpoint(f"{name} is a file. Name the folder that holds config.json and the weights.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if not is_hub_name(name):
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
         )

@@ -108,11 +108,8 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, string: str) -> Tensor:
 
 
 def _tokenize_stream(text: Text, tokenizer: PreTrainedTokenizerBase, length: int) -> Tensor:
-    """Tokenise the stream; raise BadText if it is shorter than one sequence.
-
-    The tokenizer adds special tokens at the ends of the stream, not of each document, as in the code of SparseGPT, Wanda and
-    SparseLLM.
-    """
+    """Tokenise the stream; raise BadText if it is shorter than one sequence."""
+    # Special tokens stand at the ends of the stream, not of each document, as in the code of SparseGPT, Wanda and SparseLLM.
     stream = tokenize(tokenizer, text.stream)
     if len(stream) < length:
         alternative = f", or windows of at most {len(stream)} (--sequence-length {len(stream)})" if len(stream) > 1 else ""

@@ -65,7 +65,7 @@ class HubText:
 
     path: str
     parts: Mapping[Split, str]
-    joint: str
+    joint: str = JOINT
     column: str = "text"
     rows: bool = True
     config: str | None = None
@@ -88,7 +88,6 @@ HUB = {
     "wikitext2": HubText(
         "Salesforce/wikitext",
         parts={"calibration": "train", "test": "test"},
-        joint="\n\n",
         config="wikitext-2-raw-v1",
     ),
     "ptb": HubText(
@@ -133,12 +132,9 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
     return text
 
 
-@cache
+@cache  # collecting it takes seconds, and a sweep reads it for every cell
 def _read_demo(split: Split) -> Text:
-    """Return the demo text: its models' training split for calibration, the held-out split for tests.
-
-    Cached, because collecting it takes seconds and a sweep reads it for every cell.
-    """
+    """Return the demo text: its models' training split for calibration, the held-out split for tests."""
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"
     return Text(tuple(demo.named_documents(part).values()), JOINT, f"demo {part}")
 
@@ -223,7 +219,7 @@ def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
 
 
 def _missing_field(location: str, field: str, names: Iterable[str]) -> BadText:
-    """Build the error for a row or file without `field`."""
+    """Build the error for a row or file without a field."""
     fields = ", ".join(repr(name) for name in names) or "none"
     return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text (--text-field).")
 
@@ -241,6 +237,7 @@ def _decode(path: Path) -> str:
 
 
 def _read_txt(path: Path, _: str) -> list[Row]:
+    """Return a file as one row."""
     return [("the file", _decode(path))]
 
 
@@ -251,6 +248,7 @@ def _read_raw(path: Path, _: str) -> list[Row]:
 
 
 def _read_json(path: Path, _: str) -> list[Row]:
+    """Return the entries of a JSON list."""
     rows = _parse(path, _decode(path))
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
@@ -258,6 +256,7 @@ def _read_json(path: Path, _: str) -> list[Row]:
 
 
 def _read_jsonl(path: Path, _: str) -> Iterator[Row]:
+    """Yield the values of the lines of a JSONL file."""
     for number, line in enumerate(_decode(path).split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
         if line.strip():
             yield f"line {number}", _parse(path, line, number)
@@ -275,6 +274,7 @@ def _parse(path: Path, text: str, line: int | None = None) -> Any:
 
 
 def _read_parquet(path: Path, field: str) -> list[Row]:
+    """Return the values of a column of a Parquet file."""
     import pyarrow  # comes with `datasets`
     from pyarrow import parquet
 

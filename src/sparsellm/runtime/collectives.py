@@ -72,22 +72,22 @@ class AllReduce:
         buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.is_contiguous() and tensor.nbytes >= BUCKET:
-                self._send(tensor, [])
+                self._send([tensor])
                 continue
             bucket = buckets.setdefault((tensor.dtype, tensor.device), [])
             bucket.append(tensor)
             if sum(part.nbytes for part in bucket) >= BUCKET:
-                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
-                buckets[tensor.dtype, tensor.device] = []
+                self._send(buckets.pop((tensor.dtype, tensor.device)))
         for bucket in buckets.values():
-            if bucket:
-                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
+            self._send(bucket)
 
-    def _send(self, flat: Tensor, parts: list[Tensor]) -> None:
-        """Start to sum `flat`; `parts` are the tensors concatenated in it, empty if it is summed in place."""
+    def _send(self, parts: list[Tensor]) -> None:
+        """Start to sum tensors: a contiguous one in place, others concatenated."""
         global _bytes_sent  # noqa: PLW0603  (a meter)
+        in_place = len(parts) == 1 and parts[0].is_contiguous()
+        flat = parts[0] if in_place else torch.cat([part.reshape(-1) for part in parts])
         _bytes_sent += flat.nbytes
-        self._sent.append((dist.all_reduce(flat, async_op=True), flat, parts))
+        self._sent.append((dist.all_reduce(flat, async_op=True), flat, [] if in_place else parts))
 
     def wait(self) -> None:
         """Wait until the tensors hold the sums."""

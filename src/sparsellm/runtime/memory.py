@@ -15,7 +15,7 @@ from sparsellm.runtime import devices
 
 
 def available(device: torch.device) -> int:
-    """Bytes that can be allocated on a device."""
+    """Return the bytes that can be allocated on a device."""
     return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
 
 
@@ -37,7 +37,7 @@ def check_fits(needed: int, device: torch.device, *, stage: str, advice: str) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an out-of-memory error; on the CPU only the message shows it."""
+    """Return whether an error is an out-of-memory error; on the CPU only the message shows it."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
     )
@@ -49,7 +49,7 @@ def human_bytes(count: float) -> str:
 
 
 def current_memory() -> int:
-    """Resident memory of this process, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -66,7 +66,7 @@ def release_free_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     try:  # psutil gives no peak on Linux, and getrusage's starts at the memory of the parent process
