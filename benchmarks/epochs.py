@@ -57,8 +57,8 @@ def main() -> None:
     checkpoint = open_checkpoint(words.model)
     tokenizer = checkpoint.tokenizer()
     text = read_text(words.calibration, "calibration")
-    windows = calibration_windows(text, tokenizer, words.samples, words.length, 0).windows
-    tests = test_windows(read_text(words.test, "test"), tokenizer, words.length, words.limit)
+    windows = calibration_windows(text, tokenizer, samples=words.samples, sequence_length=words.length, seed=0).windows
+    tests = test_windows(read_text(words.test, "test"), tokenizer, words.length, limit=words.limit)
     rows = []
     for sparsity in words.sparsity:
         for name in words.variants:

@@ -54,7 +54,9 @@ def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
     """Layer problems of a model: each group's first layer in the first and last block, readers also with their curvature."""
     source = open_checkpoint(model_name)
     model = source.load("float32")
-    windows = calibration_windows(read_text("demo", "calibration"), source.tokenizer(), 64, 256, 0).windows
+    windows = calibration_windows(
+        read_text("demo", "calibration"), source.tokenizer(), samples=64, sequence_length=256, seed=0
+    ).windows
     last = len(blocks_of(model)) - 1
     for block, inputs in walk(model, windows.split(16)):
         if block.index not in (0, last):

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from sparsellm.checkpoints.digests import report_digest
+from sparsellm.checkpoints.tensor_index import report_digest
 from tests.cli.test_bad_input import refused
 from tests.conftest import report_of
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Phi3Config
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.checkpoints.digests import report_digest
+from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from tests.cli.test_bad_input import refused
 from tests.conftest import byte_tokenizer, report_of

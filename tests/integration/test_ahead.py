@@ -31,7 +31,7 @@ from tests.integration.test_weights import saved, windows
 from tests.meter import Meter
 from tests.pruning import loaded, prune_blocks
 
-THREAD = "reading ahead"
+THREAD = "prefetch_0"
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_the_same_bits(form: str, solver: Magnitude | Wanda, tmp_path: Path, rea
     folder, written = saved("llama", tmp_path / "model", form), []
     for ahead in (False, True):
         readers.clear()
-        model, weights = open_checkpoint(str(folder)).stream(ahead=ahead)
+        model, weights = open_checkpoint(str(folder)).stream(prefetch=ahead)
         plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
         journal = Journal.begin(tmp_path / str(ahead), {})
         list(prune_blocks(model, windows().split(2), LayerWise(solver), plan, weights=weights, journal=journal))
@@ -80,7 +80,7 @@ def test_sensitivities_go_ahead_and_back(tmp_path: Path, readers: list[tuple[str
     found = []
     for ahead in (False, True):
         readers.clear()
-        model, weights = open_checkpoint(str(folder)).stream(ahead=ahead)
+        model, weights = open_checkpoint(str(folder)).stream(prefetch=ahead)
         found.append(output_sensitivities(loaded(model, weights=weights), list(windows().split(2))))
         early = {name.split(".layers.")[1][0] for name, thread in readers if thread == THREAD}
         assert early == ({"1", "2"} if ahead else set())
@@ -98,13 +98,13 @@ def test_errors_are_told_when_their_turn_comes(spoil: str, part: str, tmp_path: 
         tensors[name] = torch.full_like(tensors[name], float("nan"))
     elif spoil == "shape":
         tensors[name] = tensors[name][:5].clone()
-    model, weights = open_checkpoint(str(folder)).stream(ahead=True)
+    model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})  # now: what opens is sound
     one, two, three = blocks_of(model)
     with weights.block(one):
         if spoil == "gone":
             (folder / "model.safetensors").unlink()
-        weights._prefetch(two)
+        weights._start_prefetch(two)
     with pytest.raises(BadCheckpoint, match=part), weights.block(two, three):
         pass
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -113,7 +113,7 @@ def test_errors_are_told_when_their_turn_comes(spoil: str, part: str, tmp_path: 
 def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a block is worked on: reading ends after the tensor at hand, and the next visit reads anew."""
     folder = saved("llama", tmp_path / "model", "single")
-    model, weights = open_checkpoint(str(folder)).stream(ahead=True)
+    model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
     one, two, _ = blocks_of(model)
     started, go_on, count = threading.Event(), threading.Event(), 0
     plain = DiskWeights.read
@@ -137,14 +137,14 @@ def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         work()
     assert count == 1
-    assert weights._coming is None
+    assert weights._prefetched is None
     with weights.block(two):
         assert two.layer("mlp.up_proj").weight.device.type == "cpu"
 
 
 def test_another_block_than_was_announced(tmp_path: Path, readers: list[tuple[str, str]]) -> None:
     folder = saved("llama", tmp_path / "model", "single")
-    model, weights = open_checkpoint(str(folder)).stream(ahead=True)
+    model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
     one, two, three = blocks_of(model)
     with weights.block(one, two):
         pass
@@ -158,7 +158,7 @@ def test_another_block_than_was_announced(tmp_path: Path, readers: list[tuple[st
 def test_its_memory_is_counted(tmp_path: Path) -> None:
     """From when it is sent for, by whoever counts the caller's tensors."""
     folder = saved("llama", tmp_path / "model", "single")
-    model, weights = open_checkpoint(str(folder)).stream(ahead=True)
+    model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
     one, two, _ = blocks_of(model)
     size = sum(4 * tensor.numel() for tensor in one.module.parameters())
     with Meter() as meter:

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.data.samples import Text, calibration_windows, read_text, test_windows, tokenize
+from sparsellm.data.samples import calibration_windows, test_windows, tokenize
+from sparsellm.data.texts import Text, read_text
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
 
 SHARED = Path(__file__).parents[3] / "shared"
@@ -184,7 +185,7 @@ def test_c4(hub: Callable[[str, list[str]], Asked]) -> None:
     assert test.stream.count(" ") == 1100 * 30 - 1
     assert test_windows(test, tokenizer(), 16).shape == (256, 16)
     assert test_windows(test, tokenizer(), 16, limit=300).shape == (300, 16)
-    assert calibration_windows(calibration, tokenizer(), 8, 16, seed=0).windows.shape == (8, 16)
+    assert calibration_windows(calibration, tokenizer(), samples=8, sequence_length=16, seed=0).windows.shape == (8, 16)
     names = ["en/c4-validation.00000-of-00008.json.gz", "en/c4-train.00000-of-01024.json.gz"]
     for (_, options), name, part in zip(asked.calls, names, ("validation", "train"), strict=True):
         assert options["data_files"] == {part: name}
@@ -211,7 +212,7 @@ def test_without_the_hub(monkeypatch: pytest.MonkeyPatch, error: Exception) -> N
 def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
     """With HF_HUB_OFFLINE and an empty cache there is one error at once, and not a line of the libraries' own."""
     code = (
-        "from sparsellm.data.samples import read_text; from sparsellm.errors import Unreachable\n"
+        "from sparsellm.data.texts import read_text; from sparsellm.errors import Unreachable\n"
         "try: read_text('wikitext2', 'test')\n"
         "except Unreachable as error: assert 'HF_HUB_OFFLINE is set' in str(error)"
     )
@@ -224,17 +225,16 @@ def test_offline_says_so_and_nothing_else(tmp_path: Path) -> None:
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's text comes from its own module, the held-out part to test; a Python without sources says so."""
     from sparsellm.data import texts
-    from sparsellm.data.demo import text as demo
 
-    monkeypatch.setattr(texts, "_demo", texts._demo.__wrapped__)  # what a process read stays read
-    monkeypatch.setattr(demo, "documents", lambda part: [part, "b"])
+    monkeypatch.setattr(texts, "_read_demo", texts._read_demo.__wrapped__)  # what a process read stays read
+    monkeypatch.setattr(texts.demo, "named_documents", lambda part: {"a": part, "b": "b"})
     assert read_text("demo", "calibration") == Text(("train", "b"), "\n\n", "demo train")
     assert read_text("demo", "test") == Text(("held-out", "b"), "\n\n", "demo held-out")
 
     def fails(_: str) -> None:
-        raise FileNotFoundError("no sources")
+        raise BadText("no sources")
 
-    monkeypatch.setattr(demo, "documents", fails)
+    monkeypatch.setattr(texts.demo, "named_documents", fails)
     with pytest.raises(BadText, match="no sources"):
         read_text("demo", "test")
 
@@ -246,7 +246,7 @@ def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: p
     """One special token at the stream's start; no padding, no truncation, and no warning of its length."""
     text = Text((counting(0, 20), counting(20, 20)), "\n\n", "two")
     for padded in (False, True):
-        tokens = tokenize(tokenizer(padded), text)
+        tokens = tokenize(tokenizer(padded), text.stream)
         assert tokens.dtype == torch.long
         assert tokens.tolist() == [BOS, *range(10, 50)]
     assert not caplog.records
@@ -256,7 +256,7 @@ def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: p
 def test_windows_of_a_stream() -> None:
     """Full windows at places that the seed alone decides, and a sentence that says so."""
     text = Text((counting(0, 2000), counting(2000, 999)), " ", "numbers.txt")
-    drawn = calibration_windows(text, tokenizer(padded=True), 64, 100, seed=0)
+    drawn = calibration_windows(text, tokenizer(padded=True), samples=64, sequence_length=100, seed=0)
     assert drawn.windows.shape == (64, 100)
     assert drawn.windows.dtype == torch.long
     assert drawn.windows.is_contiguous()
@@ -264,9 +264,9 @@ def test_windows_of_a_stream() -> None:
     assert drawn.description == (
         "64 windows of 100 tokens at random places of one stream of 3,000 tokens (numbers.txt), seed 0"
     )
-    again = calibration_windows(text, tokenizer(), 64, 100, seed=0)
+    again = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=0)
     assert torch.equal(again.windows, drawn.windows)
-    other = calibration_windows(text, tokenizer(), 64, 100, seed=1)
+    other = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=1)
     assert not torch.equal(other.windows, drawn.windows)
     assert len({int(start) for start in drawn.windows[:, 0]}) > 32
 
@@ -274,11 +274,12 @@ def test_windows_of_a_stream() -> None:
 def test_every_place_of_a_stream_can_be_drawn() -> None:
     """The first and the last window too; a text of one window gives that one."""
     text = Text((counting(0, 9),), " ", "ten tokens")
-    windows = calibration_windows(text, tokenizer(), 200, 8, seed=0).windows
+    windows = calibration_windows(text, tokenizer(), samples=200, sequence_length=8, seed=0).windows
     assert {tuple(window) for window in windows.tolist()} == {
         (BOS, *range(10, 17)), tuple(range(10, 18)), tuple(range(11, 19))
     }  # fmt: skip
-    assert calibration_windows(text, tokenizer(), 2, 10, seed=0).windows.tolist() == [[BOS, *range(10, 19)]] * 2
+    windows = calibration_windows(text, tokenizer(), samples=2, sequence_length=10, seed=0).windows
+    assert windows.tolist() == [[BOS, *range(10, 19)]] * 2
 
 
 def test_windows_of_documents() -> None:
@@ -286,13 +287,14 @@ def test_windows_of_documents() -> None:
     long = [counting(100 * index, 40) for index in range(6)]
     short = [counting(3000 + 10 * index, 9) for index in range(50)]  # 10 tokens with <s>: not longer than a window
     text = Text(tuple(short + long), " ", "c4 train")
-    drawn = calibration_windows(text, tokenizer(), 6, 10, seed=3)
+    drawn = calibration_windows(text, tokenizer(), samples=6, sequence_length=10, seed=3)
     first = drawn.windows[:, 1] - 10
     assert sorted((first // 100).tolist()) == [0, 1, 2, 3, 4, 5]
     assert runs(drawn.windows[:, 1:])
     assert drawn.description == ("6 windows of 10 tokens, each at a random place of one of 56 documents (c4 train), seed 3")
-    assert torch.equal(calibration_windows(text, tokenizer(padded=True), 6, 10, seed=3).windows, drawn.windows)
-    assert "one stream" in calibration_windows(text, tokenizer(), 7, 10, seed=3).description
+    padded = calibration_windows(text, tokenizer(padded=True), samples=6, sequence_length=10, seed=3)
+    assert torch.equal(padded.windows, drawn.windows)
+    assert "one stream" in calibration_windows(text, tokenizer(), samples=7, sequence_length=10, seed=3).description
 
 
 def test_few_documents_are_tokenised_where_many_are_long() -> None:
@@ -304,7 +306,7 @@ def test_few_documents_are_tokenised_where_many_are_long() -> None:
         return {"input_ids": list(range(len(string)))}
 
     text = Text(("x" * 50,) * 1000, " ", "many")
-    windows = calibration_windows(text, counted, 5, 20, seed=0).windows  # type: ignore[arg-type]
+    windows = calibration_windows(text, counted, samples=5, sequence_length=20, seed=0).windows  # type: ignore[arg-type]
     assert windows.shape == (5, 20)
     assert len(calls) == 5
 
@@ -312,7 +314,8 @@ def test_few_documents_are_tokenised_where_many_are_long() -> None:
 def test_rows_are_never_documents() -> None:
     """Rows of one text give windows that go on from row to row."""
     text = Text(tuple(counting(20 * row, 20) for row in range(100)), " ", "rows", rows=True)
-    assert "one stream of 2,001 tokens" in calibration_windows(text, tokenizer(), 4, 8, seed=0).description
+    drawn = calibration_windows(text, tokenizer(), samples=4, sequence_length=8, seed=0)
+    assert "one stream of 2,001 tokens" in drawn.description
 
 
 def test_test_windows_are_consecutive() -> None:
@@ -331,14 +334,14 @@ def test_too_short_and_impossible() -> None:
     text = Text((counting(0, 11),), " ", "short.txt")
     message = r"short.txt has 12 tokens, but one window needs 2,048\. .*--sequence-length 12"
     with pytest.raises(BadText, match=message):
-        calibration_windows(text, tokenizer(), 4, 2048, seed=0)
+        calibration_windows(text, tokenizer(), samples=4, sequence_length=2048, seed=0)
     with pytest.raises(BadText, match=message):
         test_windows(text, tokenizer(), 2048)
     with pytest.raises(BadText, match=r"has 1 tokens, .* Take a longer text\.$"):
         test_windows(Text((), " ", "nothing"), tokenizer(), 8)
     with pytest.raises(InvalidSetting, match="`samples` must be at least 1, got 0"):
-        calibration_windows(text, tokenizer(), 0, 8, seed=0)
-    with pytest.raises(InvalidSetting, match="`length` must be at least 2"):
+        calibration_windows(text, tokenizer(), samples=0, sequence_length=8, seed=0)
+    with pytest.raises(InvalidSetting, match="`sequence_length` must be at least 2"):
         test_windows(text, tokenizer(), 1)
     with pytest.raises(InvalidSetting, match="`limit` must be at least 1"):
         test_windows(text, tokenizer(), 8, limit=0)
@@ -351,7 +354,7 @@ def test_the_papers_protocol_on_wikitext2() -> None:
         pytest.skip(f"{raw} is not here: it is never committed")
     gpt2 = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/gpt2")
     rows = tuple(line if line.strip() else "" for line in raw.read_text(encoding="utf-8").splitlines(keepends=True))
-    assert len(tokenize(gpt2, Text(rows, "\n\n", "rows"))) == 287_644
+    assert len(tokenize(gpt2, "\n\n".join(rows))) == 287_644
     assert tuple(read_text(str(raw), "test").documents) == rows
     assert test_windows(read_text(str(raw), "test"), gpt2, 2048).shape == (140, 2048)
 
@@ -364,5 +367,5 @@ def test_c4_sample_is_enough_for_the_papers_windows() -> None:
     gpt2 = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/gpt2")
     text = read_text(str(path), "calibration")
     assert len(text.documents) == 1480
-    assert "one stream" in calibration_windows(text, gpt2, 128, 2048, seed=0).description
-    assert "1,480 documents" in calibration_windows(text, gpt2, 64, 256, seed=0).description
+    assert "one stream" in calibration_windows(text, gpt2, samples=128, sequence_length=2048, seed=0).description
+    assert "1,480 documents" in calibration_windows(text, gpt2, samples=64, sequence_length=256, seed=0).description

@@ -6,17 +6,20 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparsellm.data import demo
-from sparsellm.data.demo import FAMILIES, model_path, text, train
-from sparsellm.data.demo.text import documents, is_held_out, named_documents
-from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists
+from sparsellm.data.demo import FAMILIES, is_held_out, model_path, named_documents
+from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, OutputExists
+
+DEV = Path(__file__).parents[2] / "dev"
 
 # ---- text
 
@@ -38,7 +41,7 @@ def test_splits_are_disjoint(splits: dict[str, dict[str, str]]) -> None:
 
 def test_documents_are_deterministic(splits: dict[str, dict[str, str]]) -> None:
     """The same texts in the same order each time, sorted by name, none blank."""
-    assert documents("held-out") == list(splits["held-out"].values())
+    assert list(named_documents("held-out").items()) == list(splits["held-out"].items())
     for named in splits.values():
         assert list(named) == sorted(named)
         assert all(document.strip() for document in named.values())
@@ -55,7 +58,7 @@ def test_no_tests_nor_foreign_packages(splits: dict[str, dict[str, str]]) -> Non
     """Test packages, applications and installed packages are not the library's English; a package is its own module."""
     names = set(splits["train"]) | set(splits["held-out"])
     parts = {part for name in names for part in name.split(".")}
-    assert not parts & (text.SKIPPED | {"torch", "pip", "__init__"})
+    assert not parts & (demo.SKIPPED | {"torch", "pip", "__init__"})
     assert {"unittest.case", "doctest", "json", "importlib", "topic with"} <= names
 
 
@@ -65,29 +68,23 @@ def test_docstrings_in_file_order(tmp_path: Path) -> None:
         'r"""First."""\nraise SystemExit\nclass A:\n    """Second.\n\n    More.\n    """\n'
         '    async def f(self):\n        """Third."""\ndef g():\n    "Fourth."\ndef h(): pass\n'
     )
-    assert "\n\n".join(text._docstrings(tmp_path / "a.py")) == "First.\n\nSecond.\n\nMore.\n\nThird.\n\nFourth."
+    assert "\n\n".join(demo._docstrings(tmp_path / "a.py")) == "First.\n\nSecond.\n\nMore.\n\nThird.\n\nFourth."
     (tmp_path / "broken.py").write_text("def (")
-    assert text._docstrings(tmp_path / "broken.py") == []
-
-
-def test_unknown_split() -> None:
-    """A split that is neither is named with those that are."""
-    with pytest.raises(ValueError, match="train, held-out, got 'test'"):
-        documents("test")  # type: ignore[arg-type]
+    assert demo._docstrings(tmp_path / "broken.py") == []
 
 
 def test_python_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A Python that ships no sources, or no topics, says what to do."""
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda _: str(tmp_path))
     (tmp_path / "bare.py").write_text("x = 1\n")
-    with pytest.raises(FileNotFoundError, match="without its sources"):
-        documents("train")
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path / "python.zip"))
-    with pytest.raises(FileNotFoundError, match="without its sources"):
-        documents("train")
+    with pytest.raises(BadText, match="without its sources"):
+        named_documents("train")
+    monkeypatch.setattr(demo.sysconfig, "get_path", lambda _: str(tmp_path / "python.zip"))
+    with pytest.raises(BadText, match="without its sources"):
+        named_documents("train")
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(FileNotFoundError, match="topics"):
-        documents("train")
+    with pytest.raises(BadText, match="topics"):
+        named_documents("train")
 
 
 # ---- bundled models
@@ -101,7 +98,7 @@ def test_bundled_model(family: str) -> None:
     config = model.config
     assert (config.model_type, model.dtype) == (family, torch.bfloat16)
     assert len(tokenizer) == config.vocab_size == 2048
-    assert tokenizer.model_max_length == config.max_position_embeddings == train.WINDOW
+    assert tokenizer.model_max_length == config.max_position_embeddings == 256
     special = [(tokenizer.bos_token_id, config.bos_token_id), (tokenizer.pad_token_id, config.pad_token_id)]
     assert [*special, (tokenizer.eos_token_id, config.eos_token_id)] == [(0, 0), (1, 1), (2, 2)]
     for module in model.modules():
@@ -134,13 +131,13 @@ def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="opt, llama, got 'gpt2'"):
         model_path("gpt2")
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(BadCheckpoint, match=r"python -m sparsellm\.data\.demo\.train opt"):
+    with pytest.raises(BadCheckpoint, match=r"python dev/train_demo_models\.py opt"):
         model_path("opt")
 
 
 def test_demo_imports_nothing_heavy() -> None:
     """The package and the text need the standard library alone."""
-    code = "import sys, sparsellm.data.demo.text; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = "import sys, sparsellm.data.demo; sys.exit(bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -148,7 +145,14 @@ def test_demo_imports_nothing_heavy() -> None:
 
 
 @pytest.fixture
-def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that trained the bundled models."""
+    monkeypatch.syspath_prepend(str(DEV))
+    return import_module("train_demo_models")
+
+
+@pytest.fixture
+def little_text(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few lines in place of the library's English, one document of them for validation."""
     checked = next(f"doc{number}" for number in count() if train.is_validation(f"doc{number}"))
     fitted = next(f"doc{number}" for number in count() if not train.is_validation(f"doc{number}"))
@@ -159,7 +163,7 @@ def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("little_text")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_steps(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_steps(train: ModuleType, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps leave a folder that loads, and a record of how it was made; a second run leaves it alone."""
     output = tmp_path / "made"
     words = [family, str(output), "--threads", str(torch.get_num_threads())]  # by default it takes one, for good
@@ -180,7 +184,7 @@ def test_two_steps(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         train.main(words)
 
 
-def test_prune_by_magnitude() -> None:
+def test_prune_by_magnitude(train: ModuleType) -> None:
     """The smallest weights of every linear layer but the head go, to the exact count."""
     model = train.build_model(train.Training("llama"))
     head = model.lm_head.weight.clone()
@@ -191,7 +195,7 @@ def test_prune_by_magnitude() -> None:
     assert torch.equal(model.lm_head.weight, head)
 
 
-def test_schedule() -> None:
+def test_schedule(train: ModuleType) -> None:
     """The learning rate rises to its peak and falls to nothing."""
     rates = [train.schedule(share / 100, 0.03) for share in range(101)]
     assert rates.index(max(rates)) == 3

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from sparsellm.data.samples import read_text, test_windows
+from sparsellm.data.samples import test_windows
+from sparsellm.data.texts import read_text
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.perplexity import perplexity
 

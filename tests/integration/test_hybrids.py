@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.walk import Activations
-from sparsellm.checkpoints.model_classes import auto_model
+from sparsellm.checkpoints.configuration import auto_model
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise

@@ -152,9 +152,9 @@ def test_available_here() -> None:
 def test_what_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte more than is free is refused, with both numbers."""
     monkeypatch.setattr("sparsellm.runtime.memory.available", lambda device: 7168)
-    check_fits(7168, CPU, "All", "Nothing.")
+    check_fits(7168, CPU, stage="All", advice="Nothing.")
     with pytest.raises(TooLarge, match=r"^All needs 7,169 bytes of memory on cpu, and 7,168 are free\. Ask less\.$"):
-        check_fits(7169, CPU, "All", "Ask less.")
+        check_fits(7169, CPU, stage="All", advice="Ask less.")
 
 
 def test_available_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

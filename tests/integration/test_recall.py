@@ -20,7 +20,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runtime.offload import OffloadManager
+from sparsellm.runtime.offload import DEVICE, DISK, OffloadManager
 from sparsellm.solvers.criteria import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -75,21 +75,21 @@ def test_cache_memory_is_freed() -> None:
     visits = walk(tiny("opt"), batches(), needs_dense_stream=True, storage=storage)
     block, inputs = next(visits)
     attention = cacheable(block, inputs)["self_attn.out_proj"]
-    size, before = sum(hidden.numel() * 4 for hidden in inputs.pruned), storage.most_kept
+    size, before = sum(hidden.numel() * 4 for hidden in inputs.pruned), storage.reserved[DEVICE]
     assert inputs.dense is not None
     caches = [new_cache(inputs, stream) for stream in (inputs.dense, inputs.pruned)]
     for cache in caches:
         cache.record(attention)
     request = CaptureRequest(["fc1"])
-    list(inputs.run_paired(block, request, request, advance_dense=True))
+    for _ in inputs.run_paired(block, request, request, advance_dense=True):
+        assert storage.reserved[DEVICE] == before + 2 * size
     assert inputs.dense.cache is None
-    assert storage.most_kept == before + 2 * size
     for _ in range(2):
         caches[1].record(attention)
-    assert storage.most_kept == before + 2 * size
+        assert storage.reserved[DEVICE] == before + size
     next(visits)
     visits.close()
-    assert set(storage._taken.values()) == {0}
+    assert set(storage.reserved.values()) == {0}
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
@@ -164,10 +164,10 @@ def test_what_a_true_sequential_pass_runs(family: str, tmp_path: Path, monkeypat
 
         monkeypatch.setattr(functional, "linear", counted)
         method, plan = TrueSequential(Wanda()), uniform_plan(blocks, parse_pattern("50%"))
-        list(prune_blocks(model, batches(), method, plan, storage=storage))
+        for _ in prune_blocks(model, batches(), method, plan, storage=storage):
+            assert (storage.reserved[DISK] > 0) == (not room)
         found[room], ran[room] = [parameter.detach().clone() for parameter in model.parameters()], mine
-        assert set(storage._taken.values()) == {0}
-        assert (storage.most_written > 0) == (not room)
+        assert set(storage.reserved.values()) == {0}
     assert all(torch.equal(one, two) for one, two in zip(*found.values(), strict=True))
     once = (len(blocks) - 1) * len(batches())
     readers = blocks[0].architecture.groups[-2]

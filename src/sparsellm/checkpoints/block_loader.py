@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.checkpoints.prefetch import Prefetch
 from sparsellm.checkpoints.tensor_index import (
     ConvertedTensor,
     NotStreamable,
@@ -43,11 +43,11 @@ class DiskWeights:
 
     Args:
         model: A skeleton, with parameters on the meta device and real buffers.
-        places: Where each parameter (and each buffer that checkpoints hold) is stored, by its name in the model. Tied
+        locations: Where each parameter (and each buffer that checkpoints hold) is stored, by its name in the model. Tied
             parameters appear under at least one of their names.
         dtype: Dtype to which floating-point tensors are converted.
         device: Device of the tensors.
-        ahead: Whether to read the next block while one is in use.
+        prefetch: Whether to read the next block while one is in use.
     """
 
     on_disk = True
@@ -55,27 +55,31 @@ class DiskWeights:
     def __init__(
         self,
         model: PreTrainedModel,
-        places: Mapping[str, Stored],
+        locations: Mapping[str, Stored],
         dtype: torch.dtype,
+        *,
         device: torch.device | str = "cpu",
-        ahead: bool = False,
+        prefetch: bool = False,
     ) -> None:
-        self.dtype, self.device, self.ahead = dtype, torch.device(device), ahead
-        self._coming: tuple[int, Prefetch] | None = None
-        self._model, self._locations = model, dict(places)
+        self.dtype, self.device, self.prefetch = dtype, torch.device(device), prefetch
+        self._prefetched: tuple[Block, dict[str, Future[Tensor]]] | None = None
+        self._locations = dict(locations)
         prefixes = tuple(f"{block.name}." for block in blocks_of(model))
         self._non_block = [name for name in self._locations if not name.startswith(prefixes)]
         self._owners = _owners(model)
 
     @contextmanager
     def block(self, block: Block, next_block: Block | None = None) -> Iterator[None]:
+        if self._prefetched is not None and self._prefetched[0].index != block.index:
+            self._cancel_prefetch()
         try:
-            with self._filled(self._names_of(block), self._take_prefetched(block)):
-                if self.ahead and next_block is not None:
-                    self._prefetch(next_block)
+            with self._filled(self._names_of(block), self._prefetched[1] if self._prefetched else {}):
+                self._prefetched = None
+                if self.prefetch and next_block is not None:
+                    self._start_prefetch(next_block)
                 yield
         except BaseException:
-            self._discard_prefetched()
+            self._cancel_prefetch()
             raise
         finally:
             release_free_memory()
@@ -92,16 +96,10 @@ class DiskWeights:
 
     def file_of(self, names: Iterable[str]) -> Path | None:
         """Return the safetensors file that holds exactly these tensors, under these names; None if there is none."""
-        wanted = set(names)
-        locations = {location for name in wanted if isinstance(location := self._locations[name], TensorLocation)}
-        if len(locations) < len(wanted):
-            return None
-        files = {location.file for location in locations}
-        keys = {location.key for location in locations}
-        if len(files) != 1 or keys != wanted or next(iter(files)).suffix != ".safetensors":
-            return None
-        file = next(iter(files))
-        return file if set(keys_of(file)) == wanted else None
+        locations = {name: self._locations[name] for name in names}
+        file = next(location.file for location in locations.values())
+        is_stored = all(location == TensorLocation(file, name) for name, location in locations.items())
+        return file if is_stored and file.suffix == ".safetensors" and set(keys_of(file)) == set(locations) else None
 
     def non_block_names(self) -> list[list[str]]:
         """Return the names of the tensors outside the blocks, tied ones once, grouped by the pieces they are stored in."""
@@ -131,7 +129,7 @@ class DiskWeights:
         counted: set[Owners] = set()
         count = zeros = 0
         for name in self._locations:
-            if self._owners[name] not in counted and isinstance(_get_tensor(*self._owners[name][0]), nn.Parameter):
+            if self._owners[name] not in counted and isinstance(getattr(*self._owners[name][0]), nn.Parameter):
                 counted.add(self._owners[name])
                 tensor = self.read(name)
                 count, zeros = count + tensor.numel(), zeros + count_zeros(tensor)
@@ -145,58 +143,59 @@ class DiskWeights:
         """Return the names of a block's tensors."""
         return [name for name in self._locations if name.startswith(f"{block.name}.")]
 
-    def _prefetch(self, block: Block) -> None:
-        """Start reading a block's tensors, into pinned memory if they are to be copied to a GPU."""
-        buffers: dict[str, Tensor] = {}
+    def _start_prefetch(self, block: Block) -> None:
+        """Start a thread that reads a block's tensors, into pinned memory if they are to be copied to a GPU."""
+        thread, futures = ThreadPoolExecutor(1, "prefetch"), dict[str, Future[Tensor]]()
         for name in self._names_of(block):
-            tensor = _get_tensor(*self._owners[name][0])
+            tensor = getattr(*self._owners[name][0])
             if tensor.device.type == "meta":
+                # Allocated here, so that it counts as memory of this thread.
                 dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-                buffers[name] = torch.empty(tensor.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
-        self._coming = block.index, Prefetch(buffers, self.read)
+                buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=devices.has_own_memory(self.device))
+                futures[name] = thread.submit(self._read_into, buffer, name)
+        thread.shutdown(wait=False)  # it ends after the last tensor
+        self._prefetched = block, futures
 
-    def _take_prefetched(self, block: Block) -> dict[str, Tensor]:
-        """Return the prefetched tensors of a block; discard those of another block."""
-        if self._coming is None or self._coming[0] != block.index:
-            self._discard_prefetched()
-            return {}
-        tensors = self._coming[1].take()
-        self._coming = None
-        return tensors
+    def _read_into(self, buffer: Tensor, name: str) -> Tensor:
+        """Read one tensor into a buffer, which is returned; a tensor of another shape is returned as it is stored."""
+        tensor = self.read(name)
+        return buffer.copy_(tensor) if tensor.shape == buffer.shape else tensor
 
-    def _discard_prefetched(self) -> None:
-        """Cancel the prefetch in progress."""
-        if self._coming is not None:
-            self._coming[1].drop()
-            self._coming = None
+    def _cancel_prefetch(self) -> None:
+        """Stop reading the next block, after the tensor at hand."""
+        if self._prefetched is not None:
+            futures = list(self._prefetched[1].values())
+            for future in futures:
+                future.cancel()
+            wait(futures)
+            self._prefetched = None
 
     @contextmanager
-    def _filled(self, names: Iterable[str], prefetched: dict[str, Tensor] | None = None) -> Iterator[None]:
+    def _filled(self, names: Iterable[str], prefetched: dict[str, Future[Tensor]] | None = None) -> Iterator[None]:
         """Put these tensors into the model within the context, taking (and removing) those that were prefetched."""
         prefetched = {} if prefetched is None else prefetched
         replaced: list[tuple[nn.Module, str, Tensor]] = []
         try:
             for name in names:
-                owners = self._owners[name]
-                if _get_tensor(*owners[0]).device.type != "meta":
+                empty = getattr(*self._owners[name][0])
+                if empty.device.type != "meta":
                     continue  # tied to a tensor that is filled already
-                value = prefetched.pop(name) if name in prefetched else self.read(name)
+                value = prefetched.pop(name).result() if name in prefetched else self.read(name)
                 value = value.to(self.device, non_blocking=value.is_pinned())
-                if value.shape != _get_tensor(*owners[0]).shape:
+                if value.shape != empty.shape:
                     location = self._locations[name]
                     raise BadCheckpoint(
                         f"{location.file.name}: {location.key} is {tuple(value.shape)}, "
-                        f"but the configuration calls for {tuple(_get_tensor(*owners[0]).shape)}."
+                        f"but the configuration calls for {tuple(empty.shape)}."
                     )
-                is_parameter = isinstance(_get_tensor(*owners[0]), nn.Parameter)
-                filled = nn.Parameter(value, requires_grad=False) if is_parameter else value
-                for module, leaf in owners:
-                    replaced.append((module, leaf, _get_tensor(module, leaf)))
-                    _set_tensor(module, leaf, filled)
+                filled = nn.Parameter(value, requires_grad=False) if isinstance(empty, nn.Parameter) else value
+                for module, attribute in self._owners[name]:
+                    replaced.append((module, attribute, empty))
+                    setattr(module, attribute, filled)
             yield
         finally:
-            for module, leaf, empty in replaced:
-                _set_tensor(module, leaf, empty)
+            for module, attribute, empty in replaced:
+                setattr(module, attribute, empty)
 
 
 WIDENED = {"_keep_in_fp32_modules": (torch.float16,), "_keep_in_fp32_modules_strict": (torch.float16, torch.bfloat16)}
@@ -244,24 +243,8 @@ def _owners(model: nn.Module) -> dict[str, Owners]:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     ids: dict[str, int] = {}
     for path, module in model.named_modules():
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                owners.setdefault(id(tensor), []).append((module, leaf))
-                ids[f"{path}.{leaf}" if path else leaf] = id(tensor)
+                owners.setdefault(id(tensor), []).append((module, attribute))
+                ids[f"{path}.{attribute}" if path else attribute] = id(tensor)
     return {name: tuple(owners[number]) for name, number in ids.items()}
-
-
-def _get_tensor(module: nn.Module, leaf: str) -> Tensor:
-    """Return a parameter or buffer of a module."""
-    parameter = module._parameters.get(leaf)
-    tensor = module._buffers[leaf] if parameter is None else parameter
-    assert tensor is not None
-    return tensor
-
-
-def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer of a module."""
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[leaf] = tensor
-    else:
-        module._buffers[leaf] = tensor

@@ -14,8 +14,7 @@ import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import first_line
-from sparsellm.checkpoints.headers import FLOATS, TensorHeader
-from sparsellm.checkpoints.model_classes import auto_model
+from sparsellm.checkpoints.headers import TensorHeader
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel
@@ -46,20 +45,6 @@ ROOM = 2**28
 """Elements of buffers, such as position tables, that a model may compute beyond its number of weights."""
 
 
-def check_dtypes(name: str, entries: Mapping[str, TensorHeader]) -> None:
-    """Raise UnsupportedModel for weights that are not floating-point numbers of at least 16 bits.
-
-    Integer tensors that are not weights, such as masks and positions in older files, are accepted.
-    """
-    for key, entry in entries.items():
-        weight = "weight" in key.rpartition(".")[2] or (entry.dtype in ("int8", "uint8") and len(entry.shape) in (2, 3))
-        if entry.dtype not in FLOATS and (weight or entry.dtype.startswith(("float", "complex"))):
-            raise UnsupportedModel(
-                f"{name} holds {key[:200]} in {entry.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} can "
-                "be pruned. Prune the plain checkpoint that it was made from."
-            )
-
-
 def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
     """Return the fields of config.json.
 
@@ -75,18 +60,18 @@ def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise BadCheckpoint(f"{name} has no config.json. Name the folder of a checkpoint, as save_pretrained writes it.")
-    raw = read_json(file, BadCheckpoint)
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+    fields = read_json(file, BadCheckpoint)
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise BadCheckpoint(f"{name}: config.json is not the configuration of a model (no `model_type`).")
-    parts = [field for field, value in raw.items() if field.endswith("_config") and not isinstance(value, (dict, type(None)))]
-    if parts:
-        raise BadCheckpoint(f"{name}: config.json is damaged: {parts[0]} must hold fields, got {str(raw[parts[0]])[:80]}.")
-    _check_kind(name, raw, trusted)
-    return raw
+    for field, value in fields.items():
+        if field.endswith("_config") and not isinstance(value, (dict, type(None))):
+            raise BadCheckpoint(f"{name}: config.json is damaged: {field} must hold fields, got {str(value)[:80]}.")
+    _check_kind(name, fields, trusted)
+    return fields
 
 
 def read_configuration(
-    name: str, folder: Path, trusted: bool, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]
+    name: str, folder: Path, *, trusted: bool, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader]
 ) -> PretrainedConfig:
     """Load the configuration, and check it against the weight files.
 
@@ -94,8 +79,8 @@ def read_configuration(
         name: The checkpoint's name, for messages.
         folder: The checkpoint's folder.
         trusted: Whether the checkpoint's own code may run.
-        raw: The fields of config.json.
-        entries: The headers of the tensors in the weight files.
+        fields: The fields of config.json.
+        headers: The headers of the tensors in the weight files.
 
     Raises:
         BadCheckpoint: The configuration cannot be read, or does not match the weight files.
@@ -103,17 +88,17 @@ def read_configuration(
     """
     from transformers import AutoConfig
 
-    family = raw["model_type"]
-    _check_sizes(name, raw, entries)
+    family = fields["model_type"]
+    _check_sizes(name, fields, headers)
     try:
         with silence_transformers():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
             auto_model(config)  # raises UnsupportedModel for a type without a class
-            _check_blocks(name, config.get_text_config(), entries)
+            _check_blocks(name, config.get_text_config(), headers)
     except SparseLLMError:
         raise
     except Exception as error:  # configurations validate their fields in different ways, or not at all
-        if "auto_map" in raw and not trusted:
+        if "auto_map" in fields and not trusted:
             raise UnsupportedModel(
                 f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
                 "If you trust it, pass --trust-remote-code."
@@ -126,14 +111,38 @@ def read_configuration(
     return config
 
 
-def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) -> PreTrainedModel:
+def auto_model(config: PretrainedConfig) -> Any:
+    """Return the auto class of transformers that builds a language, vision-language or multimodal model from a configuration.
+
+    Raises:
+        UnsupportedModel: The installed transformers has no such class for the model type.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    try:
+        is_text_model = config.get_text_config() is config
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"A {config.model_type} holds several language models, and it is not defined which to prune."
+        ) from error
+    multimodal = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    classes = (AutoModelForCausalLM, *multimodal) if is_text_model else (*multimodal, AutoModelForCausalLM)
+    if getattr(config, "auto_map", None):
+        return classes[0]  # models with code of their own are not in transformers' tables
+    for auto in classes:
+        if type(config) in auto._model_mapping:
+            return auto
+    raise UnsupportedModel(f"The installed transformers has no causal language model of type {config.model_type!r}.")
+
+
+def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: Any) -> PreTrainedModel:
     """Build a model from its configuration, on the device of the context.
 
     Args:
         name: The checkpoint's name, for messages.
         config: The configuration.
         trusted: Whether the checkpoint's own code may run.
-        **how: Arguments of `from_config`.
+        **options: Arguments of `from_config`.
 
     Raises:
         UnsupportedModel: transformers does not have the model.
@@ -142,7 +151,7 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) 
     """
     try:
         with silence_transformers():
-            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **how)
+            model: PreTrainedModel = auto_model(config).from_config(config, trust_remote_code=trusted, **options)
     except SparseLLMError:
         raise
     except ImportError as error:
@@ -152,7 +161,7 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **how: Any) 
     return model
 
 
-def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries: Mapping[str, TensorHeader]) -> None:
+def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], headers: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint unless stored tensors have the shapes in the configuration, and tied tensors are equal.
 
     Tensors that transformers converts from several pieces are checked when they are read.
@@ -161,9 +170,9 @@ def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries:
         name: The checkpoint's name, for messages.
         model: The model, on the meta device.
         files: The weight files.
-        entries: The headers of their tensors.
+        headers: The headers of their tensors.
     """
-    stored = sum(entry.numel for entry in entries.values())
+    stored = sum(header.numel for header in headers.values())
     computed = sum(buffer.numel() for buffer in model.buffers())
     if computed > stored + ROOM:
         raise BadCheckpoint(
@@ -176,9 +185,9 @@ def check_tensors(name: str, model: PreTrainedModel, files: list[Path], entries:
     state = model.state_dict()
     for key, location in locations.items():
         shape = tuple(state[key].shape)
-        if isinstance(location, TensorLocation) and entries[location.key].shape != shape:
+        if isinstance(location, TensorLocation) and headers[location.key].shape != shape:
             raise BadCheckpoint(
-                f"{name}: {location.key} is {entries[location.key].shape}, but the configuration calls for {shape}. "
+                f"{name}: {location.key} is {headers[location.key].shape}, but the configuration calls for {shape}. "
                 "config.json may belong to another model."
             )
     _check_tied(name, model, locations)
@@ -225,33 +234,33 @@ def silence_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _check_kind(name: str, raw: Mapping[str, Any], trusted: bool) -> None:
+def _check_kind(name: str, fields: Mapping[str, Any], trusted: bool) -> None:
     """Raise UnsupportedModel for a quantised model, or one that is not a causal language model."""
-    text = raw.get("text_config")
-    if any("quantization_config" in fields for fields in (raw, text) if isinstance(fields, dict)):
+    text = fields.get("text_config")
+    if any("quantization_config" in part for part in (fields, text) if isinstance(part, dict)):
         raise UnsupportedModel(f"{name} is quantised. Prune the plain checkpoint that it was made from.")
-    listed = raw.get("architectures") or []
+    listed = fields.get("architectures") or []
     heads = [str(head) for head in listed] if isinstance(listed, list) else [str(listed)]
-    is_multimodal = isinstance(text, dict) or "vision_config" in raw
+    is_multimodal = isinstance(text, dict) or "vision_config" in fields
     suffixes = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if is_multimodal else ()))
-    if raw.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(suffixes) for head in heads)):
-        kind = heads[0] if heads else raw["model_type"]
+    if fields.get("is_encoder_decoder") or (heads and not trusted and not any(head.endswith(suffixes) for head in heads)):
+        kind = heads[0] if heads else fields["model_type"]
         raise UnsupportedModel(f"{name} is a {kind}, not a causal language model (one that ends in ForCausalLM).")
 
 
-def _check_sizes(name: str, raw: Mapping[str, Any], entries: Mapping[str, TensorHeader]) -> None:
+def _check_sizes(name: str, fields: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint for a size too large for the stored tensors: building such a model could exhaust time or memory."""
-    lengths = {length for entry in entries.values() for length in entry.shape}
+    lengths = {length for header in headers.values() for length in header.shape}
     longest = max(lengths, default=0)
-    for field, value in _integers(raw):
-        limit = max(longest, len(entries), LARGEST)
+    for field, value in _integers(fields):
+        limit = max(longest, len(headers), LARGEST)
         if LAYERS.search(field):
-            limit = max(len(entries), MOST_LAYERS)
+            limit = max(len(headers), MOST_LAYERS)
         elif EXPERTS.search(field) and value not in lengths:
             limit = MOST_EXPERTS
         if abs(value) > limit and not NO_SIZE.search(field):
             raise BadCheckpoint(
-                f"{name}: config.json says {field} {value:,}, and the {len(entries):,} tensors in its weight files, of at most "
+                f"{name}: config.json says {field} {value:,}, and the {len(headers):,} tensors in its weight files, of at most "
                 f"{longest:,} rows or columns, do not match it. config.json may be damaged, or belong to another model."
             )
 
@@ -268,14 +277,14 @@ def _integers(value: Any, field: str = "") -> Iterator[tuple[str, int]]:
         yield field, value
 
 
-def _check_blocks(name: str, config: PretrainedConfig, entries: Mapping[str, TensorHeader]) -> None:
+def _check_blocks(name: str, config: PretrainedConfig, headers: Mapping[str, TensorHeader]) -> None:
     """Raise BadCheckpoint if a configuration calls for no blocks, or for more than the tensors' names contain."""
     if config.attribute_map.get("num_hidden_layers", "").startswith("encoder"):
         return  # the files of a decoder alone have no encoder layers
     blocks = getattr(config, "num_hidden_layers", None)
     if isinstance(blocks, int) and blocks < 1:
         raise BadCheckpoint(f"{name}: config.json says num_hidden_layers {blocks}, and a model has at least one. Correct it.")
-    numbers = [int(part) for key in entries for part in key.split(".") if part.isdecimal() and len(part) < 10]
+    numbers = [int(part) for key in headers for part in key.split(".") if part.isdecimal() and len(part) < 10]
     stored = max(numbers, default=-1) + 1
     if isinstance(blocks, int) and blocks > stored:
         raise BadCheckpoint(

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.headers import read_headers
 from sparsellm.data import demo
 from sparsellm.data.json_files import is_path, read_json
-from sparsellm.data.yaml_files import read_words
+from sparsellm.data.yaml_files import read_strings
 from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
 
 DEMO = "demo:"
@@ -57,7 +56,7 @@ def card_terms(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / "README.md").read_text(encoding="utf-8-sig")
         head = re.match(r"\s*---[ \t]*\n(.*?)\n---", text, re.DOTALL)
-        fields = read_words(head[1]) if head else {}  # as text: YAML parses the language "no" as false
+        fields = read_strings(head[1]) if head else {}  # as text: YAML parses the language "no" as false
     except (OSError, ValueError):
         return {}
     terms = {name: fields.get(name) for name in TERMS} if isinstance(fields, dict) else {}
@@ -74,13 +73,13 @@ def is_hub_name(name: str) -> bool:
     return not name.startswith((DEMO, ".", "/", "~")) and name.count("/") < 2 and not Path(name).exists()
 
 
-def find_checkpoint(name: str, revision: str | None = None, code: bool = False) -> Path:
+def find_checkpoint(name: str, revision: str | None = None, with_code: bool = False) -> Path:
     """Return the folder of a checkpoint, after downloading it if `name` is a hub name.
 
     Args:
         name: A folder, a bundled model such as "demo:opt", or a hub name.
         revision: Branch, tag or commit of a hub name.
-        code: Whether to download Python files too.
+        with_code: Whether to download Python files too.
 
     Raises:
         InvalidSetting: `revision` is set for a local checkpoint.
@@ -96,14 +95,14 @@ def find_checkpoint(name: str, revision: str | None = None, code: bool = False) 
         return path
     if path.exists():
         raise BadCheckpoint(f"{name} is a file. Name the folder that holds config.json and the weights.")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if not is_hub_name(name):
         raise BadCheckpoint(
             f"There is no folder {name}. Name a folder with config.json, or a hub name such as facebook/opt-125m."
         )
-    return _download(name, revision, code)
+    return _download(name, revision, with_code)
 
 
-def _download(name: str, revision: str | None, code: bool) -> Path:
+def _download(name: str, revision: str | None, with_code: bool) -> Path:
     """Return the local copy of a hub checkpoint."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -115,7 +114,7 @@ def _download(name: str, revision: str | None, code: bool) -> Path:
 
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
-        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if code else [])]
+        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if with_code else [])]
         patterns += ["README.md", *(f"{prefix}*" for name in LICENCES for prefix in (name, name.capitalize(), name.lower()))]
         ignored = ["*.msgpack", "*.h5", "original/*"]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
@@ -131,7 +130,7 @@ def check_files(name: str, folder: Path) -> list[Path]:
     """Return the weight files.
 
     Raises:
-        BadCheckpoint: A file is missing or outside the folder, or the header of a safetensors file does not match its size.
+        BadCheckpoint: A file is missing or outside the folder.
     """
     main = next((folder / shard for shard in SHARDS if (folder / shard).is_file()), None)
     if main is None:
@@ -139,13 +138,9 @@ def check_files(name: str, folder: Path) -> list[Path]:
             f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
         )
     try:
-        files = _shards(main) if main.suffix == ".json" else [main]
-        for file in files:
-            if file.suffix == ".safetensors":
-                read_headers(file)
+        return _shards(main) if main.suffix == ".json" else [main]
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-    return files
 
 
 def check_within(name: str, folder: Path) -> None:
@@ -155,11 +150,8 @@ def check_within(name: str, folder: Path) -> None:
     repository, and file names in special_tokens_map.json, which transformers would open.
     """
     for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
-        if file.is_file() and not _is_within(file, folder):
-            raise BadCheckpoint(
-                f"{name}: {file.name} is a link to {file.resolve()}, outside the folder. "
-                "Put a copy of the file in its place, or name the folder that holds the files."
-            )
+        if file.is_file():
+            _check_link(f"{name}: ", file, folder)
     if (tokens := folder / "special_tokens_map.json").is_file():
         content = read_json(tokens, BadCheckpoint)
         files = [key for key in content if key.endswith("_file")] if isinstance(content, dict) else []
@@ -167,12 +159,16 @@ def check_within(name: str, folder: Path) -> None:
             raise BadCheckpoint(f"{name}: {tokens.name} names a file ({files[0]}), which is not a token. Remove that line.")
 
 
-def _is_within(file: Path, folder: Path) -> bool:
-    """Return whether a file, after resolving links, is in a folder or in the hub cache's blobs of that folder."""
+def _check_link(prefix: str, file: Path, folder: Path) -> None:
+    """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
-    return any(file.resolve().is_relative_to(parent) for parent in parents)
+    if not any(file.resolve().is_relative_to(parent) for parent in parents):
+        raise BadCheckpoint(
+            f"{prefix}{file.name} is a link to {file.resolve()}, outside the folder. "
+            "Put a copy of the file in its place, or name the folder that holds the files."
+        )
 
 
 def _shards(index: Path) -> list[Path]:
@@ -193,11 +189,8 @@ def _shards(index: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise BadCheckpoint(f"it lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")
-    outside = [file for file in files if not _is_within(file, index.parent)]
-    if outside:
-        raise BadCheckpoint(
-            f"{outside[0].name} is a link to {outside[0].resolve()}, outside the folder. Put a copy in its place."
-        )
+    for file in files:
+        _check_link("", file, index.parent)
     return files
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.errors import BadCheckpoint
+from sparsellm.errors import BadCheckpoint, UnsupportedModel
 
 KINDS = {
     "F64": "float64",
@@ -80,6 +80,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in several files, by name."""
     return {key: entry for file in files for key, entry in read_headers(file).items()}
+
+
+def check_dtypes(name: str, headers: Mapping[str, TensorHeader]) -> None:
+    """Raise UnsupportedModel for weights that are not floating-point numbers of at least 16 bits.
+
+    Integer tensors that are not weights, such as masks and positions in older files, are accepted.
+    """
+    for key, header in headers.items():
+        weight = "weight" in key.rpartition(".")[2] or (header.dtype in ("int8", "uint8") and len(header.shape) in (2, 3))
+        if header.dtype not in FLOATS and (weight or header.dtype.startswith(("float", "complex"))):
+            raise UnsupportedModel(
+                f"{name} holds {key[:200]} in {header.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} can "
+                "be pruned. Prune the plain checkpoint that it was made from."
+            )
 
 
 def is_zip(file: Path) -> bool:

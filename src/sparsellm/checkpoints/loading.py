@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
-    check_dtypes,
+    auto_model,
     check_tensors,
     empty_model,
     read_configuration,
@@ -31,8 +31,7 @@ from sparsellm.checkpoints.files import (
     is_hub_name,
     licence_files,
 )
-from sparsellm.checkpoints.headers import TensorHeader, dtype_name, read_all_headers
-from sparsellm.checkpoints.model_classes import auto_model
+from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.models.architectures import Architecture
@@ -92,20 +91,20 @@ class Checkpoint:
         """Return the size of the weight files in bytes."""
         return sum(file.stat().st_size for file in self.files())
 
-    def dtype(self, wanted: str = "auto") -> torch.dtype:
-        """Return the dtype to load in: `wanted`, or if "auto", that of the configuration or else of the weight files."""
-        dtype = getattr(self.config, "dtype", None) if wanted == "auto" else getattr(torch, wanted)
+    def dtype(self, name: str = "auto") -> torch.dtype:
+        """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
+        dtype = getattr(self.config, "dtype", None) if name == "auto" else getattr(torch, name)
         return dtype if isinstance(dtype, torch.dtype) else stored_dtype(self.files()[0])
 
     def stream(
-        self, dtype: str = "auto", device: torch.device | str = "cpu", ahead: bool = False
+        self, dtype: str = "auto", device: torch.device | str = "cpu", prefetch: bool = False
     ) -> tuple[PreTrainedModel, DiskWeights]:
         """Return the model in evaluation mode with its parameters on the meta device, and the reader of its weights.
 
         Args:
             dtype: A name as for `dtype`.
             device: Device of the weights while they are in use, and of the buffers.
-            ahead: Whether to read the next block while one is in use.
+            prefetch: Whether to read the next block while one is in use.
 
         Raises:
             NotStreamable: The checkpoint must be loaded as a whole.
@@ -121,7 +120,7 @@ class Checkpoint:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        return model.eval(), DiskWeights(model, locations, torch_dtype, device, ahead)
+        return model.eval(), DiskWeights(model, locations, torch_dtype, device=device, prefetch=prefetch)
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """Load the model, in evaluation mode.
@@ -180,13 +179,13 @@ class InMemoryModel:
     Attributes:
         name: Its name, for messages.
         model: The model.
-        given: Its tokenizer, if any.
+        own_tokenizer: Its tokenizer, if any.
         folder: None.
     """
 
     name: str
     model: PreTrainedModel
-    given: PreTrainedTokenizerBase | None = None
+    own_tokenizer: PreTrainedTokenizerBase | None = None
     folder: None = None
 
     @property
@@ -220,13 +219,13 @@ class InMemoryModel:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises InvalidSetting if there is none."""
-        if self.given is None:
+        if self.own_tokenizer is None:
             raise InvalidSetting("A model in memory and a text need a tokenizer: pass tokenizer=..., or token numbers.")
-        return self.given
+        return self.own_tokenizer
 
 
 def open_checkpoint(
-    name: str, revision: str | None = None, trusted: bool = False, architecture: Architecture | None = None
+    name: str, revision: str | None = None, trusted: bool = False, *, architecture: Architecture | None = None
 ) -> Checkpoint:
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
@@ -247,13 +246,13 @@ def open_checkpoint(
     fields = read_fields(name, folder, trusted)
     files = check_files(name, folder)
     try:
-        entries = read_all_headers(files)
+        headers = read_all_headers(files)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-    check_dtypes(name, entries)
-    config = read_configuration(name, folder, trusted, fields, entries)
+    check_dtypes(name, headers)
+    config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     checkpoint = Checkpoint(name, folder, config, trusted, architecture)
-    check_tensors(name, checkpoint.skeleton(), files, entries)
+    check_tensors(name, checkpoint.skeleton(), files=files, headers=headers)
     return checkpoint
 
 

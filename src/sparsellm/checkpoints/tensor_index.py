@@ -1,9 +1,11 @@
-"""Locates and reads the tensors of a model in weight files, which may use other names and several pieces per tensor."""
+"""Locates a model's tensors in weight files, under their stored names and in one or several pieces, reads and digests them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.headers import FLOATS, is_zip, read_headers, read_pickle
 from sparsellm.errors import BadCheckpoint
+from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,23 +181,23 @@ def _read(location: TensorLocation) -> Tensor:
     return tensor
 
 
-def row_chunks(place: TensorLocation) -> Iterator[Tensor]:
-    """Yield copies of consecutive rows of a tensor in a safetensors file. The division into chunks is the same for every dtype.
+def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
+    """Yield a tensor of a safetensors file in chunks of rows, each a copy. The chunks have the same rows for every dtype.
 
     The file is opened again for each chunk: mapped pages count as memory of the process until it is closed, and would double
     the memory of a large tensor.
     """
-    with _read_errors(place), safe_open(place.file, framework="pt") as stream:
-        shape = torch.Size(stream.get_slice(place.key).get_shape())
+    with _read_errors(location), safe_open(location.file, framework="pt") as stream:
+        shape = torch.Size(stream.get_slice(location.key).get_shape())
         is_small = len(shape) == 0 or shape.numel() <= PIECE
-        tensor = stream.get_tensor(place.key).clone() if is_small else None
+        tensor = stream.get_tensor(location.key).clone() if is_small else None
     if tensor is not None:
         yield tensor
         return
     rows = max(1, PIECE // shape[1:].numel())
     for start in range(0, shape[0], rows):
-        with _read_errors(place), safe_open(place.file, framework="pt") as stream:
-            chunk = stream.get_slice(place.key)[start : start + rows].clone()
+        with _read_errors(location), safe_open(location.file, framework="pt") as stream:
+            chunk = stream.get_slice(location.key)[start : start + rows].clone()
         yield chunk
 
 
@@ -205,3 +208,53 @@ def _read_errors(location: TensorLocation) -> Iterator[None]:
         yield
     except (OSError, KeyError, RuntimeError, ValueError, SafetensorError) as error:
         raise BadCheckpoint(f"{location.key} cannot be read from {location.file}: {str(error).splitlines()[0]}") from error
+
+
+WIDTH = 16
+"""Bytes of a digest: 128 bits, which makes collisions negligible."""
+
+
+@dataclass(frozen=True)
+class TensorDigest:
+    """Digest of a stored tensor.
+
+    Attributes:
+        dtype: Name of its dtype, such as "float32".
+        shape: Its shape.
+        digest: BLAKE2b digest of its bytes, in hexadecimal digits.
+        finite: Whether it holds neither NaN nor infinity.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    finite: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of a report."""
+        return {"dtype": self.dtype, "shape": list(self.shape), "digest": self.digest}
+
+
+def file_digest(file: Path) -> str:
+    """Return the BLAKE2b digest of a file's bytes, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=WIDTH)).hexdigest()
+
+
+def tensor_digests(file: Path) -> dict[str, TensorDigest]:
+    """Return the digests of all tensors of a safetensors file, by name. Tensors are read in chunks of rows."""
+    digests: dict[str, TensorDigest] = {}
+    for key, header in read_headers(file).items():
+        hasher, finite = hashlib.blake2b(digest_size=WIDTH), True
+        for chunk in row_chunks(TensorLocation(file, key)):
+            hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            finite = finite and (not chunk.dtype.is_floating_point or all_finite(chunk.float()))
+        digests[key] = TensorDigest(header.dtype, header.shape, hasher.hexdigest(), finite)
+    return digests
+
+
+def report_digest(report: Mapping[str, Any]) -> str:
+    """Return the digest of a report without its own digest. It does not depend on the order of keys."""
+    digests = {key: value for key, value in report["digests"].items() if key != "report"}
+    text = json.dumps({**report, "digests": digests}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=WIDTH).hexdigest()

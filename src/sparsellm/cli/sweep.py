@@ -50,7 +50,8 @@ def sweep(
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(text_table(["cell", "state", "recipe"], lines, words=True))
             return
-        rank, count = watchdog.apart(os.environ)  # processes of a launcher run different cells; only the first one prints
+        # The processes of a launcher run different cells; only the first one prints.
+        rank, count = watchdog.independent_process(os.environ)
         with Progress(silent if rank else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
             observe = combine_observers(manage_memory, progress, tracked)
             outcomes = run_sweep(

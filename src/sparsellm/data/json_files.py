@@ -21,6 +21,9 @@ MAX_DEPTH = 64
 MAX_INTEGER = 2**64
 """Exclusive limit on the absolute value of integers; torch and numpy have no larger ones."""
 
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+"""Reason for refusing a file."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -36,31 +39,21 @@ def read_json(path: Path, refusal: type[SparseLLMError] = InvalidSetting) -> Any
         refusal: Exception class to raise.
 
     Raises:
-        refusal: If the file is missing, is not a regular file, or has content that `parse_json` rejects; the message gives the
-            path and the reason.
+        refusal: If the file is missing, not a regular file or not JSON, has duplicate keys, is nested more than `MAX_DEPTH`
+            levels deep, or contains integers beyond `MAX_INTEGER` or lone surrogates; the message names the file.
     """
     try:
-        return _parse(read_bytes(path))
+        value = json.loads(decode(read_bytes(path)), object_pairs_hook=build_mapping, parse_int=parse_integer)
+        check_value(value)
+    except json.JSONDecodeError as error:
+        reason = f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+    except RecursionError:
+        reason = TOO_DEEP
     except Unreadable as error:
-        raise refusal(f"{path} cannot be read: {error}.") from None
-
-
-def parse_json(text: str | bytes, source: str, refusal: type[SparseLLMError] = InvalidSetting) -> Any:
-    """Parse a JSON text.
-
-    Args:
-        text: The text; bytes are decoded as UTF-8.
-        source: Name of the text in error messages.
-        refusal: Exception class to raise.
-
-    Raises:
-        refusal: If the text is not JSON, has duplicate keys, is nested more than `MAX_DEPTH` levels deep, or contains integers
-            beyond `MAX_INTEGER` or lone surrogates; the message gives the source and the reason.
-    """
-    try:
-        return _parse(text)
-    except Unreadable as error:
-        raise refusal(f"{source} cannot be read: {error}.") from None
+        reason = str(error)
+    else:
+        return value
+    raise refusal(f"{path} cannot be read: {reason}.")
 
 
 def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
@@ -88,16 +81,16 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
         raise Unreadable(str(error)) from None
 
 
-def decoded(content: bytes) -> str:
-    """Decode UTF-8; raises Unreadable with the position of the first invalid byte."""
+def decode(content: bytes) -> str:
+    """Decode UTF-8; raise Unreadable with the position of the first invalid byte."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"byte {error.start:,} is not UTF-8") from None
 
 
-def integer(digits: str) -> int:
-    """Parse an integer; raises Unreadable if its absolute value is `MAX_INTEGER` or more."""
+def parse_integer(digits: str) -> int:
+    """Parse an integer; raise Unreadable if its absolute value is `MAX_INTEGER` or more."""
     if len(digits) > 21 or abs(int(digits)) >= MAX_INTEGER:
         raise Unreadable(f"the integer {digits[:20]}{'…' if len(digits) > 20 else ''} has {len(digits):,} digits")
     return int(digits)
@@ -128,37 +121,16 @@ def check_value(value: Any, limit: int | None = None) -> None:
             raise Unreadable(f"{item[:80]!r} is not UTF-8 text")
         if isinstance(item, (dict, list, tuple)):
             if depth > MAX_DEPTH:
-                raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
+                raise Unreadable(TOO_DEEP)
             children = [*item.keys(), *item.values()] if isinstance(item, dict) else item
             stack += [(child, depth + 1) for child in children]
 
 
-def repeated(keys: Iterable[Any]) -> Unreadable | None:
-    """Return the error for the first duplicate key, or None if all are different."""
-    seen: set[Any] = set()
-    for key in keys:
-        if key in seen:
-            return Unreadable(f"it names {str(key)[:80]!r} twice")
-        seen.add(key)
-    return None
-
-
-def _parse(text: str | bytes) -> Any:
-    """Parse and check a JSON text."""
-    text = decoded(text) if isinstance(text, bytes) else text
-    try:
-        value = json.loads(text, object_pairs_hook=_build_object, parse_int=integer)
-    except json.JSONDecodeError as error:
-        raise Unreadable(f"it is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    check_value(value)
-    return value
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object from its key-value pairs; raises Unreadable for duplicate keys."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise repeated(key for key, _ in pairs) or Unreadable("it names a key twice")
-    return value
+def build_mapping(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Build a mapping from its key-value pairs; raise Unreadable for duplicate keys."""
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise Unreadable(f"it names {str(key)[:80]!r} twice")
+        mapping[key] = value
+    return mapping

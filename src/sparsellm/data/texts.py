@@ -6,20 +6,19 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
+from sparsellm.data import demo
 from sparsellm.data.json_files import Unreadable, is_text, read_bytes
 from sparsellm.errors import BadText, Unreachable, nearest
 
 Split = Literal["calibration", "test"]
 Row = tuple[str, object]  # position in a file ("line 3") and value
 
-FIELD = "text"
 JOINT = "\n\n"
 
 
@@ -66,8 +65,8 @@ class HubText:
 
     path: str
     parts: Mapping[Split, str]
-    joint: str
-    column: str = FIELD
+    joint: str = JOINT
+    column: str = "text"
     rows: bool = True
     config: str | None = None
     revision: str | None = None
@@ -76,7 +75,7 @@ class HubText:
     test_windows: int | None = None
 
 
-HUB = MappingProxyType({
+HUB = {
     "c4": HubText(
         "allenai/c4",
         parts={"calibration": "train", "test": "validation"},
@@ -89,7 +88,6 @@ HUB = MappingProxyType({
     "wikitext2": HubText(
         "Salesforce/wikitext",
         parts={"calibration": "train", "test": "test"},
-        joint="\n\n",
         config="wikitext-2-raw-v1",
     ),
     "ptb": HubText(
@@ -99,7 +97,7 @@ HUB = MappingProxyType({
         column="sentence",
         revision="refs/convert/parquet",  # the main branch has a loading script, which `datasets` 4 does not support
     ),
-})  # fmt: skip
+}
 NAMES = (*HUB, "demo")
 
 
@@ -124,32 +122,24 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
         Unreachable: If a hub data set is neither cached nor reachable.
     """
     if name_or_path == "demo":
-        text = _demo(split)
+        text = _read_demo(split)
     elif name_or_path in HUB:
-        text = _from_hub(name_or_path, split)
+        text = _read_from_hub(name_or_path, split)
     else:
-        text = _from_file(name_or_path, field or FIELD)
+        text = _read_from_file(name_or_path, field or "text")
     if not any(document.strip() for document in text.documents):
         raise BadText(f"{text.source} holds no text: all of its {len(text.documents):,} documents are blank.")
     return text
 
 
-@cache
-def _demo(split: Split) -> Text:
-    """The demo text: its models' training split for calibration, the held-out split for tests.
-
-    Cached, because collecting it takes seconds and a sweep reads it for every cell.
-    """
-    from sparsellm.data.demo.text import documents
-
+@cache  # collecting it takes seconds, and a sweep reads it for every cell
+def _read_demo(split: Split) -> Text:
+    """Return the demo text: its models' training split for calibration, the held-out split for tests."""
     part: Literal["train", "held-out"] = "train" if split == "calibration" else "held-out"
-    try:
-        return Text(tuple(documents(part)), JOINT, f"demo {part}")
-    except FileNotFoundError as error:  # this Python has no library sources
-        raise BadText(str(error)) from error
+    return Text(tuple(demo.named_documents(part).values()), JOINT, f"demo {part}")
 
 
-def _from_hub(name: str, split: Split) -> Text:
+def _read_from_hub(name: str, split: Split) -> Text:
     """Read a named data set from the cache or the hub, as the papers' code does."""
     import datasets  # takes a second to import
 
@@ -167,7 +157,7 @@ def _from_hub(name: str, split: Split) -> Text:
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise Unreachable(
             f"The text {name!r} ({source.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
-            f"Pass a local file ({_join_names(READERS)}), or `demo`, or read it once with a network to have it cached."
+            f"Pass a local file ({SUFFIXES}), or `demo`, or read it once with a network to have it cached."
         ) from error
     documents: Sequence[str] = data[source.column]
     if split == "test" and source.test_documents:
@@ -177,45 +167,35 @@ def _from_hub(name: str, split: Split) -> Text:
 
 @contextmanager
 def _silence_hub() -> Iterator[None]:
-    """Disable progress bars and logging of the hub libraries within the context."""
+    """Disable progress bars and log messages of the hub libraries within the context."""
     import datasets
     from huggingface_hub import utils
 
     hub: Any = utils  # these functions are documented, but not exported for type checkers
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    switches: list[tuple[bool, Callable[[], object], Callable[[], object]]] = [
-        (datasets.are_progress_bars_disabled(), datasets.disable_progress_bars, datasets.enable_progress_bars),
-        (hub.are_progress_bars_disabled(), hub.disable_progress_bars, hub.enable_progress_bars),
-    ]
-    try:
-        for logger in loggers:
+    with ExitStack() as stack:
+        for name, library in (("datasets", datasets), ("huggingface_hub", hub)):
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
-        for disabled, disable, _ in switches:
-            if not disabled:
-                disable()
+            if not library.are_progress_bars_disabled():
+                stack.callback(library.enable_progress_bars)
+                library.disable_progress_bars()
         yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        for disabled, _, enable in switches:
-            if not disabled:
-                enable()
 
 
-def _from_file(name: str, field: str) -> Text:
+def _read_from_file(name: str, field: str) -> Text:
     """Read a local file with the reader of its suffix."""
     path = Path(name).expanduser()
     suffix = path.suffix.lower()
     try:
         if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it ({_join_names(READERS)}).")
+            raise BadText(f"{path} is a folder. Name one file in it ({SUFFIXES}).")
         if not path.exists():
             if suffix or "/" in name or os.sep in name:
                 raise BadText(f"No such file: {path.absolute()}")
-            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {_join_names(READERS)}.")
+            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {SUFFIXES}.")
         if suffix not in READERS:
-            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {_join_names(READERS)}.")
+            raise BadText(f"{path} has the suffix {suffix!r}; a text must be {SUFFIXES}.")
         if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
@@ -225,7 +205,7 @@ def _from_file(name: str, field: str) -> Text:
 
 
 def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
-    """Text of each row, which is a string or an object with `field`."""
+    """Yield the text of each row, which is a string or an object with `field`."""
     for position, row in rows:
         if isinstance(row, dict) and field not in row:
             raise _missing_field(f"{path}, {position},", field, row)
@@ -239,7 +219,7 @@ def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
 
 
 def _missing_field(location: str, field: str, names: Iterable[str]) -> BadText:
-    """Build the error for a row or file without `field`."""
+    """Build the error for a row or file without a field."""
     fields = ", ".join(repr(name) for name in names) or "none"
     return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text (--text-field).")
 
@@ -256,24 +236,27 @@ def _decode(path: Path) -> str:
         raise BadText(f"{path} cannot be read: {error}.") from error
 
 
-def _txt(path: Path, _: str) -> list[Row]:
+def _read_txt(path: Path, _: str) -> list[Row]:
+    """Return a file as one row."""
     return [("the file", _decode(path))]
 
 
-def _raw(path: Path, _: str) -> list[Row]:
-    """Rows of a WikiText file: lines with their line end, blank ones as empty strings, no row after the last line end."""
+def _read_raw(path: Path, _: str) -> list[Row]:
+    """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
     lines = _decode(path).removesuffix("\n").split("\n")
     return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
 
 
-def _json(path: Path, _: str) -> list[Row]:
+def _read_json(path: Path, _: str) -> list[Row]:
+    """Return the entries of a JSON list."""
     rows = _parse(path, _decode(path))
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _jsonl(path: Path, _: str) -> Iterator[Row]:
+def _read_jsonl(path: Path, _: str) -> Iterator[Row]:
+    """Yield the values of the lines of a JSONL file."""
     for number, line in enumerate(_decode(path).split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
         if line.strip():
             yield f"line {number}", _parse(path, line, number)
@@ -290,7 +273,8 @@ def _parse(path: Path, text: str, line: int | None = None) -> Any:
         raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
 
 
-def _parquet(path: Path, field: str) -> list[Row]:
+def _read_parquet(path: Path, field: str) -> list[Row]:
+    """Return the values of a column of a Parquet file."""
     import pyarrow  # comes with `datasets`
     from pyarrow import parquet
 
@@ -304,15 +288,13 @@ def _parquet(path: Path, field: str) -> list[Row]:
     return [(f"row {number}", text) for number, text in enumerate(column, 1)]
 
 
-READERS: Mapping[str, Callable[[Path, str], Iterable[Row]]] = MappingProxyType({
-    ".txt": _txt,
-    ".json": _json,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    ".raw": _raw,
-})  # fmt: skip
+READERS: Mapping[str, Callable[[Path, str], Iterable[Row]]] = {
+    ".txt": _read_txt,
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+    ".raw": _read_raw,
+}
+"""By suffix, the function that reads the rows of a file; its second argument is the field that contains the text."""
 
-
-def _join_names(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}"
+SUFFIXES = f"{', '.join([*READERS][:-1])} or {[*READERS][-1]}"

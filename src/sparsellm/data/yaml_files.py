@@ -9,7 +9,16 @@ from typing import Any
 
 import yaml
 
-from sparsellm.data.json_files import MAX_DEPTH, Unreadable, check_value, decoded, integer, read_bytes, repeated
+from sparsellm.data.json_files import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    Unreadable,
+    build_mapping,
+    check_value,
+    decode,
+    parse_integer,
+    read_bytes,
+)
 from sparsellm.errors import InvalidSetting
 
 MAX_BYTES = 4 * 2**20
@@ -30,7 +39,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:  # checked while parsing, which takes seconds for very deep nesting
-            raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
+            raise Unreadable(TOO_DEEP)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -40,23 +49,22 @@ class _Loader(yaml.SafeLoader):
         for key in keys:
             if isinstance(key, (dict, list)):
                 raise Unreadable(f"a key is a {type(key).__name__}")
-        if (error := repeated(keys)) is not None:
-            raise error
-        return {key: self.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value, strict=True)}
+        values = (self.construct_object(value, deep=True) for _, value in node.value)
+        return build_mapping(zip(keys, values, strict=True))
 
 
 class _StringLoader(_Loader):
     """The same loader with every scalar as a string, as written: `2:4`, `80`, `true`."""
 
 
-def _scalar(pattern: str, convert: Callable[[str], Any], what: str) -> Callable[[_Loader, yaml.Node], Any]:
-    """Build the constructor of a scalar type; it raises Unreadable if a tagged text does not match the pattern."""
+def _scalar(pattern: str, convert: Callable[[str], Any], type_name: str) -> Callable[[_Loader, yaml.Node], Any]:
+    """Build the constructor of a scalar type, which raises Unreadable if a tagged text does not match the pattern."""
     compiled = re.compile(pattern, re.IGNORECASE)
 
     def construct(loader: _Loader, node: yaml.Node) -> Any:
         text = node.value if isinstance(node, yaml.ScalarNode) else None
         if text is None or not compiled.fullmatch(text):
-            raise Unreadable(f"line {node.start_mark.line + 1} is tagged as {what}, which it is not")
+            raise Unreadable(f"line {node.start_mark.line + 1} is tagged as {type_name}, which it is not")
         return convert(text)
 
     return construct
@@ -73,7 +81,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 _Loader.yaml_constructors = {
     f"{_TAG}str": yaml.SafeLoader.construct_yaml_str,
-    f"{_TAG}int": _scalar(_INTEGER, integer, "an integer"),
+    f"{_TAG}int": _scalar(_INTEGER, parse_integer, "an integer"),
     f"{_TAG}float": _scalar(_FLOAT, float, "a number"),
     f"{_TAG}bool": _scalar("|".join(_TRUTH), lambda text: _TRUTH[text.lower()], "true or false"),
     f"{_TAG}null": _scalar(r"~|null|", lambda text: None, "null"),
@@ -90,12 +98,12 @@ _Loader.add_implicit_resolver(f"{_TAG}float", re.compile(f"^{_FLOAT}$"), list("-
 _StringLoader.yaml_implicit_resolvers = {}
 
 
-def read_mapping(path: Path, what: str, advice: str = "", as_written: bool = False) -> dict[Any, Any]:
+def read_mapping(path: Path, kind: str, *, advice: str = "", as_written: bool = False) -> dict[Any, Any]:
     """Read a YAML file that contains a mapping.
 
     Args:
         path: A regular file of at most `MAX_BYTES`, in UTF-8.
-        what: Description of the file in error messages, such as "recipe".
+        kind: What the file is, for error messages, such as "recipe".
         advice: Sentence added to the error if the file contains no mapping.
         as_written: Whether to keep every key and scalar as a string.
 
@@ -104,13 +112,11 @@ def read_mapping(path: Path, what: str, advice: str = "", as_written: bool = Fal
             `json_files.MAX_DEPTH` levels deep, or contains tags, too large integers or more than `MAX_VALUES` values.
     """
     try:
-        content = _load(decoded(read_bytes(path, MAX_BYTES)), _StringLoader if as_written else _Loader)
+        content = _load(decode(read_bytes(path, MAX_BYTES)), _StringLoader if as_written else _Loader)
     except Unreadable as error:
-        raise InvalidSetting(f"The {what} {path} cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise InvalidSetting(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise InvalidSetting(f"The {kind} {path} cannot be read: {error}.") from None
     if not isinstance(content, dict):
-        message = f"The {what} {path} must hold `field: value` lines, got {type(content).__name__}. {advice}"
+        message = f"The {kind} {path} must hold `field: value` lines, got {type(content).__name__}. {advice}"
         raise InvalidSetting(message.rstrip())
     return content
 
@@ -119,20 +125,20 @@ def read_value(text: str) -> Any:
     """Parse a single value as in a YAML file, such as `80`, `true` or `[a, b]`; invalid YAML is returned as is."""
     try:
         return _load(text, _Loader)
-    except (yaml.YAMLError, Unreadable):
+    except Unreadable:
         return text
 
 
-def read_words(text: str) -> Any:
-    """Parse a YAML text, with every key and scalar as a string; raises Unreadable if it is invalid."""
-    try:
-        return _load(text, _StringLoader)
-    except yaml.YAMLError as error:
-        raise Unreadable(f"it is not YAML: {' '.join(str(error).split())}") from None
+def read_strings(text: str) -> Any:
+    """Parse a YAML text, with every key and scalar as a string; raise Unreadable if it is invalid."""
+    return _load(text, _StringLoader)
 
 
 def _load(text: str, loader: type[_Loader]) -> Any:
-    """Parse and check a YAML text."""
-    value = yaml.load(text, loader)
+    """Parse and check a YAML text; raise Unreadable if it is invalid."""
+    try:
+        value = yaml.load(text, loader)
+    except yaml.YAMLError as error:
+        raise Unreadable(f"it is not YAML: {' '.join(str(error).split())}") from None
     check_value(value, MAX_VALUES)
     return value

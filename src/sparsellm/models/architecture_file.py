@@ -24,7 +24,7 @@ def read_architecture(path: str | Path) -> Architecture:
         InvalidSetting: The file cannot be read, a field is unknown, missing or malformed, or the feed-forward part names a
             layer that is in no group.
     """
-    content = read_mapping(Path(path), "architecture", ADVICE)
+    content = read_mapping(Path(path), "architecture", advice=ADVICE)
     for field in content:
         if field not in FIELDS:
             raise InvalidSetting(f"The architecture {path} has an unknown field {field!r}. {nearest(str(field), FIELDS)}")

@@ -122,31 +122,23 @@ class Architecture:
             raise UnsupportedModel(f"{message}: {form}.")
         groups = self.groups if self.known else tuple((name,) for name in _linear_names(modules))
         groups = tuple(group for group in groups if any(_module_name(name, self.splits) in modules for name in group))
-        feed_forward = self.feed_forward
         expert_parts: tuple[FeedForward, ...] = ()
-        if feed_forward and not any(feed_forward.out_proj in group for group in groups):
-            feed_forward = None
+        has_part = self.feed_forward is not None and any(self.feed_forward.out_proj in group for group in groups)
+        feed_forward = self.feed_forward if has_part else None
         if experts is not None:
             layers = [tuple(f"{path}.{number}.{name}" for name in experts.names) for number in range(experts.count)]
             groups += tuple(group for *in_proj, out_proj in layers for group in (tuple(in_proj), (out_proj,)))
             if self.known and experts.known:
-                parts = (_with_activation(_feed_forward(*names), self.activation) for names in layers)
+                part_class = GatedFeedForward if len(experts.names) == len(GATED) else PlainFeedForward
+                parts = (_with_activation(part_class(*names), self.activation) for names in layers)
                 expert_parts = tuple(part for part in parts if part)
         return replace(self, groups=groups, feed_forward=feed_forward, experts=path, expert_parts=expert_parts)
 
 
-def _feed_forward(*names: str) -> FeedForward:
-    """Build a feed-forward part from one or two input projections and an output projection."""
-    return GatedFeedForward(*names) if len(names) == len(GATED) else PlainFeedForward(*names)
-
-
 def _with_activation(part: FeedForward | None, activation: str) -> FeedForward | None:
     """Set the activation function of a feed-forward part; None where it is not supported."""
-    if isinstance(part, PlainFeedForward) and (activation == "relu" or activation in ACTIVATION_FUNCTIONS):
-        return replace(part, activation=activation)
-    if isinstance(part, GatedFeedForward) and activation in ACTIVATION_FUNCTIONS:
-        return replace(part, activation=activation)
-    return None
+    is_supported = activation in ACTIVATION_FUNCTIONS or (activation == "relu" and isinstance(part, PlainFeedForward))
+    return replace(part, activation=activation) if part is not None and is_supported else None  # type: ignore[type-var]
 
 
 def _module_name(name: str, splits: Mapping[str, Split]) -> str:
@@ -180,73 +172,45 @@ _LLAMA = Architecture(
     feed_forward=GatedFeedForward(gate="mlp.gate_proj", up="mlp.up_proj", out_proj="mlp.down_proj"),
     activation="hidden_act",
 )
-_GEMMA = replace(_LLAMA, activation="hidden_activation")
-_EXPERTS = replace(_LLAMA, experts="mlp.experts")
 _QKV = ("q", "k", "v")
 
 
 def _plain(
-    blocks: str, attention: str, fused: str, out: str, up: str, down: str, activation: str, heads: str | int = 1
+    blocks: str, qkv: tuple[str, ...], attention_out: str, *, up: str, down: str, activation: str, heads: str | int = 1
 ) -> Architecture:
-    """Build a GPT-like family: one layer for queries, keys and values, fused head by head or in turn, and a plain part."""
-    qkv = f"{attention}.{fused}"
+    """Build a family with a plain feed-forward part; `qkv` is one fused layer, head by head or in turn, or three."""
+    splits = {qkv[0]: Split(_QKV, repeated=heads)} if len(qkv) == 1 else {}
     return Architecture(
         blocks=blocks,
-        groups=(tuple(f"{qkv}.{piece}" for piece in _QKV), (f"{attention}.{out}",), (up,), (down,)),
+        groups=(tuple(f"{qkv[0]}.{piece}" for piece in _QKV) if splits else qkv, (attention_out,), (up,), (down,)),
         feed_forward=PlainFeedForward(up=up, out_proj=down),
         activation=activation,
-        splits={qkv: Split(_QKV, repeated=heads)},
+        splits=splits,
     )
 
 
-_WIDE = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_WIDE = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+_ATTENTION = _LLAMA.groups[0]
+_LLAMA_LIKE = (
+    "llama mistral ministral qwen2 qwen3 smollm3 stablelm olmo olmo2 olmo3 cohere cohere2 granite gemma "
+    "qwen2_vl_text qwen2_5_vl_text"
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "opt": Architecture(
-        blocks="model.decoder.layers",
-        groups=(
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            ("self_attn.out_proj",),
-            ("fc1",),
-            ("fc2",),
-        ),
-        feed_forward=PlainFeedForward(up="fc1", out_proj="fc2"),
-        activation="activation_function",
+    "opt": _plain(
+        "model.decoder.layers", _ATTENTION, "self_attn.out_proj", up="fc1", down="fc2", activation="activation_function"
     ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "ministral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "smollm3": _LLAMA,
-    "stablelm": _LLAMA,
-    "olmo": _LLAMA,
-    "olmo2": _LLAMA,
-    "olmo3": _LLAMA,
-    "cohere": _LLAMA,
-    "cohere2": _LLAMA,
-    "granite": _LLAMA,
-    "gemma": _LLAMA,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "qwen2_vl_text": _LLAMA,
-    "qwen2_5_vl_text": _LLAMA,
-    "mixtral": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS,  # the activation function of its experts, with clamped inputs, is not supported
+    **dict.fromkeys(_LLAMA_LIKE.split(), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), replace(_LLAMA, activation="hidden_activation")),
+    # The activation function of gpt_oss's experts, with clamped inputs, is not supported.
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), replace(_LLAMA, experts="mlp.experts")),
     "llama4_text": replace(
         _LLAMA,
         groups=(*_LLAMA.groups[:2], *_gated_groups("feed_forward.shared_expert"), *_gated_groups("feed_forward")),
         feed_forward=GatedFeedForward("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
         experts="feed_forward.experts",
     ),
-    "phi": Architecture(
-        blocks="model.layers",
-        groups=(_LLAMA.groups[0], ("self_attn.dense",), ("mlp.fc1",), ("mlp.fc2",)),
-        feed_forward=PlainFeedForward(up="mlp.fc1", out_proj="mlp.fc2"),
-        activation="hidden_act",
-    ),
+    "phi": _plain("model.layers", _ATTENTION, "self_attn.dense", up="mlp.fc1", down="mlp.fc2", activation="hidden_act"),
     "phi3": Architecture(
         blocks="model.layers",
         groups=(
@@ -262,23 +226,38 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mlp.gate_up_proj": Split(("gate", "up")),
         },
     ),
-    "gpt2": _plain("transformer.h", "attn", "c_attn", "c_proj", "mlp.c_fc", "mlp.c_proj", "activation_function"),
+    "gpt2": _plain(
+        "transformer.h", ("attn.c_attn",), "attn.c_proj", up="mlp.c_fc", down="mlp.c_proj", activation="activation_function"
+    ),
     "gpt_neox": _plain(
-        "gpt_neox.layers", "attention", "query_key_value", "dense", *_WIDE, "hidden_act", heads="num_attention_heads"
+        "gpt_neox.layers",
+        ("attention.query_key_value",),
+        "attention.dense",
+        **_WIDE,
+        activation="hidden_act",
+        heads="num_attention_heads",
     ),
     "bloom": _plain(
-        "transformer.h", "self_attention", "query_key_value", "dense", *_WIDE, "gelu_pytorch_tanh", heads="num_attention_heads"
+        "transformer.h",
+        ("self_attention.query_key_value",),
+        "self_attention.dense",
+        **_WIDE,
+        activation="gelu_pytorch_tanh",
+        heads="num_attention_heads",
     ),
-    "gptj": Architecture(
-        blocks="transformer.h",
-        groups=(("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("attn.out_proj",), ("mlp.fc_in",), ("mlp.fc_out",)),
-        feed_forward=PlainFeedForward(up="mlp.fc_in", out_proj="mlp.fc_out"),
+    "gptj": _plain(
+        "transformer.h",
+        ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+        "attn.out_proj",
+        up="mlp.fc_in",
+        down="mlp.fc_out",
         activation="activation_function",
     ),
-    "falcon": Architecture(  # its three variants fuse queries, keys and values differently: pruned as one layer
+    # The three variants of falcon fuse queries, keys and values differently: pruned as one layer.
+    "falcon": Architecture(
         blocks="transformer.h",
-        groups=(("self_attention.query_key_value",), ("self_attention.dense",), _WIDE[:1], _WIDE[1:]),
-        feed_forward=PlainFeedForward(*_WIDE),
+        groups=(("self_attention.query_key_value",), ("self_attention.dense",), *((name,) for name in _WIDE.values())),
+        feed_forward=PlainFeedForward(up=_WIDE["up"], out_proj=_WIDE["down"]),
         activation="activation",
     ),
 }

@@ -107,10 +107,10 @@ class Block:
         owner_path: str = next(path for path, module in self.module.named_modules() if module is view.owner)
         return owner_path
 
-    def linear_view(self, name: str, whole: Tensor) -> Tensor:
+    def linear_view(self, name: str, parameter: Tensor) -> Tensor:
         """Return a layer's entries, (out, in), of a tensor shaped like the parameter that holds the layer."""
         view = self.views.get(name)
-        return whole if view is None else view.slice_of(whole)
+        return parameter if view is None else view.slice_of(parameter)
 
     def masks(self, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Combine masks by layer, each (out, in), into masks by parameter; True where no layer of `keep` has an entry."""

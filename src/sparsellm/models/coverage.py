@@ -118,13 +118,13 @@ def coverage_of(model: PreTrainedModel, blocks: Sequence[Block]) -> Coverage:
     return Coverage(total, prunable, prunable, dict(sorted(unpruned.items(), key=lambda item: -item[1])))
 
 
-def check_coverage(model: PreTrainedModel, found: Coverage) -> None:
+def check_coverage(model: PreTrainedModel, coverage: Coverage) -> None:
     """Raise UnsupportedModel for coverage below `MIN_COVERAGE`, unless the user describes the architecture."""
-    if hasattr(model, ARCHITECTURE_ATTRIBUTE) or found.share >= MIN_COVERAGE:
+    if hasattr(model, ARCHITECTURE_ATTRIBUTE) or coverage.share >= MIN_COVERAGE:
         return
     raise UnsupportedModel(
-        f"Only {100 * found.share:.1f} % of the matrix weights in the blocks of a {type(model).__name__} can be pruned: no "
-        f"layer covers {found.uncovered}. Name the layers to prune with --architecture file.yaml (docs/families.md)."
+        f"Only {100 * coverage.share:.1f} % of the matrix weights in the blocks of a {type(model).__name__} can be pruned: no "
+        f"layer covers {coverage.uncovered}. Name the layers to prune with --architecture file.yaml (docs/families.md)."
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,30 +16,14 @@ from sparsellm.models.linear_views import LinearView
 Rows = Callable[[Tensor], Sequence[Tensor]]
 """Chooses the tokens that each expert runs on: from the routing mask, (tokens, experts), to token indices for each expert."""
 
+ExpertLayer = Callable[..., LinearView]
+"""Builds the view of one layer of one expert, from `expert`, its number, `experts`, their count, and `runs`, their module."""
+
 GATED = ("gate_proj", "up_proj", "down_proj")
 """Names of the layers of a gated expert: input projections, output projection."""
 
 PLAIN = ("up_proj", "down_proj")
 """Names of the layers of an expert without a gate."""
-
-
-@dataclass(frozen=True)
-class ExpertParameter:
-    """The parameter with the matrices of one layer of all experts.
-
-    Attributes:
-        owner: The module that holds the parameter.
-        parameter: Its name in the owner.
-        bias: Name of the bias; empty, or not in the owner, for none.
-        rows: The layer's outputs among those of the parameter; None for all.
-        transposed: Whether a matrix is (in, out).
-    """
-
-    owner: nn.Module
-    parameter: str
-    bias: str = ""
-    rows: slice | None = None
-    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,7 @@ class Experts:
     Attributes:
         module: The module whose forward function runs the experts.
         count: Number of experts.
-        layers: Parameters by layer name: the input projections, then the output projection.
+        layers: By layer name, the input projections, then the output projection: builds the view of one expert.
         activate: Maps the outputs of the input projections to the input of the output projection.
         known: Whether `activate` is that of a plain or gated feed-forward part.
         repeated: Whether the module is called with inputs scaled by the router, (experts * tokens, model), instead of tokens,
@@ -57,7 +42,7 @@ class Experts:
 
     module: nn.Module
     count: int
-    layers: dict[str, ExpertParameter]
+    layers: Mapping[str, ExpertLayer]
     activate: Callable[..., Tensor]
     known: bool
     repeated: bool = False
@@ -69,13 +54,11 @@ class Experts:
 
     def views(self, path: str) -> dict[str, LinearView]:
         """Return the layers of every expert, by name within the block; `path` is the module's path there."""
-        views: dict[str, LinearView] = {}
-        for expert in range(self.count):
-            for name, layer in self.layers.items():
-                views[f"{path}.{expert}.{name}"] = LinearView(
-                    layer.owner, layer.parameter, layer.bias, layer.rows, layer.transposed, expert, self.count, self.module
-                )
-        return views
+        return {
+            f"{path}.{expert}.{name}": layer(expert=expert, experts=self.count, runs=self.module)
+            for expert in range(self.count)
+            for name, layer in self.layers.items()
+        }
 
 
 def experts_of(module: nn.Module) -> Experts | None:
@@ -90,7 +73,7 @@ def experts_of(module: nn.Module) -> Experts | None:
 
 
 def _fused(module: nn.Module) -> Experts | None:
-    """Experts with gate and up projections in one three-dimensional parameter, concatenated or interleaved."""
+    """Return experts with gate and up projections in one three-dimensional parameter, concatenated or interleaved."""
     fused, down = _expert_tensors(module, "gate_up_proj", "down_proj")
     if fused is None or down is None or len(fused) != len(down):
         return None
@@ -101,13 +84,13 @@ def _fused(module: nn.Module) -> Experts | None:
     concatenated = bool(getattr(module, "is_concatenated", True))
     gate, up = (slice(0, hidden), slice(hidden, outputs)) if concatenated else (slice(0, None, 2), slice(1, None, 2))
     layers = {
-        "gate_proj": ExpertParameter(module, "gate_up_proj", "gate_up_proj_bias", gate, transposed),
-        "up_proj": ExpertParameter(module, "gate_up_proj", "gate_up_proj_bias", up, transposed),
-        "down_proj": ExpertParameter(module, "down_proj", "down_proj_bias", None, transposed),
+        "gate_proj": partial(LinearView, module, "gate_up_proj", "gate_up_proj_bias", rows=gate, transposed=transposed),
+        "up_proj": partial(LinearView, module, "gate_up_proj", "gate_up_proj_bias", rows=up, transposed=transposed),
+        "down_proj": partial(LinearView, module, "down_proj", "down_proj_bias", transposed=transposed),
     }
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
-        return _gated(module, len(down), layers, getattr(module, "act_fn", None))
+        return _gated(module, len(down), layers, activation=getattr(module, "act_fn", None))
 
     def activate(gate: Tensor, up: Tensor) -> Tensor:
         gate_up = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
@@ -118,33 +101,33 @@ def _fused(module: nn.Module) -> Experts | None:
 
 
 def _stacked(module: nn.Module) -> Experts | None:
-    """Experts of DBRX: the matrices of all experts stacked in two-dimensional parameters of a child module."""
+    """Return the experts of DBRX: the matrices of all experts stacked in two-dimensional parameters of a child module."""
     child = getattr(module, "mlp", None)
     if not isinstance(child, nn.Module) or type(module).__name__ != "DbrxExperts":
         return None
     layers = {
-        "gate_proj": ExpertParameter(child, "w1"),
-        "up_proj": ExpertParameter(child, "v1"),
-        "down_proj": ExpertParameter(child, "w2", transposed=True),
+        "gate_proj": partial(LinearView, child, "w1", ""),
+        "up_proj": partial(LinearView, child, "v1", ""),
+        "down_proj": partial(LinearView, child, "w2", "", transposed=True),
     }
     count: Any = module.num_experts
-    return _gated(module, count, layers, getattr(child, "activation_fn", None))
+    return _gated(module, count, layers, activation=getattr(child, "activation_fn", None))
 
 
 def _plain(module: nn.Module) -> Experts | None:
-    """Experts without a gate, with one three-dimensional parameter for each of their two layers."""
+    """Return experts without a gate, with one three-dimensional parameter for each of their two layers."""
     up, down = _expert_tensors(module, "up_proj", "down_proj")
     if up is None or down is None or hasattr(module, "gate_proj") or up.shape != down.transpose(1, 2).shape:
         return None
     transposed, activation = bool(getattr(module, "is_transposed", False)), getattr(module, "act_fn", None)
-    layers = {name: ExpertParameter(module, name, f"{name}_bias", None, transposed) for name in PLAIN}
+    layers = {name: partial(LinearView, module, name, f"{name}_bias", transposed=transposed) for name in PLAIN}
     return None if activation is None else Experts(module, len(up), layers, activation, known=True)
 
 
 def _gated(
-    module: nn.Module, count: int, layers: dict[str, ExpertParameter], activation: Callable[[Tensor], Tensor] | None
+    module: nn.Module, count: int, layers: Mapping[str, ExpertLayer], *, activation: Callable[[Tensor], Tensor] | None
 ) -> Experts | None:
-    """Experts whose output projection reads activation(gate) * up; None without an activation function."""
+    """Return experts whose output projection reads activation(gate) * up; None without an activation function."""
     if activation is None:
         return None
     return Experts(module, count, layers, lambda gate, up: activation(gate) * up, known=True)
@@ -169,9 +152,9 @@ def expert_members(experts: Experts, *inputs: Tensor) -> Tensor:
     return (inputs[1].flatten(0, -2).unsqueeze(-1) == numbers).any(1)
 
 
-def routed_tokens(member: Tensor) -> list[Tensor]:
+def routed_tokens(mask: Tensor) -> list[Tensor]:
     """Return the indices of the tokens that are routed to each expert, from the routing mask, (tokens, experts)."""
-    return [torch.where(column)[0] for column in member.T]
+    return [torch.where(column)[0] for column in mask.T]
 
 
 def forward_by_expert(experts: Experts, views: Sequence[LinearView], rows: Rows | None = None) -> Callable[..., Tensor]:

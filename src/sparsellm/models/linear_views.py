@@ -40,6 +40,7 @@ class LinearView(nn.Module):
         owner: nn.Module,
         weight: str = "weight",
         bias: str = "bias",
+        *,
         rows: slice | Tensor | None = None,
         transposed: bool = False,
         expert: int | None = None,
@@ -85,14 +86,14 @@ class LinearView(nn.Module):
         """Number of outputs."""
         return int(self.weight.shape[0])
 
-    def slice_of(self, whole: Tensor) -> Tensor:
+    def slice_of(self, parameter: Tensor) -> Tensor:
         """Return this layer's entries, (out, in), of a tensor shaped like the parameter."""
-        matrix = self._matrix(whole)
+        matrix = self._matrix(parameter)
         return matrix if self.rows is None else matrix[self.rows]
 
-    def assign(self, whole: Tensor, part: Tensor) -> None:
+    def assign(self, parameter: Tensor, part: Tensor) -> None:
         """Write this layer's entries, (out, in), into a tensor shaped like the parameter."""
-        self._matrix(whole)[slice(None) if self.rows is None else self.rows] = part.to(whole.dtype)
+        self._matrix(parameter)[slice(None) if self.rows is None else self.rows] = part.to(parameter.dtype)
 
     def assign_bias(self, bias: Tensor) -> None:
         """Write the layer's bias, (out,), into the owner's bias."""
@@ -103,13 +104,11 @@ class LinearView(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return linear(inputs, self.weight, self.bias)
 
-    def _matrix(self, whole: Tensor) -> Tensor:
+    def _matrix(self, parameter: Tensor) -> Tensor:
         """Return the matrix with the layer's rows, (outputs, in), as a view of a tensor shaped like the parameter."""
-        if self.expert is None:
-            matrix = whole
-        else:  # a three-dimensional parameter, or stacked matrices
-            matrix = (whole if whole.ndim == 3 else whole.unflatten(0, (self._experts, -1)))[self.expert]
-        return matrix.T if self.transposed else matrix
+        if self.expert is not None:  # a three-dimensional parameter, or stacked matrices
+            parameter = (parameter if parameter.ndim == 3 else parameter.unflatten(0, (self._experts, -1)))[self.expert]
+        return parameter.T if self.transposed else parameter
 
 
 Layer = nn.Linear | LinearView
@@ -134,10 +133,8 @@ def piece_rows(total: int, shares: Sequence[int], repeated: int) -> list[slice |
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     if repeated == 1:
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    runs = torch.arange(repeated, device="cpu").unsqueeze(1) * sum(sizes)
-    return [
-        (runs + torch.arange(start, start + size, device="cpu")).flatten() for start, size in zip(starts, sizes, strict=True)
-    ]
+    runs = torch.arange(total, device="cpu").view(repeated, sum(sizes))
+    return [runs[:, start : start + size].flatten() for start, size in zip(starts, sizes, strict=True)]
 
 
 def forward_by_views(views: Sequence[LinearView]) -> Callable[[Tensor], Tensor]:

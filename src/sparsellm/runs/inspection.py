@@ -107,7 +107,7 @@ def inspect(
         architecture: YAML file that describes the model's architecture.
     """
     described = None if architecture is None else read_architecture(architecture)
-    checkpoint = open_checkpoint(model, None, trusted, described)
+    checkpoint = open_checkpoint(model, trusted=trusted, architecture=described)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
     skeleton = checkpoint.skeleton()
     tensors = Tensors(checkpoint.folder, skeleton)

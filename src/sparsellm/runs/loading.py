@@ -73,7 +73,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
     """
     device = resolve_device(recipe.device)
     architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
-    source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture)
+    source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture)
     if isinstance(source, InMemoryModel):
         describe(source.model, architecture)
     skeleton = source.skeleton()
@@ -108,7 +108,7 @@ def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryMod
     The tokenizer is loaded even for methods without calibration text, since every output includes its files. Added tokens may
     lie beyond the embeddings, as in some published models; `check_tokens` rejects a text that contains one.
     """
-    if isinstance(source, InMemoryModel) and source.given is None:
+    if isinstance(source, InMemoryModel) and source.own_tokenizer is None:
         return
     embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
     if tokens > embeddings:

@@ -164,11 +164,12 @@ def check_memory(
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
         parts.append(f"training a block takes {human_bytes(needed)}")
-        check_fits(needed, device, "Training a block", "Pass fewer --samples.")
+        check_fits(needed, device, stage="Training a block", advice="Pass fewer --samples.")
     if recipe.model_steps:
         needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
-        check_fits(needed, device, "Training the whole model", "Pass --scope block to recover, or a smaller --batch-size.")
+        advice = "Pass --scope block to recover, or a smaller --batch-size."
+        check_fits(needed, device, stage="Training the whole model", advice=advice)
     return ", ".join(parts)
 
 
@@ -220,7 +221,7 @@ def draw_windows(
         text = Text(tuple(given), "\n\n", "given in memory")
     else:
         text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
-    drawn = calibration_windows(text, source.tokenizer(), recipe.samples, length, recipe.seed)
+    drawn = calibration_windows(text, source.tokenizer(), samples=recipe.samples, sequence_length=length, seed=recipe.seed)
     return drawn.windows, drawn.description
 
 
@@ -237,7 +238,7 @@ def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
 
 def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int) -> Tensor:
     """Read a test text as token ids, (sequences, length)."""
-    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, recipe.evaluate_limit)
+    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, limit=recipe.evaluate_limit)
 
 
 def _batch_size(recipe: RunRecipe, method: BlockMethod, windows: Tensor, *, length: int, observer: Observer) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from sparsellm.checkpoints.digests import file_digest, report_digest
+from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path, read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
 from sparsellm.methods import StoredPattern

@@ -109,7 +109,7 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
     output = read_finished(recipe.pruned)
     if not any(layer.zeros for layer in output.report.layers):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
-    pruned = open_checkpoint(str(output.folder), None, recipe.trust_remote_code, source.architecture)
+    pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code, architecture=source.architecture)
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
     if pruned_shapes != dense_shapes:
         names = {**pruned_shapes, **dense_shapes}

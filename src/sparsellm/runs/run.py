@@ -276,7 +276,7 @@ def _result(loaded: LoadedModel, source: Checkpoint | InMemoryModel, *, report: 
     return Result(
         loaded.model,
         report,
-        tokenizer=source.given if isinstance(source, InMemoryModel) else source.tokenizer(),
+        tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else source.tokenizer(),
         dense=source.folder if report.recipe.dtype == "auto" else None,
         weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
         along=source.extra_files(),

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare
-from sparsellm.checkpoints.digests import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.methods import LayerResult
 from sparsellm.models.architecture_file import read_architecture
@@ -89,10 +89,10 @@ def verify(
     tensors = _digests_in(folder, report.files)
     _raise_if_any(output, [*_tensor_differences(finished.digests.tensors, tensors), *_file_differences(finished)])
     described = None if architecture is None else read_architecture(architecture)
-    model = open_checkpoint(str(folder), None, trusted, described).skeleton()
+    model = open_checkpoint(str(folder), trusted=trusted, architecture=described).skeleton()
     dense_tensors = None
     if against is not None:
-        dense = open_checkpoint(against, None, trusted, described)
+        dense = open_checkpoint(against, trusted=trusted, architecture=described)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
     if total != len(layers):

@@ -24,23 +24,23 @@ BUCKET = 2**24
 
 
 def world() -> int:
-    """Number of processes of the run; 1 without a process group."""
+    """Return the number of processes of the run; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Rank of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if world() > 1 else 0
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0, which writes files and prints."""
+    """Return whether this process is rank 0, which writes files and prints."""
     return rank() == 0
 
 
-def shard(things: Sequence[T]) -> list[T]:
-    """Items `rank, rank + world, …` of a sequence that all processes hold, so that any prefix is split evenly too."""
-    return list(things[rank() :: world()])
+def shard(items: Sequence[T]) -> list[T]:
+    """Return items `rank, rank + world, …` of a sequence that all processes hold, so that any prefix is split evenly too."""
+    return list(items[rank() :: world()])
 
 
 def all_gather(local: Sequence[Any]) -> list[Any]:
@@ -72,21 +72,22 @@ class AllReduce:
         buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
             if tensor.is_contiguous() and tensor.nbytes >= BUCKET:
-                self._send(tensor, [])
+                self._send([tensor])
                 continue
             bucket = buckets.setdefault((tensor.dtype, tensor.device), [])
             bucket.append(tensor)
             if sum(part.nbytes for part in bucket) >= BUCKET:
-                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
-                buckets[tensor.dtype, tensor.device] = []
+                self._send(buckets.pop((tensor.dtype, tensor.device)))
         for bucket in buckets.values():
-            if bucket:
-                self._send(torch.cat([part.reshape(-1) for part in bucket]), bucket)
+            self._send(bucket)
 
-    def _send(self, flat: Tensor, parts: list[Tensor]) -> None:
-        """Start to sum `flat`; `parts` are the tensors concatenated in it, empty if it is summed in place."""
-        _count(flat)
-        self._sent.append((dist.all_reduce(flat, async_op=True), flat, parts))
+    def _send(self, parts: list[Tensor]) -> None:
+        """Start to sum tensors: a contiguous one in place, others concatenated."""
+        global _bytes_sent  # noqa: PLW0603  (a meter)
+        in_place = len(parts) == 1 and parts[0].is_contiguous()
+        flat = parts[0] if in_place else torch.cat([part.reshape(-1) for part in parts])
+        _bytes_sent += flat.nbytes
+        self._sent.append((dist.all_reduce(flat, async_op=True), flat, [] if in_place else parts))
 
     def wait(self) -> None:
         """Wait until the tensors hold the sums."""
@@ -111,20 +112,8 @@ def all_reduce_count(count: int, device: torch.device) -> int:
     return int(tensor)
 
 
-def broadcast_from(owner: int, *tensors: Tensor) -> None:
-    """Overwrite tensors in place with those of rank `owner`; shapes and dtypes are equal on all processes."""
-    if world() == 1:
-        return
-    for tensor in tensors:
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        _count(flat)
-        _wait(dist.broadcast(flat, owner, async_op=True))
-        if flat is not tensor:
-            tensor.copy_(flat)
-
-
 def broadcast(owner: int, tensor: Tensor) -> Tensor:
-    """Return the tensor of rank `owner` on all processes; unlike `broadcast_from`, the other tensors are not modified.
+    """Return the tensor of rank `owner` on all processes; the tensors of the others are not modified.
 
     Args:
         owner: Rank whose tensor is returned.
@@ -132,9 +121,11 @@ def broadcast(owner: int, tensor: Tensor) -> Tensor:
     """
     if world() == 1:
         return tensor
-    result = tensor if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    broadcast_from(owner, result)
-    return result
+    global _bytes_sent  # noqa: PLW0603  (a meter)
+    sent = tensor.contiguous() if rank() == owner else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    _bytes_sent += sent.nbytes
+    _wait(dist.broadcast(sent, owner, async_op=True))
+    return tensor if rank() == owner else sent
 
 
 def broadcast_object(value: Any, owner: int = 0) -> Any:
@@ -148,13 +139,13 @@ def broadcast_bytes(data: bytes, owner: int = 0) -> bytes:
     """Return the bytes of rank `owner` on all processes; `data` is ignored on the other ranks."""
     if world() == 1:
         return data
-    size = torch.tensor(len(data), device=_device())
-    broadcast_from(owner, size)
-    flat = torch.zeros(int(size), dtype=torch.uint8, device=_device())
+    # On the CPU, unless the user's process group is NCCL only.
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    size = broadcast(owner, torch.tensor(len(data), device=device))
+    flat = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if rank() == owner and data:
         flat.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    broadcast_from(owner, flat)
-    return flat.cpu().numpy().tobytes()
+    return broadcast(owner, flat).cpu().numpy().tobytes()
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -162,33 +153,22 @@ def all_gather_object(value: Any) -> list[Any]:
     return [broadcast_object(value, owner) for owner in range(world())]
 
 
-def on_main(do: Callable[[], T]) -> T | None:
-    """Call `do` on rank 0 while the other processes wait; return its result there and None on the others."""
-    result = do() if is_main() else None
+def on_main(function: Callable[[], T]) -> T | None:
+    """Call a function on rank 0 while the other processes wait; return its result there and None on the others."""
+    result = function() if is_main() else None
     broadcast_object(None)
     return result
 
 
 def bytes_sent() -> int:
-    """Bytes of tensors that this process has passed to collectives; a ring transfers about twice as many."""
-    return _sent
+    """Return the bytes of tensors that this process has passed to collectives; a ring transfers about twice as many."""
+    return _bytes_sent
 
 
-_sent = 0
+_bytes_sent = 0
 
 check: Callable[..., None] | None = None
 """Called while a collective is pending, and with the reason when one fails; raises LostProcess if a process is lost."""
-
-
-def _count(tensor: Tensor) -> None:
-    """Add a tensor's bytes to `bytes_sent`."""
-    global _sent  # noqa: PLW0603  (a meter)
-    _sent += tensor.nbytes
-
-
-def _device() -> torch.device:
-    """Device on which objects are communicated: the CPU, unless the user's process group is NCCL only."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def _wait(work: dist.Work) -> None:

@@ -13,106 +13,100 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-def _module(device: torch.device) -> Any:
-    """Torch's module for a device type, such as torch.cuda for NVIDIA and AMD GPUs."""
-    return torch.get_device_module(device)
+from torch import Tensor, get_device_module
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator type of this machine, if it has dedicated memory; otherwise None."""
+    """Return the accelerator type of this machine, if it has dedicated memory; otherwise None."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device if device is not None and has_own_memory(device) else None
 
 
-def set_device(number: int) -> None:
-    """Select accelerator `number`, modulo their count, for this process; does nothing without an accelerator."""
+def set_device(index: int) -> None:
+    """Select the accelerator of an index, modulo their count, for this process; does nothing without an accelerator."""
     device = accelerator()
     if device is not None:
-        _module(device).set_device(number % _module(device).device_count())
+        module = get_device_module(device)
+        module.set_device(index % module.device_count())
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether a device has dedicated memory and copy streams; Apple GPUs share the CPU's memory."""
+    """Return whether a device has dedicated memory and copy streams; Apple GPUs share the CPU's memory."""
     return device.type not in ("cpu", "mps", "meta")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes on a device with dedicated memory."""
-    free: int = _module(device).mem_get_info(device)[0]
-    return free
+    """Return the free bytes on a device with dedicated memory."""
+    return int(get_device_module(device).mem_get_info(device)[0])
 
 
 def peak_bytes() -> int | None:
-    """Peak bytes allocated by torch on this process's accelerator; None if it has used none."""
+    """Return the peak bytes allocated by torch on this process's accelerator; None if it has used none."""
     device = accelerator()
-    if device is None or not _module(device).is_initialized():
-        return None
-    peak: int = _module(device).max_memory_allocated()
-    return peak
+    module = None if device is None else get_device_module(device)
+    return int(module.max_memory_allocated()) if module and module.is_initialized() else None
 
 
 def empty_cache(device: torch.device) -> None:
     """Release the device memory that torch's allocator caches."""
     if device.type != "cpu":
-        _module(device).empty_cache()
+        get_device_module(device).empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on a device is done."""
     if queued(device):
-        _module(device).synchronize(*([device] if has_own_memory(device) else []))  # torch.mps.synchronize takes no device
+        get_device_module(device).synchronize(
+            *([device] if has_own_memory(device) else [])
+        )  # torch.mps.synchronize takes no device
 
 
 def name_of(device: torch.device) -> str:
-    """The device's name, or the CPU architecture."""
-    name: str = _module(device).get_device_name(device) if has_own_memory(device) else platform.machine()
-    return name
+    """Return the device's name, or the CPU architecture."""
+    return str(get_device_module(device).get_device_name(device)) if has_own_memory(device) else platform.machine()
 
 
 def copy_stream(device: torch.device) -> torch.Stream:
-    """A new stream for copies that run in parallel with other work on the device."""
-    stream: torch.Stream = _module(device).Stream(device)
+    """Return a new stream for copies that run in parallel with other work on the device."""
+    stream: torch.Stream = get_device_module(device).Stream(device)
     return stream
 
 
 def work_stream(device: torch.device) -> torch.Stream:
-    """The current stream of a device."""
-    stream: torch.Stream = _module(device).current_stream(device)
+    """Return the current stream of a device."""
+    stream: torch.Stream = get_device_module(device).current_stream(device)
     return stream
 
 
 def working_in(stream: torch.Stream) -> AbstractContextManager[None]:
     """Context in which work is queued on `stream`."""
-    context: AbstractContextManager[None] = _module(stream.device).stream(stream)
+    context: AbstractContextManager[None] = get_device_module(stream.device).stream(stream)
     return context
 
 
 def selected(device: torch.device) -> AbstractContextManager[None]:
     """Context in which kernels are launched on `device`."""
-    return _module(device).device(device) if has_own_memory(device) else nullcontext()
+    return get_device_module(device).device(device) if has_own_memory(device) else nullcontext()
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether a device is an NVIDIA GPU; torch calls AMD GPUs "cuda" too."""
+    """Return whether a device is an NVIDIA GPU; torch calls AMD GPUs "cuda" too."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability (major, minor) of an NVIDIA GPU."""
-    version: tuple[int, int] = _module(device).get_device_capability(device)
+    """Return the compute capability (major, minor) of an NVIDIA GPU."""
+    version: tuple[int, int] = get_device_module(device).get_device_capability(device)
     return version
 
 
 def queued(device: torch.device) -> bool:
-    """Whether a device runs asynchronously, so that reading a value waits for all work queued before."""
+    """Return whether a device runs asynchronously, so that reading a value waits for all work queued before."""
     return device.type != "cpu"
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """The widest floating dtype of a device: float64, or float32 on Apple GPUs."""
+    """Return the widest floating dtype of a device: float64, or float32 on Apple GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -122,7 +116,7 @@ def full_precision(numbers: Tensor) -> Tensor:
 
 
 def mixed_products(device: torch.device) -> bool:
-    """Whether a device multiplies 16-bit matrices into a float32 output: NVIDIA GPUs."""
+    """Return whether a device multiplies 16-bit matrices into a float32 output: NVIDIA GPUs."""
     return is_nvidia(device)
 
 
@@ -133,8 +127,7 @@ def to_python(numbers: Sequence[Tensor]) -> list[float]:
     wide = widest_float(numbers[0].device)
     if wide is torch.float32:  # stacked in float32, large counts would be rounded
         return [float(number) for number in numbers]
-    values: list[float] = torch.stack([number.to(wide) for number in numbers]).cpu().tolist()
-    return values
+    return list(torch.stack([number.to(wide) for number in numbers]).cpu().tolist())
 
 
 class Clock:
@@ -150,7 +143,7 @@ class Clock:
         if not has_own_memory(self._device):
             self._marks.append(time.perf_counter())
             return
-        event = _module(self._device).Event(enable_timing=True)
+        event = get_device_module(self._device).Event(enable_timing=True)
         event.record(work_stream(self._device))
         self._marks.append(event)
 

@@ -15,29 +15,29 @@ from sparsellm.runtime import devices
 
 
 def available(device: torch.device) -> int:
-    """Bytes that can be allocated on a device."""
+    """Return the bytes that can be allocated on a device."""
     return devices.free_bytes(device) if devices.has_own_memory(device) else int(psutil.virtual_memory().available)
 
 
-def check_fits(needed: int, device: torch.device, what: str, instead: str) -> None:
+def check_fits(needed: int, device: torch.device, *, stage: str, advice: str) -> None:
     """Check that a stage fits into a device's available memory.
 
     Args:
         needed: Bytes that the stage allocates.
         device: Where it allocates them.
-        what: Subject of the error message.
-        instead: Sentence that says what to do, at the end of the message.
+        stage: Its name, the subject of the error message.
+        advice: Sentence that says what to do, at the end of the message.
 
     Raises:
         TooLarge: If more is needed than available; the message gives both numbers.
     """
     free = available(device)
     if needed > free:
-        raise TooLarge(f"{what} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {instead}")
+        raise TooLarge(f"{stage} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {advice}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an out-of-memory error; on the CPU only the message shows it."""
+    """Return whether an error is an out-of-memory error; on the CPU only the message shows it."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
     )
@@ -49,7 +49,7 @@ def human_bytes(count: float) -> str:
 
 
 def current_memory() -> int:
-    """Resident memory of this process, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -66,7 +66,7 @@ def release_free_memory() -> None:
 
 
 def peak_memory() -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     try:  # psutil gives no peak on Linux, and getrusage's starts at the memory of the parent process

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sparsellm.runtime import devices
 
-HELD, HOSTED, WRITTEN = "held", "hosted", "written"
+DEVICE, HOST, DISK = "device", "host", "disk"
 """Where tensors are stored: on the device that computed them, in CPU memory, in files."""
 
 ACTIVATIONS = "activations-"
@@ -28,7 +27,9 @@ class Tensors(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Tensor: ...
-    def __iter__(self) -> Iterator[Tensor]: ...
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
 
 
 class TensorList(Tensors, Protocol):
@@ -48,14 +49,12 @@ class OffloadManager:
         host: Bytes of CPU memory for lists that exceed a GPU's budget.
 
     Attributes:
-        most_written: Peak bytes in files.
-        most_kept: Peak bytes in memory and files together.
+        reserved: Bytes of all lists by location.
     """
 
     def __init__(self, budget: int | None = None, folder: Path | None = None, host: int = 0) -> None:
         self.budget, self.host, self._folder = budget, host, folder
-        self._taken = dict.fromkeys((HELD, HOSTED, WRITTEN), 0)  # announced bytes by location
-        self.most_written = self.most_kept = 0
+        self.reserved = dict.fromkeys((DEVICE, HOST, DISK), 0)
 
     @contextmanager
     def new_lists(self, count: int, size: int) -> Iterator[list[TensorList]]:
@@ -65,45 +64,32 @@ class OffloadManager:
             count: Number of lists, all stored in the same location.
             size: Bytes that each will hold.
         """
-        with self._reserve(count * size) as (location, folder):
-            files = (DiskList(folder / str(number)) for number in range(count))
-            yield list(files) if location == WRITTEN else [[] if location == HELD else HostList() for _ in range(count)]
+        limits = {DEVICE: self.budget, HOST: self.host, DISK: None}
+        total = count * size
+        location = next(name for name, limit in limits.items() if limit is None or self.reserved[name] + total <= limit)
+        self.reserved[location] += total
+        try:
+            if location != DISK:
+                yield [[] if location == DEVICE else HostList() for _ in range(count)]
+                return
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix=ACTIVATIONS, dir=self._folder, ignore_cleanup_errors=True) as folder:
+                yield [DiskList(Path(folder, str(number))) for number in range(count)]
+        finally:
+            self.reserved[location] -= total
 
     def fits_on_device(self, size: int) -> bool:
-        """Whether `size` more bytes fit into the budget of the device."""
-        return self.budget is None or self._taken[HELD] + size <= self.budget
-
-    @contextmanager
-    def _reserve(self, size: int) -> Iterator[tuple[str, Path]]:
-        """Reserve bytes in the first location with room; yields it, and the folder to write to if it is in files."""
-        limits = {HELD: self.budget, HOSTED: self.host, WRITTEN: None}
-        location = next(name for name, limit in limits.items() if limit is None or self._taken[name] + size <= limit)
-        self._count(size, location)
-        folder = Path()
-        try:
-            if location == WRITTEN:
-                if self._folder is not None:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                folder = Path(tempfile.mkdtemp(prefix=ACTIVATIONS, dir=self._folder))
-            yield location, folder
-        finally:
-            self._count(-size, location)
-            if folder != Path():
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _count(self, size: int, location: str) -> None:
-        """Add to the bytes reserved in a location; a negative size releases them."""
-        self._taken[location] += size
-        self.most_written = max(self.most_written, self._taken[WRITTEN])
-        self.most_kept = max(self.most_kept, sum(self._taken.values()))
+        """Return whether `size` more bytes fit into the budget of the device."""
+        return self.budget is None or self.reserved[DEVICE] + size <= self.budget
 
 
-class RowSubset:
+class RowSubset(Tensors):
     """A view of selected rows of a list's tensors, sliced on access; tensors without a selected row are left out.
 
     Args:
         source: The list.
-        wanted: Row indices over all tensors, as a slice with a start, a stop and an optional step.
+        rows: Row indices over all tensors, as a slice with a start, a stop and an optional step.
         starts: Index of each tensor's first row; by default, rows are counted over this list.
 
     Attributes:
@@ -111,18 +97,18 @@ class RowSubset:
         starts: Index of each tensor's first row among all selected rows.
     """
 
-    def __init__(self, source: Tensors, wanted: slice, starts: Sequence[int] | None = None) -> None:
-        self._source, step, sizes = source, wanted.step or 1, lengths(source)
+    def __init__(self, source: Tensors, rows: slice, starts: Sequence[int] | None = None) -> None:
+        self._source, step, sizes = source, rows.step or 1, lengths(source)
         self._slices: list[tuple[int, slice]] = []
         self.lengths: list[int] = []
         self.starts: list[int] = []
         for number, (length, offset) in enumerate(zip(sizes, starts or accumulate(sizes[:-1], initial=0), strict=True)):
-            first = max(wanted.start - offset, (wanted.start - offset) % step)
-            rows = slice(first, max(wanted.stop - offset, 0), step)
-            if count := len(range(length)[rows]):
-                self._slices.append((number, rows))
+            first = max(rows.start - offset, (rows.start - offset) % step)
+            within = slice(first, max(rows.stop - offset, 0), step)
+            if count := len(range(length)[within]):
+                self._slices.append((number, within))
                 self.lengths.append(count)
-                self.starts.append(max(0, -((wanted.start - offset) // step)))
+                self.starts.append(max(0, -((rows.start - offset) // step)))
 
     def __len__(self) -> int:
         return len(self._slices)
@@ -131,18 +117,15 @@ class RowSubset:
         number, rows = self._slices[index]
         return self._source[number][rows]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[index] for index in range(len(self)))
-
 
 def lengths(source: Tensors) -> list[int]:
-    """Number of rows of each tensor of a list, without reading offloaded tensors."""
+    """Return the number of rows of each tensor of a list, without reading offloaded tensors."""
     if isinstance(source, (DiskList, HostList, RowSubset)):
         return source.lengths
     return [len(tensor) for tensor in source]
 
 
-class HostList:
+class HostList(TensorList):
     """A list of tensors in CPU memory; reading one returns a copy on the device it came from.
 
     Tensors of a GPU are stored in pinned memory and copied in a separate stream: while one is processed, the next is fetched
@@ -164,9 +147,6 @@ class HostList:
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[number] for number in range(len(self)))
 
     def __getitem__(self, index: int) -> Tensor:
         number = range(len(self))[index]
@@ -225,7 +205,7 @@ class HostList:
         return self._streams[device]
 
 
-class DiskList:
+class DiskList(TensorList):
     """A list of tensors with one safetensors file each; reading one returns a copy on the device it came from.
 
     Files are read and written whole instead of memory-mapped, because mapped pages count as memory of the process.
@@ -239,9 +219,6 @@ class DiskList:
 
     def __len__(self) -> int:
         return len(self._devices)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[number] for number in range(len(self)))
 
     def __getitem__(self, index: int) -> Tensor:
         number = range(len(self))[index]
@@ -259,7 +236,9 @@ class DiskList:
         self.lengths.append(len(value))
 
     def _file(self, number: int) -> Path:
+        """Return the file of a tensor."""
         return self._folder / f"{number}.safetensors"
 
     def _write(self, number: int, value: Tensor) -> None:
+        """Write the file of a tensor."""
         self._file(number).write_bytes(save({"x": value.detach().contiguous()}))  # save_file hides the OS error

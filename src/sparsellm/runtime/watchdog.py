@@ -36,11 +36,11 @@ BROKEN = 5.0
 GRACE = 10.0
 """Seconds that a process has to end by itself once another is lost."""
 
-_GONE = "died or cannot be reached: it was killed, is out of memory, or its network is down"
-_LAUNCHER_GONE = "The launcher is gone"
+UNREACHABLE = "died or cannot be reached: it was killed, is out of memory, or its network is down"
+"""Reason for a lost process that told none."""
 
 
-class Watch:
+class Watchdog:
     """A thread that sends heartbeats to the other processes and detects when one of them is lost.
 
     Each process has a key in the store of the process group, which holds its number of heartbeats, or the error that ended it.
@@ -52,16 +52,15 @@ class Watch:
     """
 
     def __init__(self, store: Store, end: Callable[[str], None]) -> None:
-        self._store, self._end, self._key = store, end, f"sparsellm/{collectives.rank()}"
-        self._lost: dict[int, str] = {}
-        self._silence = SILENCE
-        self._answered = time.monotonic()
-        self._parent = os.getppid()
-        self._over = threading.Event()
-        store.set(self._key, "0")
+        self._store, self._end = store, end
+        self._keys = [f"sparsellm/{rank}" for rank in range(collectives.world())]
+        self._lost: dict[int, str] = {}  # reason by rank, -1 for the launcher
+        self._silence, self._answered, self._parent = SILENCE, time.monotonic(), os.getppid()
+        self._closed = threading.Event()
+        self._publish("0")
         # Also a barrier: afterwards, the store holds the keys of all processes.
         self._locations = collectives.all_gather_object(f"(pid {os.getpid()} on {socket.gethostname()})")
-        self._thread = threading.Thread(target=self._run, daemon=True, name="sparsellm watch")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sparsellm watchdog")
         self._thread.start()
 
     def check(self, broken: str = "") -> None:
@@ -74,7 +73,7 @@ class Watch:
             LostProcess: If another process is lost, or `broken` is given.
         """
         if time.monotonic() - self._answered > SILENCE:  # the thread is blocked: the store does not answer
-            self._lost[0] = _GONE
+            self._lost[0] = UNREACHABLE
         if broken:
             self._silence = BROKEN
             deadline = time.monotonic() + BROKEN + 3 * TICK
@@ -85,20 +84,24 @@ class Watch:
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread; an error that ends this process is published, with time for the others to read it."""
-        self._over.set()
+        self._closed.set()
         if error is None or isinstance(error, LostProcess) or (isinstance(error, SystemExit) and not error.code):
             return
         self._thread.join(3 * TICK)  # otherwise, its next heartbeat would overwrite the error
         with suppress(RuntimeError):
-            self._store.set(self._key, f"{type(error).__name__}: {error}".partition("\n")[0])
+            self._publish(f"{type(error).__name__}: {error}".partition("\n")[0])
             time.sleep(3 * TICK)  # rank 0 also ends the store
 
-    def speaks(self) -> bool:
-        """Whether this process prints the error: it has the lowest rank of those that are left."""
-        return collectives.rank() == min(set(range(collectives.world())) - set(self._lost), default=0)
+    def is_first_left(self) -> bool:
+        """Return whether this process has the lowest rank of those that are left; it prints the error."""
+        return all(rank in self._lost for rank in range(collectives.rank()))
+
+    def _publish(self, state: str) -> None:
+        """Write the state of this process to the store: its number of heartbeats, or an error."""
+        self._store.set(self._keys[collectives.rank()], state)
 
     def _message(self, default: str = "") -> str:
-        """Error message with the lost processes, or `default` if none is known to be lost."""
+        """Return an error message with the lost processes, or `default` if none is known to be lost."""
         lost = [
             f"Process {rank} of {len(self._locations)} {self._locations[rank]} {reason}" if rank >= 0 else reason
             for rank, reason in sorted(self._lost.items())
@@ -107,37 +110,34 @@ class Watch:
 
     def _run(self) -> None:
         """Run until another process is lost; then terminate this one unless it ends by itself."""
-        ranks = range(len(self._locations))
-        states = dict.fromkeys(ranks, "")
-        changed = {rank: time.monotonic() for rank in ranks}
-        beats = 0
+        states, changed, beats = [""] * len(self._keys), [time.monotonic()] * len(self._keys), 0
         while not self._lost:
-            if self._over.wait(TICK):
+            if self._closed.wait(TICK):
                 return
             beats += 1
+            lost: dict[int, str] = {}
             try:
-                self._store.set(self._key, str(beats))
-                values = [value.decode() for value in self._store.multi_get([f"sparsellm/{rank}" for rank in ranks])]
+                self._publish(str(beats))
+                values = [value.decode() for value in self._store.multi_get(self._keys)]
             except RuntimeError:  # the store ends with rank 0, or with a launcher that serves it
-                self._lost |= {0: _GONE} if os.getppid() == self._parent else {-1: _LAUNCHER_GONE}
-                break
+                values = states
+                lost[0] = UNREACHABLE
             self._answered = time.monotonic()
-            for rank in ranks:
-                if values[rank] != states[rank]:
-                    states[rank], changed[rank] = values[rank], time.monotonic()
-                if not values[rank].isdigit():
-                    self._lost[rank] = f"failed: {values[rank].rstrip('.')}"
-                elif time.monotonic() - changed[rank] > self._silence:
-                    self._lost[rank] = _GONE
-            if os.getppid() != self._parent:
-                self._lost[-1] = _LAUNCHER_GONE
-        if not self._over.wait(GRACE):
+            for rank, value in enumerate(values):
+                if value != states[rank]:
+                    states[rank], changed[rank] = value, self._answered
+                if value and not value.isdigit():
+                    lost[rank] = f"failed: {value.rstrip('.')}"
+                elif self._answered - changed[rank] > self._silence:
+                    lost[rank] = UNREACHABLE
+            self._lost |= lost if os.getppid() == self._parent else {-1: "The launcher is gone"}
+        if not self._closed.wait(GRACE):
             self._end(self._message())
             os._exit(1)
 
 
-def apart(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Rank and world size of a launched process that works independently of the others; selects a GPU of its own, if any.
+def independent_process(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return rank and world size of a launched process that works on its own, after selecting a GPU of its own, if any.
 
     Args:
         environment: The launcher's variables, as for `init_process_group`.
@@ -172,18 +172,18 @@ def init_process_group(environment: Mapping[str, str], end: Callable[[str], None
     store, number, count = next(rendezvous("env://", timeout=MEETING))
     # Collectives have no useful time limit: another process may solve for hours. The watchdog detects lost processes.
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timedelta(days=7))
-    watch = Watch(store.clone(), end)
+    watchdog = Watchdog(store.clone(), end)
     message = "The launcher ended this process, as it does when another one failed"
-    previous = signal.signal(signal.SIGTERM, lambda *_: watch.check(message))
-    collectives.check = watch.check
+    previous = signal.signal(signal.SIGTERM, lambda *_: watchdog.check(message))
+    collectives.check = watchdog.check
     try:
         yield collectives.is_main()
         collectives.broadcast_object(None)  # a barrier: no process leaves before rank 0 has written
-        watch.close()
+        watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:
-        watch.close(error)
-        if not collectives.is_main() and not (isinstance(error, LostProcess) and watch.speaks()):
+        watchdog.close(error)
+        if not collectives.is_main() and not (isinstance(error, LostProcess) and watchdog.is_first_left()):
             raise SystemExit(1) from error  # another process prints the error
         raise
     finally:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.runtime.offload import DiskList, HostList, OffloadManager, RowSubset, TensorList, lengths
+from sparsellm.runtime.offload import DEVICE, DISK, HOST, DiskList, HostList, OffloadManager, RowSubset, TensorList, lengths
 
 KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -91,12 +91,10 @@ def test_a_gpu_has_the_processors_memory_too(tmp_path: Path) -> None:
     assert kinds(2) == ["list"] * 2
     assert kinds(3) == ["HostList"] * 3
     assert kinds(4) == ["DiskList"] * 4
-    with storage.new_lists(1, 60):
-        with storage.new_lists(1, 60) as (kept,):
-            assert isinstance(kept, HostList)
-            assert kinds(2) == ["DiskList"] * 2
-        assert storage.most_kept == 60 + 60 + 100
-        assert storage.most_written == 4 * 50
+    with storage.new_lists(1, 60), storage.new_lists(1, 60) as (kept,):
+        assert isinstance(kept, HostList)
+        assert kinds(2) == ["DiskList"] * 2
+        assert storage.reserved == {DEVICE: 60, HOST: 60, DISK: 0}
     assert kinds(2) == ["list"] * 2
 
 

@@ -1,4 +1,4 @@
-"""Train a demo model: `python -m sparsellm.data.demo.train opt OUTPUT_DIR`.
+"""Train a demo model: `python dev/train_demo_models.py opt OUTPUT_DIR`.
 
 This script trained the bundled models, whose `training.json` files record the settings and the duration. The defaults take
 about half an hour on one core. During training, the folder contains the best checkpoint so far.
@@ -30,8 +30,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from sparsellm.data.demo import FAMILIES
-from sparsellm.data.demo.text import named_documents
+from sparsellm.data.demo import FAMILIES, named_documents
 from sparsellm.errors import OutputExists, SparseLLMError
 
 WINDOW = 256  # tokens per sequence, in training and evaluation
@@ -273,7 +272,7 @@ def observer(line: str) -> None:
 
 def main(words: list[str] | None = None) -> None:
     """Parse the command line, train, and print the contents of `training.json`."""
-    parser = argparse.ArgumentParser(prog="python -m sparsellm.data.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python dev/train_demo_models.py", description=__doc__)
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="a new folder")
     parser.add_argument("--steps", type=int, default=Training.steps)
