@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "factorisation": (
         "solvers.linalg:cholesky",
         "solvers.linalg:upper_factor",
-        "solvers.linalg:invert_triangular",
+        "solvers.linalg:invert_triangular_",
         "solvers.admm:_shifted_by_eigenvectors",
     ),
     "regression": ("solvers.problem:LayerProblem.from_targets",),

@@ -59,11 +59,11 @@ METHODS: dict[str, tuple[Callable[[], BlockMethod], float]] = {
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("models.blocks:Block.__call__",),
     "moments": MOMENTS,
-    "factorisation": ("solvers.linalg:cholesky", "solvers.linalg:upper_factor", "solvers.linalg:invert_triangular"),
+    "factorisation": ("solvers.linalg:cholesky", "solvers.linalg:upper_factor", "solvers.linalg:invert_triangular_"),
     "regression": ("solvers.problem:LayerProblem.from_targets",),
     "masks": ("solvers.patterns:keep_largest",),
     "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt_triton:prune_columns"),
-    "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._pruned",),
+    "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._prune",),
     "ADMM": ("solvers.alps:ALPS._search", "solvers.fast_admm:FastADMM._search"),
     "refit": ("solvers.linalg:conjugate_gradient_refit",),
     "errors": (

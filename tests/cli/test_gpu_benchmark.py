@@ -20,7 +20,7 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each method's seconds and phases; the phases add up to the block; what was patched is as before."""
     monkeypatch.syspath_prepend(str(FOLDER))
     gpu = importlib.import_module("gpu")
-    before = gpu.SparseGPT._pruned, gpu.Gram.update
+    before = gpu.SparseGPT._prune, gpu.Gram.update
     found = gpu.measure(TINY, 4, 16, 2, parse_pattern("50%"), torch.device("cpu"), size=64)
     assert list(found["methods"]) == list(gpu.METHODS)
     expected = {"SparseGPT": "column loop", "SparseLLM as published, 4 epochs": "gate", "default, closed form": "ADMM"}
@@ -32,7 +32,7 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert phases["moments"]["roofline"] > 0
     assert found["kernel"].keys() == {"plain loop"}
     assert any("column loop" in line for line in gpu.tables(found))
-    assert (gpu.SparseGPT._pruned, gpu.Gram.update) == before
+    assert (gpu.SparseGPT._prune, gpu.Gram.update) == before
 
 
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

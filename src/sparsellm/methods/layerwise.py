@@ -168,7 +168,7 @@ def collect_statistics(
         if not names:
             continue
         layer = block.layer(names[0])
-        richest = max((needs[name] for name in names), key=lambda kind: len(kind.__mro__))
+        richest = max((needs[name] for name in names), key=lambda kind: kind.rank)
         shared = richest(layer.in_features, layer.weight.device, inputs.window)
         statistics.update(dict.fromkeys(names, shared))
         input_hooks.setdefault(names[0], []).append(shared.update)
