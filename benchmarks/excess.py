@@ -27,7 +27,8 @@ from statistics import mean, stdev
 
 import torch
 from forms import INGREDIENTS, MAIN, SUITES
-from results import MEASURED, STORIES, processor
+from measuring import MEASURED, processor
+from results import STORIES
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows

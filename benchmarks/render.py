@@ -14,7 +14,8 @@ import processes
 import solvers
 import speed_tables
 import streaming
-from results import MEASURED, ROOT, epochs_tables, seconds_table, table
+from measuring import MEASURED, ROOT
+from results import epochs_tables, seconds_table, table
 
 from sparsellm.cli.display import plus_minus
 

@@ -21,7 +21,8 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     gpu = importlib.import_module("gpu")
     before = gpu.SparseGPT._prune, gpu.Gram.update
-    found = gpu.measure(TINY, 4, 16, 2, parse_pattern("50%"), torch.device("cpu"), size=64)
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    found = gpu.measure(TINY, tokens, 2, pattern=parse_pattern("50%"), device=torch.device("cpu"), size=64)
     assert list(found["methods"]) == list(gpu.METHODS)
     expected = {"SparseGPT": "column loop", "SparseLLM as published, 4 epochs": "gate", "default, closed form": "ADMM"}
     for name, phase in expected.items():
@@ -38,12 +39,12 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested phases count once."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    gpu = importlib.import_module("gpu")
-    clock = iter(range(100))
-    monkeypatch.setattr(gpu, "now", lambda device: float(next(clock)))
-    phases = gpu.Phases(torch.device("cpu"))
-    inner = phases.telling(lambda: None, "inner")
-    phases.telling(inner, "outer")()
+    clock = importlib.import_module("clock")
+    times = iter(range(100))
+    monkeypatch.setattr(clock, "now", lambda device: float(next(times)))
+    phases = clock.Phases()
+    inner = phases.wrap(lambda: None, "inner")
+    phases.wrap(inner, "outer")()
     phases.settle()
     assert dict(phases.seconds) == {"other": 2.0, "outer": 2.0, "inner": 1.0}
 
