@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.checkpoints.block_loader import DiskWeights
+from sparsellm.checkpoints.loaded_model import LoadedModel
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, read_stored
 from sparsellm.errors import BadCheckpoint
@@ -120,8 +121,9 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     model, weights = open_checkpoint(str(folder)).stream()
     storage = OffloadManager(budget, tmp_path / "work")
+    loaded = LoadedModel(model, weights, storage, None, 2**40)
     batches = list(windows().split(2))
-    assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
+    assert streamed_perplexity(loaded, windows()).value == perplexity(whole, windows()).value
     pairs = zip(output_sensitivities(whole, batches), output_sensitivities(model, batches, None, weights, storage), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
@@ -134,7 +136,7 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
         with weights.block(block):
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, whole.state_dict()[f"{block.name}.{name}"]), (block.name, name)
-    assert streamed_perplexity(model, windows(), weights, storage).value == perplexity(whole, windows()).value
+    assert streamed_perplexity(loaded, windows()).value == perplexity(whole, windows()).value
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 
 

@@ -42,4 +42,6 @@ def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[st
     perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:
         return perplexities, {}
-    return perplexities, evaluate_tasks(loaded, source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+    return perplexities, evaluate_tasks(
+        loaded, source.tokenizer(), recipe.task, folder=recipe.task_data, limit=recipe.task_limit
+    )

@@ -308,7 +308,9 @@ def _measure(
         with phase(f"{MEASURING} {when}", report, observer):
 
             def measure_tasks() -> dict[str, Any]:
-                result = evaluate_tasks(loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+                result = evaluate_tasks(
+                    loaded, ready.source.tokenizer(), recipe.task, folder=recipe.task_data, limit=recipe.task_limit
+                )
                 return {task: asdict(accuracy) for task, accuracy in result.items()}
 
             key = _cache_key(ready.source, loaded, torch.empty(0, dtype=torch.long), None, report)
