@@ -1,4 +1,4 @@
-"""A clock for where a run's time goes, phase by phase, for `python benchmarks/speed.py phases`."""
+"""Times the phases of a run and counts their operations, for `python benchmarks/speed.py phases` and `benchmarks/gpu.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from operations import PRODUCT, tensors_in, work_of
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsellm
@@ -24,7 +24,7 @@ MOMENTS = (
     "solvers.regression:TargetRegression.update",
     "solvers.regression:PairedStatistics.update",
 )
-"""Sums over tokens."""
+"""Statistics of layer inputs."""
 
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("models.blocks:Block.__call__", "activations.output_cache:OutputCache.mark_final"),
@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "factorisation": (
         "solvers.linalg:cholesky",
         "solvers.linalg:upper_factor",
-        "solvers.linalg:invert_triangular",
+        "solvers.linalg:invert_triangular_",
         "solvers.admm:_shifted_by_eigenvectors",
     ),
     "regression": ("solvers.problem:LayerProblem.from_targets",),
@@ -63,116 +63,161 @@ PHASES: dict[str, tuple[str, ...]] = {
         "checkpoints.block_loader:DiskWeights.read",
     ),
 }
-"""What each phase's time is spent in; what a phase calls that belongs to another counts there."""
+"""The functions of each phase. A call from one phase into a function of another counts for the other."""
 
 
 class Phases(TorchDispatchMode):
-    """Within its context, seconds by phase; with `operations` also what each does.
+    """The time of each phase and, as a context manager with `count`, the work of each.
 
-    Counting takes time of its own, which is left out: what it is told by the clock, and `cost`, seconds of each operation for
-    being passed on at all.
+    The time that counting itself takes is left out.
+
+    Args:
+        count: Whether to count operations.
+        device: The device to wait for at every change of the phase.
+        rates: Operations per second of products by dtype, and bytes per second under `PASS`; needed for `least`.
+        overhead: Seconds that the dispatch of an operation adds; measured by default.
+
+    Attributes:
+        seconds: By phase, its time.
+        products: By phase, the time of matrix products.
+        operations: By phase, the floating-point operations of matrix products.
+        bytes: By phase, the bytes of all inputs and outputs.
+        least: By phase, the time that its operations take at `rates`.
     """
 
-    def __init__(self, operations: bool, cost: float | None = None) -> None:
+    def __init__(
+        self,
+        count: bool = False,
+        *,
+        device: torch.device | str = "cpu",
+        rates: Mapping[Any, float] | None = None,
+        overhead: float | None = None,
+    ) -> None:
         super().__init__()
-        self._cost = counting_cost() if operations and cost is None else cost or 0.0
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.products: dict[str, float] = defaultdict(float)  # seconds in matrix products
-        self.operations: dict[str, float] = defaultdict(float)
-        self.bytes: dict[str, float] = defaultdict(float)
-        self._stack, self._since, self._counts = ["other"], time.perf_counter(), operations
+        self.device = torch.device(device)
+        self._count, self._rates = count, rates
+        self._overhead = dispatch_overhead() if count and overhead is None else overhead or 0.0
+        self.seconds, self.products, self.operations, self.bytes, self.least = (
+            defaultdict[str, float](float) for _ in range(5)
+        )
+        self._stack, self._since = ["other"], now(self.device)
 
-    def enter(self, name: str) -> None:
-        """What comes belongs to this phase."""
-        self._settle()
-        self._stack.append(name)
+    def enter(self, phase: str) -> None:
+        """Begin a phase within the present one."""
+        self.settle()
+        self._stack.append(phase)
 
     def leave(self) -> None:
-        """What comes belongs to the phase before."""
-        self._settle()
+        """End the present phase."""
+        self.settle()
         self._stack.pop()
 
-    def telling(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """A function that says when it is entered and left."""
+    def wrap(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """The function as a phase."""
 
         @wraps(function)
-        def told(*arguments: Any, **keywords: Any) -> Any:
+        def wrapped(*arguments: Any, **keywords: Any) -> Any:
             self.enter(phase)
             try:
                 return function(*arguments, **keywords)
             finally:
+                if self._rates and function.__name__ == "prune_columns":  # a kernel is not dispatched: read and write once
+                    self.least[phase] += 2 * arguments[0].nbytes / self._rates[PASS]
                 self.leave()
 
-        return told
+        return wrapped
 
     def stage(self, name: str) -> None:
-        """A run's stage begins: what is in no phase belongs to it."""
-        self._settle()
+        """Begin a stage of a run, to which all time outside the phases belongs."""
+        self.settle()
         self._stack[0] = name if name != "pruning" else "other"
 
     def restart(self) -> None:
-        """Forget the seconds so far."""
-        self._settle()
+        """Discard the times so far."""
+        self.settle()
         self.seconds.clear()
 
-    def _settle(self) -> None:
-        now = time.perf_counter()
-        self.seconds[self._stack[-1]] += now - self._since
-        self._since = now
+    def settle(self) -> None:
+        """Add the time since the last change to the present phase."""
+        moment = now(self.device)
+        self.seconds[self._stack[-1]] += moment - self._since
+        self._since = moment
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), keywords: Mapping | None = None) -> Any:
         keywords = keywords or {}
-        if not self._counts:
+        if not self._count:
             return function(*arguments, **keywords)
         started = time.perf_counter()
         result = function(*arguments, **keywords)
         spent, phase = time.perf_counter() - started, self._stack[-1]
         inputs, outputs = tensors_in((arguments, keywords)), tensors_in(result)
         kind, amount = work_of(function.overloadpacket.__name__, inputs, outputs)
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        self.bytes[phase] += moved
         if kind == PRODUCT:
             self.products[phase] += spent
             self.operations[phase] += amount
-        self.bytes[phase] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-        self._since += time.perf_counter() - started - spent + self._cost
+        if self._rates and amount:
+            rate = self._rates.get(inputs[0].dtype if inputs else torch.float32, self._rates[torch.float32])
+            self.least[phase] += max(0.0 if kind == PASS else amount / rate, moved / self._rates[PASS])
+        self._since += time.perf_counter() - started - spent + self._overhead
         return result
 
 
-def counting_cost(operations: int = 2000) -> float:
-    """Seconds by which an operation is longer for being passed on by `Phases`: of many that do nothing, the best try."""
-    number = torch.zeros(1)
+def now(device: torch.device) -> float:
+    """The time at which the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    def act() -> float:
-        started = time.perf_counter()
+
+def best(call: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of a call, the shortest of several after a first one that is not timed."""
+    call()
+    seconds = []
+    for _ in range(times):
+        started = now(device)
+        call()
+        seconds.append(now(device) - started)
+    return min(seconds)
+
+
+def dispatch_overhead(operations: int = 2000) -> float:
+    """Seconds that the dispatch by `Phases` adds to an operation: the shortest of several measurements without work."""
+    number, cpu = torch.zeros(1), torch.device("cpu")
+
+    def view_often() -> None:
         for _ in range(operations):
             number.view(1)
-        return time.perf_counter() - started
 
-    def counted() -> float:
-        phases = Phases(operations=True, cost=0.0)
-        with phases:
+    plain = best(view_often, cpu)
+    phases = Phases(count=True, overhead=0.0)
+    counted = []
+    with phases:
+        for _ in range(5):
             phases.restart()
-            act()
-            phases._settle()
-        return phases.seconds["other"]
-
-    plain, passed = (min(some() for _ in range(5)) for some in (act, counted))
-    return max(0.0, passed - plain) / operations
+            view_often()
+            phases.settle()
+            counted.append(phases.seconds["other"])
+    return max(0.0, min(counted) - plain) / operations
 
 
 @contextmanager
-def watched(
-    telling: Callable[[Callable[..., Any], str], Callable[..., Any]], phases: Mapping[str, Sequence[str]]
+def instrumented(
+    wrap: Callable[[Callable[..., Any], str], Callable[..., Any]], phases: Mapping[str, Sequence[str]]
 ) -> Iterator[None]:
-    """Within the context every function of the phases, "module:name", is another one, wherever it was imported.
+    """Within the context, replace every function of the phases, wherever it was imported.
 
-    telling: makes that one from the function and the phase's name.
+    Args:
+        wrap: Makes the replacement from the function and the name of the phase.
+        phases: By phase, the functions as "module:name".
     """
     modules = [
-        importlib.import_module(found.name)
-        for found in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
-        if found.name != "sparsellm.__main__"
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
+        if module.name != "sparsellm.__main__"
     ]
-    undo: list[tuple[Any, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
     try:
         for phase, places in phases.items():
             for place in places:
@@ -181,13 +226,62 @@ def watched(
                 *outer, name = path.split(".")
                 for part in outer:
                     owner = getattr(owner, part)
-                plain = owner.__dict__[name]
-                method = isinstance(plain, classmethod)
-                told = telling(plain.__func__ if method else plain, phase)
-                for each in [owner] if outer else [some for some in modules if some.__dict__.get(name) is plain]:
-                    undo.append((each, name, plain))
-                    setattr(each, name, classmethod(told) if method else told)
+                original = owner.__dict__[name]
+                is_method = isinstance(original, classmethod)
+                wrapped = wrap(original.__func__ if is_method else original, phase)
+                for holder in [owner] if outer else [x for x in modules if x.__dict__.get(name) is original]:
+                    originals.append((holder, name, original))
+                    setattr(holder, name, classmethod(wrapped) if is_method else wrapped)
         yield
     finally:
-        for each, name, plain in reversed(undo):
-            setattr(each, name, plain)
+        for holder, name, original in reversed(originals):
+            setattr(holder, name, original)
+
+
+PRODUCT, FACTOR, SPECTRUM, PASS = "products", "factorisations", "eigenvectors", "passes"
+"""Kinds of work. The first three are counted in floating-point operations, passes over memory in bytes."""
+
+EIGEN = 9
+"""Operations of an eigendecomposition of a symmetric (n, n) matrix, as a multiple of n³, from textbooks."""
+
+SUMS_OVER: dict[str, Callable[[list[Tensor]], int]] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), lambda inputs: inputs[-1].shape[-2]),
+    **dict.fromkeys(("mv", "addmv", "dot"), lambda inputs: inputs[-1].shape[0]),
+    "addr": lambda _: 1,
+}
+"""By product, a function of its inputs that gives the number of terms of each output."""
+
+VIEWS = frozenset(
+    ("detach", "view", "_unsafe_view", "alias", "t", "transpose", "permute", "expand", "slice", "select", "split", "as_strided")
+) | frozenset(("unsqueeze", "squeeze", "diagonal", "chunk", "unbind", "empty", "empty_like", "empty_strided"))
+"""Operations that read and write no memory."""
+
+
+def work_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[str, float]:
+    """The kind of an operation, and its amount in the unit of the kind."""
+    name = name.rstrip("_")
+    kind, amount = PASS, 0.0
+    if name in SUMS_OVER:
+        kind, amount = PRODUCT, 2.0 * outputs[0].numel() * SUMS_OVER[name](inputs)
+    elif "scaled_dot_product" in name:
+        scores = inputs[0].numel() // inputs[0].shape[-1] * inputs[1].shape[-2]
+        kind, amount = PRODUCT, (10.0 if "backward" in name else 4.0) * scores * inputs[0].shape[-1]
+    elif name == "linalg_cholesky_ex":
+        kind, amount = FACTOR, inputs[0].numel() * inputs[0].shape[-1] / 3
+    elif name in ("linalg_solve_triangular", "cholesky_solve"):
+        side = min(tensor.shape[-1] for tensor in inputs if tensor.shape[-1] == tensor.shape[-2])
+        kind, amount = FACTOR, (2.0 if name == "cholesky_solve" else 1.0) * outputs[0].numel() * side
+    elif name == "_linalg_eigh":
+        kind, amount = SPECTRUM, EIGEN * float(inputs[0].shape[-1]) ** 3
+    elif name not in VIEWS:
+        amount = float(sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)))
+    return kind, amount
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (tuple, list)) else []

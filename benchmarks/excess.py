@@ -29,7 +29,8 @@ from statistics import mean, stdev
 
 import torch
 from forms import INGREDIENTS, MAIN, SUITES
-from results import MEASURED, STORIES, markdown_table, processor
+from measuring import MEASURED, markdown_table, processor
+from results import STORIES
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.cli.display import plus_minus

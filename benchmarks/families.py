@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tiny_models
 import torch
-from results import MEASURED, ROOT
+from measuring import MEASURED, ROOT
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto

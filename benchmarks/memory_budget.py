@@ -1,42 +1,46 @@
 """The memory that a run takes above its imports, against `--max-memory`: docs/large-models.md.
 
-    python benchmarks/memory_budget.py measure              # half an hour on two cores
+    python benchmarks/memory_budget.py measure    # half an hour on two cores
     python benchmarks/memory_budget.py table
 
-Models of random bfloat16 weights are pruned by `sparsellm prune --max-memory` in a fresh process each. The process tells what
-is resident once torch and transformers are imported, what is resident once the model's classes and its tokenizer are imported
-besides, and the peak of the whole run.
+Models of random bfloat16 weights are pruned by `sparsellm prune --max-memory`, each in a fresh process. The process reports its
+resident memory after importing torch and transformers, after importing the model's classes and its tokenizer too, and at the
+peak of the run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
+from measuring import (
+    MEASURED,
+    arguments,
+    llama_config,
+    markdown_table,
+    measure_or_show,
+    read_figures,
+    record,
+    write_random_model,
+)
 from pydantic import ByteSize, TypeAdapter
-from results import MEASURED, markdown_table, processor
-from streaming import make
-from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
-
-from sparsellm.checkpoints.loading import open_checkpoint
+from transformers import OPTConfig, PreTrainedConfig
 
 FILE = MEASURED / "memory-budget.json"
 
-CELLS: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (
-    ("Llama", 8, "1GiB", ("--method", "sparsegpt")),
-    ("Llama", 16, "1GiB", ("--method", "sparsegpt")),
-    ("Llama", 8, "1GiB", ("--method", "sparsellm")),
-    ("OPT", 8, "1GiB", ("--method", "sparsegpt")),
-    ("Llama", 8, "600MB", ("--method", "sparsegpt")),
-    ("Llama", 8, "300MB", ("--method", "sparsegpt")),
+CELLS: tuple[tuple[str, int, str, str], ...] = (
+    ("Llama", 8, "1GiB", "sparsegpt"),
+    ("Llama", 16, "1GiB", "sparsegpt"),
+    ("Llama", 8, "1GiB", "sparsellm"),
+    ("OPT", 8, "1GiB", "sparsegpt"),
+    ("Llama", 8, "600MB", "sparsegpt"),
+    ("Llama", 8, "300MB", "sparsegpt"),
 )
-"""The form, blocks of width 1,536, the budget, and the words of the run; two blocks are pruned of each."""
+"""Family, blocks of width 1,536, budget and method; two blocks of each model are pruned."""
 
 REFUSAL = "error: Pruning needs"
 
@@ -60,61 +64,44 @@ print(json.dumps({"libraries": libraries, "imports": imports, "peak": peak_memor
 """
 
 
-def taken(words: Sequence[str]) -> dict[str, int]:
-    """Run `sparsellm` with these words; what its process held after either kind of imports, and at its peak, in bytes."""
-    ran = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=True)
-    found: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])
-    return found
-
-
-def make_opt(folder: Path, blocks: int, width: int) -> None:
-    """An OPT form of random bfloat16 weights, and a tokenizer."""
-    source = open_checkpoint("demo:opt")
+def opt_config(blocks: int, width: int) -> PreTrainedConfig:
+    """An OPT configuration with the vocabulary of `llama_config`."""
     sizes = {"hidden_size": width, "ffn_dim": 4 * width, "word_embed_proj_dim": width, "num_hidden_layers": blocks}
-    config = OPTConfig(vocab_size=source.config.vocab_size, num_attention_heads=width // 64, **sizes)
-    OPTForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.folder).save_pretrained(folder)
+    return OPTConfig(vocab_size=llama_config(blocks, width).vocab_size, num_attention_heads=width // 64, **sizes)
 
 
-def prune(
-    folder: Path, blocks: int, width: int, memory: str, words: Sequence[str], form: str = "Llama"
-) -> tuple[dict[str, int], bool]:
-    """Prune two blocks of such a model: what was taken, and whether the model was read block by block."""
-    if not (folder / "model").exists():
-        (make_opt if form == "OPT" else make)(folder / "model", blocks, width)
-    base = ["prune", str(folder / "model"), str(folder / "out"), "--sparsity", "50%", "--calibration", "demo"]
-    base += ["--samples", "8", "--sequence-length", "256", "--blocks", "0:2", "--max-memory", memory, "--overwrite"]
-    found = taken([*base, *words])
+def prune(folder: Path, config: PreTrainedConfig, memory: str, method: str) -> dict[str, Any]:
+    """Prune two blocks of a model: the process's memory in bytes, and whether the model was read block by block."""
+    write_random_model(folder / "model", config)
+    run = arguments("prune", folder / "model", folder / "out", method=method, sparsity="50%", calibration="demo", samples=8)
+    run += ["--sequence-length", "256", "--blocks", "0:2", "--max-memory", memory]
+    done = subprocess.run([sys.executable, "-c", CHILD, *run], capture_output=True, text=True, check=True)
     events = (folder / "out" / "sparsellm-log.jsonl").read_text(encoding="utf-8")
-    return found, "read block by block" in events
+    return json.loads(done.stdout.splitlines()[-1]) | {"streamed": "read block by block" in events}
 
 
 def measure() -> None:
-    """Fill the file of figures, cell by cell."""
-    for form, blocks, memory, words in CELLS:
-        known = json.loads(FILE.read_text()) if FILE.exists() else {}
-        key = f"{form} | {blocks} | {memory} | {' '.join(words)}"
-        if key in known:
+    """Measure every cell that the file of figures lacks."""
+    for family, blocks, memory, method in CELLS:
+        key = f"{family} | {blocks} | {memory} | --method {method}"
+        if key in read_figures(FILE):
             continue
+        config = (opt_config if family == "OPT" else llama_config)(blocks, 1536)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                found, streamed = prune(Path(folder), blocks, 1536, memory, words, form)
-                cell = {**found, "streamed": streamed}
+                cell = prune(Path(folder), config, memory, method)
             except subprocess.CalledProcessError as failure:
                 refusals = [line for line in failure.stderr.splitlines() if line.startswith(REFUSAL)]
                 if not refusals:
                     raise
                 cell = {"refused": refusals[0].removeprefix("error: ")}
-        known[key] = cell
-        known["machine"] = f"{processor()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
-        print(key, cell, file=sys.stderr, flush=True)
+        record(FILE, key, cell)
 
 
 def table() -> list[str]:
     """What was measured, as Markdown."""
     rows = []
-    for key, cell in json.loads(FILE.read_text()).items():
+    for key, cell in read_figures(FILE).items():
         if key == "machine":
             continue
         form, blocks, memory, words = key.split(" | ")
@@ -131,12 +118,7 @@ def table() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("measure", "table"))
-    if parser.parse_args().command == "measure":
-        measure()
-    else:
-        print("\n".join(table()))
+    measure_or_show(__doc__, measure, table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What several processes gain: forward passes and moments by one process and by more, one thread each; and what a block costs.
+"""The gain from several processes: forward passes and statistics by one process and by more, one thread each.
 
-python benchmarks/processes.py measure     # OPT-125M's shape; by turns, three times
-python benchmarks/processes.py costs       # arithmetic for a 70B Llama
+python benchmarks/processes.py measure     # OPT-125M's shape; in turn, three times
+python benchmarks/processes.py costs       # the cost of a block of a 70B Llama, counted
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
-from results import MEASURED, markdown_table, processor
-from transformers import AutoModelForCausalLM, OPTConfig
+from measuring import MEASURED, markdown_table, processor, program
+from torch import Tensor
+from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 
 from sparsellm.activations.walk import walk
 from sparsellm.methods.layerwise import collect_statistics
@@ -31,56 +33,48 @@ RUNS = 3
 
 
 def work() -> None:
-    """One process's part: the walk with every layer's Gram, summed over the processes; the first tells the seconds."""
-    with watchdog.init_process_group(os.environ) as leads:
+    """One process: walk through the blocks with the Gram matrix of every layer; the main process prints the seconds."""
+    with watchdog.init_process_group(os.environ) as is_main:
         torch.manual_seed(0)
         config = OPTConfig(hidden_size=768, ffn_dim=3072, num_attention_heads=12, num_hidden_layers=BLOCKS, dropout=0.0)
         model = AutoModelForCausalLM.from_config(config).eval()
         windows = torch.randint(config.vocab_size, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
-        for block, inputs in walk(
-            model, split_batches(windows[: collectives.world()], 1), stop=1
-        ):  # the first pass is no measure
-            collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram))
+        collect(model, split_batches(windows[: collectives.world()], 1), stop=1)  # the first pass is slower
         sent = collectives.bytes_sent()
         collectives.broadcast_object(None)
         started = time.perf_counter()
-        for block, inputs in walk(model, split_batches(windows, BATCH)):
-            for moments in collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram)).values():
-                assert isinstance(moments, Gram)
-                moments.mean.sum()  # waits for the sums
+        collect(model, split_batches(windows, BATCH))
         collectives.broadcast_object(None)
-        if leads:
-            told = {
-                "seconds": time.perf_counter() - started,
-                "bytes": (collectives.bytes_sent() - sent) / len(blocks_of(model)),
-            }
-            print(json.dumps(told))
+        if is_main:
+            exchanged = (collectives.bytes_sent() - sent) / len(blocks_of(model))
+            print(json.dumps({"seconds": time.perf_counter() - started, "bytes": exchanged}))
+
+
+def collect(model: PreTrainedModel, batches: Sequence[Tensor], stop: int | None = None) -> None:
+    """Collect the Gram matrix of every layer, and wait for the sums over processes."""
+    for block, inputs in walk(model, batches, stop=stop):
+        for gram in collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram)).values():
+            assert isinstance(gram, Gram)
+            gram.mean.sum()
 
 
 def measure(counts: list[int]) -> None:
-    """Each number of processes in its turn."""
-    found: dict[str, list[dict[str, float]]] = {str(count): [] for count in counts}
+    """Measure each number of processes, in turn."""
+    runs: dict[str, list[dict[str, float]]] = {str(count): [] for count in counts}
     for _ in range(RUNS):
         for count in counts:
-            words = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(count),
-                __file__,
-                "work",
-            ]
-            ran = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
-            found[str(count)].append(json.loads(ran.stdout))
-            print(count, ran.stdout.strip(), file=sys.stderr)
+            command = [*program(__file__, count), "work"]
+            done = subprocess.run(
+                command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+            )
+            runs[str(count)].append(json.loads(done.stdout))
+            print(count, done.stdout.strip(), file=sys.stderr)
     machine = f"{processor()}, one thread a process, torch {torch.__version__}"
-    FILE.write_text(json.dumps({"machine": machine, "runs": found}, indent=1) + "\n")
+    FILE.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
 
 
 def table() -> list[str]:
-    """The measured gain, as lines of Markdown."""
+    """The measured gain in Markdown."""
     data = json.loads(FILE.read_text())
     alone = [run["seconds"] for run in data["runs"]["1"]]
     rows = []
@@ -123,13 +117,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["measure", "costs", "table", "work"])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
-    words = parser.parse_args()
-    if words.command == "measure":
-        measure(words.processes)
-    elif words.command == "work":
+    options = parser.parse_args()
+    if options.command == "measure":
+        measure(options.processes)
+    elif options.command == "work":
         work()
     else:
-        print("\n".join(table() if words.command == "table" else costs()))
+        print("\n".join(table() if options.command == "table" else costs()))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 from excess import PATTERNS, by_seed, of_models, ratio, summary
-from results import markdown_table
+from measuring import markdown_table
 
 from sparsellm.cli.display import plus_minus
 from sparsellm.reports.figures import COLOURS, FAINT, INK, Plot, new_figure, style

@@ -20,7 +20,7 @@ import rounding
 import solvers
 import speed_tables
 import streaming
-from results import MEASURED, ROOT, markdown_table
+from measuring import MEASURED, ROOT, markdown_table
 
 from sparsellm.cli.display import plus_minus
 

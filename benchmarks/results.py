@@ -1,8 +1,8 @@
-"""Every method on small trained models, at six patterns, with one seed: docs/results.md and dev/RESULTS.md.
+"""Perplexity of every method on small trained models, at six patterns: docs/results.md.
 
     python benchmarks/results.py measure demo:opt demo:llama        # the bundled models; a killed run continues
     python benchmarks/results.py measure PATH/stories260K-llama --stories PATH/tinystories_2316.json
-    python benchmarks/render.py                                     # the pages, from what was measured
+    python benchmarks/render.py                                     # the pages, from the figures
 
 Measured figures are kept in benchmarks/measured/, one file for a model. With --stories, the first 1,800 stories of the list
 calibrate and the rest measure.
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.cli.display import plus_minus
@@ -29,8 +29,6 @@ from sparsellm.evaluation.perplexity import measured
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 
-ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "benchmarks" / "measured"
 PATTERNS = ("50%", "60%", "70%", "80%", "2:4", "3:4")
 METHODS = {
     "magnitude": {"method": "magnitude"},
@@ -44,58 +42,39 @@ SAMPLES, LENGTH, STORIES = 64, 256, 1800
 
 
 def measure_model(model: str, stories: Path | None) -> None:
-    """Fill the model's file of figures, cell by cell."""
+    """Measure every cell that the model's file of figures lacks."""
     name = Path(model.replace("demo:", "demo-")).name
     file = MEASURED / f"{name}.json"
-    data = json.loads(file.read_text()) if file.exists() else {"model": name, "cells": {}}
+    data = read_figures(file) or {"model": name, "cells": {}}
     with tempfile.TemporaryDirectory() as folder:
         calibration, test = "demo", "demo"
         if stories is not None:
-            told = json.loads(stories.read_text(encoding="utf-8"))
-            calibration, test = str(Path(folder) / "calibrate.json"), str(Path(folder) / "measure.json")
-            Path(calibration).write_text(json.dumps(told[:STORIES]), encoding="utf-8")
-            Path(test).write_text(json.dumps(told[STORIES:]), encoding="utf-8")
-        data["machine"] = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+            texts = json.loads(stories.read_text(encoding="utf-8"))
+            calibration, test = f"{folder}/calibrate.json", f"{folder}/measure.json"
+            Path(calibration).write_text(json.dumps(texts[:STORIES]), encoding="utf-8")
+            Path(test).write_text(json.dumps(texts[STORIES:]), encoding="utf-8")
         source = open_checkpoint(model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)
-        data["dense"] = _measured(source.load(), tests)
+        data["dense"] = _perplexity(source.load(), tests)
         settings = {"model": model, "calibration": calibration, "samples": SAMPLES, "sequence_length": LENGTH}
-        for label, words in METHODS.items():
+        for label, method in METHODS.items():
             for pattern in PATTERNS:
                 key = f"{label} | {pattern}"
                 if key in data["cells"]:
                     continue
-                result = run(read_recipe({**settings, **words, "sparsity": pattern}))
-                found = _measured(result.model, tests)
+                result = run(read_recipe({**settings, **method, "sparsity": pattern}))
                 seconds = round(result.report.seconds["pruning"], 2)
-                data["cells"][key] = found | {"sparsity": result.report.sparsity, "seconds": seconds}
-                print(f"{name:20} {key:50} {found['perplexity']:10.2f} {seconds:8.1f} s", file=sys.stderr)
-                MEASURED.mkdir(exist_ok=True)
-                file.write_text(json.dumps(data, indent=1) + "\n")
+                cell = {"sparsity": result.report.sparsity, "seconds": seconds}
+                data["cells"][key] = _perplexity(result.model, tests) | cell
+                print(name, key, data["cells"][key], file=sys.stderr)
+                write_figures(file, data)
 
 
-def _measured(model: torch.nn.Module, tests: torch.Tensor) -> dict:
-    """A model's perplexity on the test windows."""
-    found = measured(model, tests)
-    return {
-        "perplexity": found.value,
-        "standard_error": found.standard_error,
-        "windows": found.windows,
-        "length": found.length,
-    }
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """The lines of a Markdown table. left: numbers of the columns that are aligned to the left."""
-    rule = "".join("---|" if number in left else "---:|" for number in range(len(head)))
-    return [f"| {' | '.join(head)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)]
+def _perplexity(model: torch.nn.Module, tests: torch.Tensor) -> dict:
+    """A model's perplexity on the test sequences."""
+    result = measured(model, tests)
+    names = ("standard_error", "windows", "length")
+    return {"perplexity": result.value} | {name: getattr(result, name) for name in names}
 
 
 def of_models() -> list[dict[str, Any]]:
@@ -161,13 +140,12 @@ def epochs_tables() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    measuring = commands.add_parser("measure")
-    measuring.add_argument("models", nargs="+")
-    measuring.add_argument("--stories", type=Path)
-    words = parser.parse_args()
-    for model in words.models:
-        measure_model(model, words.stories)
+    parser.add_argument("command", choices=["measure"])
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--stories", type=Path)
+    options = parser.parse_args()
+    for model in options.models:
+        measure_model(model, options.stories)
 
 
 if __name__ == "__main__":

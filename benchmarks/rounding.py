@@ -1,10 +1,10 @@
-"""What rounding changes: masks and perplexity of one model, pruned with other batches, threads and processes.
+"""The effect of rounding: masks and perplexity of one model, pruned with other batch sizes, threads and processes.
 
-    python benchmarks/rounding.py measure MODEL TEXT        # minutes; MODEL is stories260K-llama, TEXT a file to measure on
+    python benchmarks/rounding.py measure MODEL TEXT    # minutes; MODEL is stories260K-llama, TEXT a file to measure on
     python benchmarks/rounding.py table
 
-Each method prunes one model to 50 %, each time in a process of its own; its masks are compared with those of one window at a
-time, one thread and one process.
+Each method prunes the model to 50 %, each time in a process of its own. The masks are compared with those of batch size 1, one
+thread and one process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from results import MEASURED, markdown_table, processor
+from measuring import MEASURED, arguments, markdown_table, program, read_figures, record
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,66 +24,48 @@ FILE = MEASURED / "rounding.json"
 
 METHODS = ("wanda", "sparsegpt", "fast-admm", "alps", "sparsellm")
 
-CHANGES: dict[str, tuple[int, int, int]] = {
-    "batch 3": (3, 1, 1),
-    "batch 4": (4, 1, 1),
-    "batch 8": (8, 1, 1),
-    "2 threads": (1, 2, 1),
-    "2 processes": (1, 1, 2),
+CHANGES: dict[str, dict[str, int]] = {
+    "batch 3": {"batch_size": 3},
+    "batch 4": {"batch_size": 4},
+    "batch 8": {"batch_size": 8},
+    "2 threads": {"threads": 2},
+    "2 processes": {"processes": 2},
 }
-"""By name: windows at a time, threads, processes."""
 
 
-def pruned(model: str, text: str, method: str, batch: int, threads: int, processes: int) -> tuple[dict[str, Tensor], float]:
-    """The masks of every pruned layer, and the perplexity."""
+def prune(
+    model: str, text: str, method: str, *, batch_size: int = 1, threads: int = 1, processes: int = 1
+) -> tuple[dict[str, Tensor], float]:
+    """The mask of every pruned layer, and the perplexity."""
     with tempfile.TemporaryDirectory() as folder:
-        launcher = [sys.executable, "-m"]
-        if processes > 1:
-            launcher += ["torch.distributed.run", f"--nproc-per-node={processes}", "--standalone", "-m"]
-        words = ["prune", model, f"{folder}/out", "--method", method, "--sparsity", "50%", "--calibration", "demo"]
-        words += [
-            "--samples",
-            "16",
-            "--sequence-length",
-            "256",
-            "--batch-size",
-            str(batch),
-            "--evaluate",
-            text,
-            "--evaluate-limit",
-            "32",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        subprocess.run([*launcher, "sparsellm", *words], check=True, capture_output=True, env=environment)
+        run = arguments("prune", model, f"{folder}/out", method=method, sparsity="50%", calibration="demo", samples=16)
+        run += ["--sequence-length", "256", "--batch-size", str(batch_size), "--evaluate", text, "--evaluate-limit", "32"]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        subprocess.run([*program(processes=processes), *run], check=True, capture_output=True, env=environment)
         report = json.loads(Path(folder, "out", "sparsellm.json").read_text(encoding="utf-8"))
-        weights: dict[str, Tensor] = {}
-        for file in Path(folder, "out").glob("*.safetensors"):
-            weights |= load_file(file)
+        weights = {
+            name: tensor for file in Path(folder, "out").glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
     layers = [layer["name"] for block in report["blocks"] for layer in block["layers"]]
     perplexity = next(iter(report["perplexity"].values()))["pruned"]["value"]
     return {name: weights[f"{name}.weight"] != 0 for name in layers}, float(perplexity)
 
 
-def measure(model: str, text: str, methods: list[str]) -> None:
-    """Fill the file of figures, method by method."""
-    for method in methods:
-        known = json.loads(FILE.read_text()) if FILE.exists() else {}
-        base, perplexity = pruned(model, text, method, 1, 1, 1)
-        cells = {}
+def measure(model: str, text: str) -> None:
+    """Measure every method."""
+    for method in METHODS:
+        expected, perplexity = prune(model, text, method)
+        changes = {}
         for name, change in CHANGES.items():
-            masks, other = pruned(model, text, method, *change)
-            shares = [float((masks[layer] != mask).float().mean()) for layer, mask in base.items()]
-            cells[name] = {"most": max(shares), "mean": sum(shares) / len(shares), "perplexity": other}
-            print(method, name, cells[name], file=sys.stderr, flush=True)
-        known[method] = {"perplexity": perplexity, "changes": cells}
-        known["machine"] = f"{processor()}, torch {torch.__version__}"
-        known["model"] = Path(model).name
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+            masks, other = prune(model, text, method, **change)
+            shares = [float((masks[layer] != mask).float().mean()) for layer, mask in expected.items()]
+            changes[name] = {"most": max(shares), "mean": sum(shares) / len(shares), "perplexity": other}
+        record(FILE, method, {"perplexity": perplexity, "changes": changes})
 
 
 def table() -> list[str]:
     """What was measured, as Markdown."""
-    known = json.loads(FILE.read_text())
+    known = read_figures(FILE)
     rows = []
     for method in (some for some in METHODS if some in known):
         for name, cell in known[method]["changes"].items():
@@ -101,11 +81,10 @@ def main() -> None:
     measuring = commands.add_parser("measure")
     measuring.add_argument("model")
     measuring.add_argument("text")
-    measuring.add_argument("--methods", nargs="+", default=list(METHODS))
     commands.add_parser("table")
-    words = parser.parse_args()
-    if words.command == "measure":
-        measure(words.model, words.text, words.methods)
+    options = parser.parse_args()
+    if options.command == "measure":
+        measure(options.model, options.text)
     else:
         print("\n".join(table()))
 

@@ -10,16 +10,16 @@ corners of these layers: 3 rows, 6 inputs, 9 of 18 weights kept.
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import combinations
+from dataclasses import replace
+from itertools import product
+from statistics import geometric_mean
 
 import torch
-from results import MEASURED, markdown_table, processor
+from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor
 
 from sparsellm.activations.hooks import CaptureRequest
@@ -62,17 +62,14 @@ def layers(model_name: str) -> Iterator[tuple[str, LayerProblem]]:
         if block.index not in (0, last):
             continue
         names = [group[0] for group in block.architecture.groups]
-        moments = collect_statistics(block, inputs, dict.fromkeys(names, Gram))
-        problems = {name: problem_of(block, name, known) for name, known in moments.items()}
+        statistics = collect_statistics(block, inputs, dict.fromkeys(names, Gram))
+        problems = {name: problem_of(block, name, gram) for name, gram in statistics.items()}
         for name, problem in problems.items():
             yield f"{model_name} {block.full_name(name)}", problem
         for name, curvature in _curvatures(block, inputs).items():
             if name in problems:
-                yield f"{model_name} {block.full_name(name)}, curvature", LayerProblem(*_parts(problems[name]), curvature)
-
-
-def _parts(problem: LayerProblem) -> tuple[Tensor, object]:
-    return problem.weight, problem.inputs
+                curved = replace(problems[name], curvature=curvature)
+                yield f"{model_name} {block.full_name(name)}, curvature", curved
 
 
 def _curvatures(block: Block, inputs: Activations) -> dict[str, Tensor]:
@@ -101,18 +98,16 @@ def measure(models: list[str]) -> None:
                 for corner in _corners(problem):
                     best = _best(corner)
                     for label, solver in TRIED.items():
-                        found = _refitted(corner, solver.solve(corner, Unstructured(0.5)) != 0)
-                        gaps[label].append((found / max(best, 1e-12), found <= best * 1.001))
+                        error = _refitted(corner, solver.solve(corner, Unstructured(0.5)) != 0)
+                        gaps[label].append((error / max(best, 1e-12), error <= best * 1.001))
     oracle = {
         label: {
-            "excess": math.exp(sum(math.log(max(g, 1.0)) for g, _ in some) / len(some)) - 1,
-            "best": sum(b for _, b in some) / len(some),
+            "excess": geometric_mean(max(ratio, 1.0) for ratio, _ in pairs) - 1,
+            "best": sum(is_best for _, is_best in pairs) / len(pairs),
         }
-        for label, some in gaps.items()
+        for label, pairs in gaps.items()
     }
-    count = len(next(iter(gaps.values())))
-    data = {"machine": f"{processor()}, {torch.get_num_threads()} threads", "rows": rows, "oracle": oracle, "corners": count}
-    FILE.write_text(json.dumps(data, indent=1) + "\n")
+    write_figures(FILE, {"rows": rows, "oracle": oracle, "corners": len(next(iter(gaps.values())))})
 
 
 def _corners(problem: LayerProblem, count: int = 6) -> Iterator[LayerProblem]:
@@ -142,45 +137,38 @@ def _refitted(problem: LayerProblem, keep: Tensor) -> float:
 def _best(problem: LayerProblem) -> float:
     """The least error over all masks that keep half: each row's best for every count, then all ways to split the count."""
     rows, columns = problem.weight.shape
-    gram = problem.gram.double()
-    costs = []
-    for target in problem.weight.double():
-        best = {}
-        for count in range(columns + 1):
-            found = []
-            for kept in combinations(range(columns), count):
-                weight, index = torch.zeros_like(target), list(kept)
-                if index:
-                    weight[index] = torch.linalg.solve(gram[index][:, index], (gram @ target)[index])
-                found.append(float((weight - target) @ gram @ (weight - target)))
-            best[count] = min(found)
-        costs.append(best)
-    total = rows * columns // 2
-    splits = ((a, b, total - a - b) for a in range(columns + 1) for b in range(columns + 1) if 0 <= total - a - b <= columns)
-    return min(costs[0][a] + costs[1][b] + costs[2][c] for a, b, c in splits)
+    least = []
+    for row in range(rows):
+        target = LayerProblem(problem.weight[row : row + 1], problem.inputs)
+        masks = torch.cartesian_prod(*[torch.tensor([False, True])] * columns)
+        errors = [(int(keep.sum()), _refitted(target, keep[None])) for keep in masks]
+        least.append([min(error for kept, error in errors if kept == count) for count in range(columns + 1)])
+    splits = product(range(columns + 1), repeat=rows)
+    return min(sum(map(list.__getitem__, least, split)) for split in splits if sum(split) == rows * columns // 2)
 
 
 def tables() -> list[str]:
     """Error relative to ALPS (geometric mean over layers) and seconds over all of them, by pattern; and the oracle."""
-    data = json.loads(FILE.read_text())
-    found = {(r["layer"], r["pattern"], r["solver"]): r for r in data["rows"]}
-    names = list(dict.fromkeys(r["layer"] for r in data["rows"]))
+    data = read_figures(FILE)
+    cells = {(row["layer"], row["pattern"], row["solver"]): row for row in data["rows"]}
+    layers = list(dict.fromkeys(row["layer"] for row in data["rows"]))
     lines: list[str] = []
-    for title, some in (
-        ("Every output has the same weight", [n for n in names if "curvature" not in n]),
-        ("Input projections of feed-forward parts, weighted by their curvature", [n for n in names if "curvature" in n]),
+    for title, names in (
+        ("Every output has the same weight", [name for name in layers if "curvature" not in name]),
+        (
+            "Input projections of feed-forward parts, weighted by their curvature",
+            [name for name in layers if "curvature" in name],
+        ),
     ):
         rows = []
         for label in TRIED:
-            shares = [
-                [math.log(max(found[n, p, label]["error"], 1e-12) / max(found[n, p, "alps"]["error"], 1e-12)) for n in some]
-                for p in PATTERNS
-            ]
-            seconds = sum(found[n, p, label]["seconds"] for n in some for p in PATTERNS)
-            rows.append([label, *(f"{math.exp(sum(logs) / len(logs)):.3f}" for logs in shares), f"{seconds:.1f}"])
-        head = ["error / ALPS's", *PATTERNS, "seconds"]
-        lines += [f"{title} ({len(some)} layers):", "", *markdown_table(head, rows), ""]
-    lines += [f"Against the best of all masks, on {data['corners']} corners of layers, weights refitted exactly:", ""]
+            ratios = []
+            for pattern in PATTERNS:
+                pairs = [[max(cells[name, pattern, x]["error"], 1e-12) for x in (label, "alps")] for name in names]
+                ratios.append(f"{geometric_mean(error / alps for error, alps in pairs):.3f}")
+            seconds = sum(cells[name, pattern, label]["seconds"] for name in names for pattern in PATTERNS)
+            rows.append([label, *ratios, f"{seconds:.1f}"])
+        lines += [f"{title} ({len(names)} layers):", "", *markdown_table(["error / ALPS's", *PATTERNS, "seconds"], rows), ""]
     gaps = ([label, f"{100 * gap['excess']:.1f} %", f"{100 * gap['best']:.0f} %"] for label, gap in data["oracle"].items())
     return lines + markdown_table(["", "error above the best mask's", "best mask found"], gaps)
 

@@ -1,4 +1,4 @@
-"""Where the time goes, and the race against llm-compressor: docs/results.md.
+"""The time of each phase, and the race against llm-compressor: docs/results.md.
 
     python benchmarks/speed.py phases --shape opt-125m --blocks 3
     python benchmarks/speed.py phases --shape PATH/wt2-llama
@@ -7,9 +7,9 @@
     python benchmarks/speed.py memory
     python benchmarks/speed.py tables
 
-Models have the named shapes and random weights, which time does not care about. For `race`, PEER is an environment of its own
-with `pip install torch==2.13.0 llmcompressor==0.14.0.1`; every program gets the same model, windows and threads, each in turn,
-and what it says of its own pruning counts, not the loading or writing.
+Models have the named shapes and random weights. For `race`, PEER is a separate environment with
+`pip install torch==2.13.0 llmcompressor==0.14.0.1`. Every program gets the same model, windows and threads, in turn. The
+seconds are those that it reports for pruning, without loading and writing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from clock import PHASES, Phases, watched
-from results import processor
+from clock import PHASES, Phases, instrumented
+from measuring import arguments, peak, program, read_figures, record, write_random_model
 from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
-from sparsellm.data.demo import model_path
 from sparsellm.runs.events import Stage, combine_observers
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
@@ -52,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
     },
 }
-"""Of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
+"""The shapes of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
 
 OURS = {"method": "sparsellm"}
 LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}
@@ -79,12 +77,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "default, scope none, fast-admm inside, uniform": LAYER_BY_LAYER | {"solver": "fast-admm", "allocation": "uniform"},
     "default, scope none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
 }
-"""Those behind the default are cheaper forms of it, with their names in `excess.py`."""
-
-SPARSITY = "70%"
+"""Those after the default are cheaper variants of it, named as in `excess.py`."""
 
 SCALED_WIDTH = 512
-"""Of the model whose tokens, blocks and epochs grow."""
+"""Width of the model where tokens, blocks or epochs vary."""
 
 AXES: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"windows": n} for n in (64, 128, 256)],
@@ -92,56 +88,54 @@ AXES: dict[str, list[dict[str, Any]]] = {
     "width": [{"width": n} for n in (256, 512, 1024)],
     "epochs": [{"epochs": n} for n in (2, 4, 8)],
 }
-"""What grows, and to what: doubled twice."""
+"""By axis, its points."""
 
 
-def make(folder: Path, shape: str, blocks: int, width: int | None = None) -> Path:
-    """A model of that shape with random weights, and the demo's tokenizer. width: another than the shape's."""
-    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
-
+def make(folder: Path, shape: str, blocks: int, *, width: int | None = None) -> Path:
+    """Write a float32 model of a shape, or of another width, with random weights; returns its folder."""
     sizes = dict(SHAPES[shape])
     family = sizes.pop("family")
     if width is not None:
         wide = "ffn_dim" if family == "opt" else "intermediate_size"
         sizes |= {"hidden_size": width, wide: 4 * width, "num_attention_heads": width // 64}
-    shared = sizes | {"num_hidden_layers": blocks, "max_position_embeddings": 2048}
-    torch.manual_seed(0)
     if family == "opt":
-        model: Any = OPTForCausalLM(OPTConfig(**shared, word_embed_proj_dim=sizes["hidden_size"]))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shared))
-    model.save_pretrained(folder)
-    for file in model_path("opt").glob("tokenizer*"):
-        shutil.copy(file, folder)
+        sizes["word_embed_proj_dim"] = sizes["hidden_size"]
+    sizes |= {"num_hidden_layers": blocks, "max_position_embeddings": 2048}
+    write_random_model(folder, AutoConfig.for_model(family, **sizes), torch.float32)
     return folder
 
 
-def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bool = False) -> dict[str, Any]:
-    """One run in this process: seconds and what was done by phase. windows: of 512 tokens, or as many more that are shorter."""
+def settings_of(method: Mapping[str, Any], windows: int, length: int = LENGTH) -> dict[str, Any]:
+    """The settings of a run of `METHODS` on so many windows."""
+    return {"sparsity": "70%", "calibration": "demo", "samples": windows, "sequence_length": length, **method}
+
+
+def run_one(model: Path, settings: Mapping[str, Any], windows: int, *, count: bool = False) -> dict[str, Any]:
+    """Run once in this process.
+
+    Args:
+        model: Folder of the model.
+        settings: An entry of `METHODS`.
+        windows: Calibration windows of 512 tokens, or as many more for a model with a shorter context.
+        count: Whether to count operations, too.
+
+    Returns:
+        Seconds and work by phase, and the peak memory.
+    """
     length = min(LENGTH, AutoConfig.from_pretrained(model).max_position_embeddings)
-    samples = windows * LENGTH // length
-    recipe = read_recipe(
-        {
-            "model": str(model),
-            "sparsity": SPARSITY,
-            "calibration": "demo",
-            "samples": samples,
-            "sequence_length": length,
-            **settings,
-        }
-    )
-    phases = Phases(operations)
+    recipe = read_recipe({"model": str(model), **settings_of(settings, windows * LENGTH // length, length)})
+    phases = Phases(count=count)
 
     def observe(event: Any) -> None:
         if isinstance(event, Stage):
             phases.stage(event.name)
 
     with tempfile.TemporaryDirectory() as folder, work_directory(f"{folder}/out", resume=False, restart=False) as work:
-        with watched(phases.telling, PHASES), phases if operations else torch.no_grad():
-            phases.restart()  # the imports are no part of it
-            done = run(recipe, combine_observers(manage_memory, observe), work=work)
+        with instrumented(phases.wrap, PHASES), phases if count else torch.no_grad():
+            phases.restart()  # after the imports
+            result = run(recipe, combine_observers(manage_memory, observe), work=work)
         phases.enter("end")
-        done.save_pretrained(f"{folder}/out")
+        result.save_pretrained(f"{folder}/out")
     left_out = {"opening", "reading texts", "loading", "end"}
     seconds = {name: spent for name, spent in phases.seconds.items() if name not in left_out}
     return {
@@ -151,31 +145,33 @@ def timed(model: Path, settings: Mapping[str, Any], windows: int, operations: bo
         "operations": dict(phases.operations),
         "bytes": dict(phases.bytes),
         "memory": peak_memory(),
-        "blocks": len(done.report.blocks),
+        "blocks": len(result.report.blocks),
     }
 
 
-def phases(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
-    """Fill the table of phases: each method in a process of its own, once plain and once counted."""
+def run_apart(model: Path, name: str, windows: int, *options: str) -> dict[str, Any]:
+    """`run_one` in a process of its own."""
+    command = [sys.executable, __file__, "one", str(model), name, str(windows), *options]
+    figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return figures
+
+
+def measure_phases(shape: str, blocks: int, windows: int, *, methods: list[str]) -> None:
+    """Measure the phases of each method, once plain and once with operations counted."""
     for name in methods:
         with tempfile.TemporaryDirectory() as folder:
-            model = make(Path(folder) / "model", shape, blocks) if shape in SHAPES else Path(shape)
-            cell: dict[str, Any] = {}
-            for counted in (False, True):
-                words = [sys.executable, __file__, "one", str(model), name, str(windows), *(["--counted"] if counted else [])]
-                cell["counted" if counted else "plain"] = json.loads(
-                    subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout
-                )
+            model = make(Path(folder, "model"), shape, blocks) if shape in SHAPES else Path(shape)
+            cell = {"plain": run_apart(model, name, windows), "counted": run_apart(model, name, windows, "--counted")}
             cell["rate"] = float(rates(torch.device("cpu"), 2.0)[0])
-        deep = blocks if shape in SHAPES else AutoConfig.from_pretrained(shape).num_hidden_layers
-        _keep("phases", f"{Path(shape).name} | {deep} | {windows} | {name}", cell)
+        depth = blocks if shape in SHAPES else AutoConfig.from_pretrained(shape).num_hidden_layers
+        _record("phases", f"{Path(shape).name} | {depth} | {windows} | {name}", cell)
 
 
-def scaling(methods: list[str], times: int, axes: Sequence[str]) -> None:
-    """Fill the table of exponents: seconds against windows, blocks, width and epochs, each doubled twice, all points in turn so
-    many times. axes: which of them.
+def measure_scaling(methods: list[str], times: int, axes: Sequence[str]) -> None:
+    """Measure the seconds of each method along `axes`, all points in turn, several times.
 
-    Of blocks four at least: the last one's outputs are not made, and of two that is a quarter of the passes.
+    The number of blocks starts at four: the outputs of the last block are not computed, which of two blocks would be a quarter
+    of the passes.
     """
     for name in methods:
         for axis in axes:
@@ -184,120 +180,106 @@ def scaling(methods: list[str], times: int, axes: Sequence[str]) -> None:
             seconds: dict[int, list[float]] = defaultdict(list)
             for point in times * AXES[axis]:
                 with tempfile.TemporaryDirectory() as folder:
-                    model = make(Path(folder) / "model", "opt-125m", point.get("blocks", 2), point.get("width", SCALED_WIDTH))
-                    words = [sys.executable, __file__, "one", str(model), name, str(point.get("windows", 16))]
-                    words += ["--epochs", str(point["epochs"])] if "epochs" in point else []
-                    found = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-                seconds[next(iter(point.values()))].append(found["total"])
-            for value, some in seconds.items():
-                _keep("scaling", f"{name} | {axis} | {value}", some)
+                    width = point.get("width", SCALED_WIDTH)
+                    model = make(Path(folder, "model"), "opt-125m", point.get("blocks", 2), width=width)
+                    options = ["--epochs", str(point["epochs"])] if "epochs" in point else []
+                    figures = run_apart(model, name, point.get("windows", 16), *options)
+                seconds[next(iter(point.values()))].append(figures["total"])
+            for value, measured in seconds.items():
+                _record("scaling", f"{name} | {axis} | {value}", measured)
 
 
-def memory(shape: str, blocks: int, windows: int, methods: list[str]) -> None:
-    """Fill in what a race's methods hold at most: the command as a user runs it, without a clock in it."""
+def measure_memory(shape: str, blocks: int, windows: int, *, methods: list[str]) -> None:
+    """Measure the peak memory of the command that a user runs, without timing its phases."""
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        # A process of its own: what this one held would count as its children's peak.
-        making = get_context("spawn").Process(target=make, args=(model, shape, blocks))
-        making.start()
-        making.join()
+        model = make(Path(folder, "model"), shape, blocks)
         for name in methods:
-            settings = METHODS[name] | {
-                "sparsity": SPARSITY,
-                "calibration": "demo",
-                "samples": windows,
-                "sequence_length": LENGTH,
-            }
-            Path(folder, "recipe.yaml").write_text(json.dumps({"model": str(model), **settings}))
-            words = [sys.executable, "-m", "sparsellm", "prune", "--config", f"{folder}/recipe.yaml", "--overwrite"]
-            _, status, used = os.wait4(
-                subprocess.Popen([*words, str(model), f"{folder}/out"], stdout=subprocess.DEVNULL).pid, 0
-            )
-            if status:
-                raise SystemExit(f"{name} failed.")
-            _keep("memory", f"{shape} | {blocks} | {windows} | {name}", used.ru_maxrss * 1024)
+            recipe = Path(folder, "recipe.yaml")
+            recipe.write_text(json.dumps({"model": str(model), **settings_of(METHODS[name], windows)}))
+            command = [*program(), *arguments("prune", f"{folder}/out", config=recipe, overwrite=True)]
+            _record("memory", f"{shape} | {blocks} | {windows} | {name}", peak(command)[0])
 
 
-def race(shape: str, blocks: int, windows: int, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
-    """Our methods and the peer's SparseGPT in turn, so many times: seconds of pruning and peak memory of each process.
+def race(shape: str, blocks: int, windows: int, *, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
+    """Measure our methods and the peer's SparseGPT in turn: seconds of pruning and peak memory of each process.
 
-    The peer runs in batches of 1 and 8; after the first round only the faster one. A race that was broken off goes on.
+    The peer runs with batch sizes 1 and 8; after the first round only with the faster one. An interrupted race is continued.
     """
     threads = str(torch.get_num_threads())
     key = f"{shape} | {blocks} | {windows} | {threads}"
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    rounds: dict[str, list[dict[str, float]]] = known.get("race", {}).get(key, {})
-
-    def wanted(name: str, number: int) -> bool:
-        """Whether a run of this round is still to come; of the peer's, after the first round, the faster only."""
-        mine = name in methods or number == 1 or name == best_peer(rounds)
-        return mine and len(rounds.get(name, [])) < number
-
+    rounds: dict[str, list[dict[str, float]]] = read_figures(FILE).get("race", {}).get(key, {})
     with tempfile.TemporaryDirectory() as folder:
-        model = make(Path(folder) / "model", shape, blocks)
+        model = make(Path(folder, "model"), shape, blocks)
         for number in range(1, times + 1):
             for name in (*(f"{PEER}, batch {batch}" for batch in (1, 8)), *methods):
-                if not wanted(name, number):
+                is_slower_peer = name not in methods and number > 1 and name != best_peer(rounds)
+                if is_slower_peer or len(rounds.get(name, [])) >= number:
                     continue
                 if name.startswith(PEER):
-                    batch = name.rsplit(" ", 1)[1]
-                    words = [peer, script, "--model", str(model), "--text", text, "--sparsity", "0.7"]
-                    words += ["--nsamples", str(windows), "--seqlen", str(LENGTH), "--batch", batch, "--out", f"{folder}/out"]
+                    command = [
+                        peer,
+                        script,
+                        "--model",
+                        str(model),
+                        "--text",
+                        text,
+                        "--sparsity",
+                        "0.7",
+                        "--out",
+                        f"{folder}/out",
+                    ]
+                    command += ["--nsamples", str(windows), "--seqlen", str(LENGTH), "--batch", name.rsplit(" ", 1)[1]]
                     environment = os.environ | {"OMP_NUM_THREADS": threads}
-                    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout
-                    told = json.loads(done[done.index("{\n") :])
-                    found = {"seconds": told["seconds"], "memory": told["peak_rss_MB"] * 2**20}
+                    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+                    result = json.loads(output[output.index("{\n") :])
+                    figures = {"seconds": result["seconds"], "memory": result["peak_rss_MB"] * 2**20}
                     shutil.rmtree(f"{folder}/out")
                 else:
-                    words = [sys.executable, __file__, "one", str(model), name, str(windows)]
-                    one = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-                    found = {"seconds": one["total"], "memory": one["memory"]}
-                rounds.setdefault(name, []).append(found)
-                _keep("race", key, rounds)
-                print(name, found, file=sys.stderr, flush=True)
+                    result = run_apart(model, name, windows)
+                    figures = {"seconds": result["total"], "memory": result["memory"]}
+                rounds.setdefault(name, []).append(figures)
+                _record("race", key, rounds)
 
 
-def _keep(table: str, key: str, value: Any) -> None:
-    """Write one figure to the file."""
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    known.setdefault(table, {})[key] = value
-    known["machine"] = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    FILE.write_text(json.dumps(known, indent=1) + "\n")
-    print(table, key, file=sys.stderr, flush=True)
+def _record(table: str, key: str, figure: Any) -> None:
+    """Add one figure to a table of the file."""
+    record(FILE, table, read_figures(FILE).get(table, {}) | {key: figure})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("phases", "scaling", "memory", "race"):
-        one = commands.add_parser(command)
+    functions = {"phases": measure_phases, "scaling": measure_scaling, "memory": measure_memory, "race": race}
+    for command in functions:
+        options = commands.add_parser(command)
         if command != "scaling":
-            one.add_argument("--shape", default="opt-125m")
-            one.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
-            one.add_argument("--windows", type=int, default=32)
-        one.add_argument("--methods", nargs="+", default=list(METHODS))
+            options.add_argument("--shape", default="opt-125m")
+            options.add_argument("--blocks", type=int, default=3 if command == "phases" else 12)
+            options.add_argument("--windows", type=int, default=32)
+        options.add_argument("--methods", nargs="+", default=list(METHODS))
         if command == "scaling":
-            one.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
+            options.add_argument("--axes", nargs="+", default=list(AXES), choices=list(AXES))
         if command in ("scaling", "race"):
-            one.add_argument("--times", type=int, default=3)
-    for word in ("--peer", "--script", "--text"):
-        one.add_argument(word, required=True)
-    one = commands.add_parser("one", help="a single run, told as JSON")
-    one.add_argument("model")
-    one.add_argument("method")
+            options.add_argument("--times", type=int, default=3)
+    for option in ("--peer", "--script", "--text"):
+        options.add_argument(option, required=True)
+    one = commands.add_parser("one", help="one run, printed as JSON")
+    one.add_argument("model", type=Path)
+    one.add_argument("method", choices=list(METHODS))
     one.add_argument("windows", type=int)
     one.add_argument("--epochs", type=int)
     one.add_argument("--counted", action="store_true")
     commands.add_parser("tables")
-    words = parser.parse_args()
-    if words.command == "tables":
+    settings = vars(parser.parse_args())
+    command = settings.pop("command")
+    if command == "tables":
         print("\n".join(tables()))
-    elif words.command == "one":
-        more = {} if words.epochs is None else {"epochs": words.epochs}
-        print(json.dumps(timed(Path(words.model), METHODS[words.method] | more, words.windows, words.counted)))
+    elif command == "one":
+        epochs = {} if settings["epochs"] is None else {"epochs": settings["epochs"]}
+        method = METHODS[settings["method"]] | epochs
+        print(json.dumps(run_one(settings["model"], method, settings["windows"], count=settings["counted"])))
     else:
-        given = {name: value for name, value in vars(words).items() if name != "command"}
-        {"phases": phases, "scaling": scaling, "memory": memory, "race": race}[words.command](**given)
+        functions[command](**settings)
 
 
 if __name__ == "__main__":

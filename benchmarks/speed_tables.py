@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import excess
-from results import MEASURED, markdown_table
+from measuring import MEASURED, markdown_table
 
 FILE = MEASURED / "speed.json"
 

@@ -1,12 +1,12 @@
-"""The memory that a run takes on models of random weights that are read block by block: docs/results.md.
+"""The memory of a run that reads its model block by block: docs/results.md.
 
     python benchmarks/streaming.py measure --blocks 12 24 --windows 8 64     # width 1,024: small enough for an afternoon
     python benchmarks/streaming.py measure --width 2048 --blocks 60 --windows 16    # more than 6 GB in bfloat16, an hour
     python benchmarks/streaming.py compare                  # a model that fits, in memory and streamed, in turn, three times
     python benchmarks/streaming.py tables
 
-A model of each size is made in a temporary folder, pruned by SparseGPT with `--max-memory`, and evaluated on the beginning of
-the demo's text, each in a process of its own whose peak of resident memory the system tells.
+A model of random weights is pruned by SparseGPT with `--max-memory`, and evaluated on the beginning of the bundled text,
+each in a process of its own, of which the system reports the peak resident memory.
 """
 
 from __future__ import annotations
@@ -14,162 +14,70 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import torch
-from results import MEASURED, markdown_table, processor
-from safetensors.torch import save_file
-from transformers import AutoTokenizer, LlamaConfig
+from measuring import (
+    MEASURED,
+    arguments,
+    llama_config,
+    markdown_table,
+    peak,
+    program,
+    read_figures,
+    record,
+    write_figures,
+    write_random_model,
+)
 
-from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.texts import read_text
 
 FILE, COST = MEASURED / "streaming.json", MEASURED / "streaming-cost.json"
-VOCABULARY_OF = "demo:llama"
-LENGTH = 512
 CHARACTERS = 30_000
-"""Of the text to evaluate on: some dozen windows."""
+"""Of the text to evaluate on: some dozen sequences."""
 
 
-def make(folder: Path, blocks: int, width: int) -> int:
-    """A Llama form of random bfloat16 weights, one file for each block, and a tokenizer; its bytes."""
-    source = open_checkpoint(VOCABULARY_OF)
-    hidden = width * 11 // 4 // 64 * 64
-    config = LlamaConfig(
-        vocab_size=source.config.vocab_size,
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=blocks,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )
-    folder.mkdir(parents=True)
-    config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.folder).save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
-
-    placed: dict[str, str] = {}
-    total = 0
-
-    def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
-        nonlocal total
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        placed.update(dict.fromkeys(tensors, file))
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-    ones = torch.ones(width, dtype=torch.bfloat16)
-    write("ends.safetensors", {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": ones})
-    for index in range(blocks):
-        path = f"model.layers.{index}"
-        tensors = {f"{path}.self_attn.{name}_proj.weight": draw(width, width) for name in "qkvo"}
-        tensors |= {f"{path}.mlp.{name}_proj.weight": draw(hidden, width) for name in ("gate", "up")}
-        tensors[f"{path}.mlp.down_proj.weight"] = draw(width, hidden)
-        tensors |= {f"{path}.{name}_layernorm.weight": ones.clone() for name in ("input", "post_attention")}
-        write(f"block-{index:03}.safetensors", tensors)
-    index_file = folder / "model.safetensors.index.json"
-    index_file.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": placed}))
-    return total
+def prune_command(folder: str, out: str, windows: int, **options: Any) -> list[str]:
+    """The command that prunes `model` in a folder by SparseGPT to 70 %."""
+    settings = {"method": "sparsegpt", "sparsity": "70%", "calibration": "demo", "sequence_length": 512, "samples": windows}
+    return [*program(), *arguments("prune", f"{folder}/model", f"{folder}/{out}", **settings, **options)]
 
 
-def peak(words: list[str]) -> tuple[int, float]:
-    """Run a command; the peak of its resident memory in bytes, and its seconds."""
-    started = time.perf_counter()
-    program = (
-        "import resource, subprocess, sys; done = subprocess.run(sys.argv[1:]); "
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(done.returncode)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True, check=True)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return int(done.stdout.splitlines()[-1]) * unit, time.perf_counter() - started
-
-
-def measure(blocks: int, windows: int, width: int, memory: str) -> None:
-    """One cell: the peaks of pruning and of evaluating a model of that size."""
+def measure(blocks: int, windows: int, width: int, *, memory: str) -> None:
+    """Measure the peaks of pruning and of evaluating one model."""
     key = f"{blocks} | {windows} | {width} | {memory}"
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    if key in known:
+    if key in read_figures(FILE):
         return
     with tempfile.TemporaryDirectory() as folder:
-        size = make(Path(folder) / "model", blocks, width)
-        command = [sys.executable, "-m", "sparsellm"]
-        words = ["--calibration", "demo", "--sequence-length", str(LENGTH), "--samples", str(windows), "--max-memory", memory]
-        pruned, seconds = peak(
-            [*command, "prune", f"{folder}/model", f"{folder}/out", "--method", "sparsegpt", "--sparsity", "70%", *words]
-        )
-        text = Path(folder) / "text.txt"
+        size = write_random_model(Path(folder, "model"), llama_config(blocks, width))
+        pruned, prune_seconds = peak(prune_command(folder, "out", windows, max_memory=memory))
+        text = Path(folder, "text.txt")
         text.write_text(read_text("demo", "test").stream[:CHARACTERS], encoding="utf-8")
-        evaluated, more = peak(
-            [
-                *command,
-                "evaluate",
-                f"{folder}/out",
-                "--text",
-                str(text),
-                "--sequence-length",
-                str(LENGTH),
-                "--max-memory",
-                memory,
-            ]
-        )
-    cell = {"bytes": size, "prune": pruned, "prune_seconds": round(seconds, 1)}
-    known[key] = cell | {"evaluate": evaluated, "evaluate_seconds": round(more, 1)}
-    known["machine"] = f"{processor()}, torch {torch.__version__}"
-    FILE.write_text(json.dumps(known, indent=1) + "\n")
-    print(key, known[key], file=sys.stderr)
+        command = arguments("evaluate", f"{folder}/out", text=text, sequence_length=512, max_memory=memory)
+        evaluated, evaluate_seconds = peak([*program(), *command])
+    cell = {"bytes": size, "prune": pruned, "prune_seconds": round(prune_seconds, 1)}
+    record(FILE, key, cell | {"evaluate": evaluated, "evaluate_seconds": round(evaluate_seconds, 1)})
 
 
-def compare(blocks: int, width: int, windows: int, times: int) -> None:
-    """Seconds of pruning one model in memory and streamed, in turn, as the reports tell them."""
-    found: dict[str, list[float]] = {"--no-offload": [], "--offload": []}
+def compare(blocks: int, width: int, windows: int, *, times: int) -> None:
+    """Measure the seconds of pruning one model in memory and streamed, in turn, as its reports have them."""
+    seconds: dict[str, list[float]] = {"--no-offload": [], "--offload": []}
     with tempfile.TemporaryDirectory() as folder:
-        size = make(Path(folder) / "model", blocks, width)
+        size = write_random_model(Path(folder, "model"), llama_config(blocks, width))
         for number in range(times):
-            for words, spent in found.items():
-                out = Path(folder) / f"out{words}{number}"
-                command = [
-                    sys.executable,
-                    "-m",
-                    "sparsellm",
-                    "prune",
-                    f"{folder}/model",
-                    str(out),
-                    "--method",
-                    "sparsegpt",
-                    words,
-                ]
-                more = [
-                    "--sparsity",
-                    "70%",
-                    "--calibration",
-                    "demo",
-                    "--sequence-length",
-                    str(LENGTH),
-                    "--samples",
-                    str(windows),
-                ]
-                subprocess.run([*command, *more], check=True, capture_output=True)
-                seconds = json.loads((out / "sparsellm.json").read_text())["seconds"]
-                spent.append(round(seconds["pruning"] + seconds["loading"], 2))
-                print(words, spent[-1], file=sys.stderr, flush=True)
-    machine = f"{processor()}, torch {torch.__version__}"
-    told = {"blocks": blocks, "width": width, "windows": windows, "bytes": size, "seconds": found, "machine": machine}
-    COST.write_text(json.dumps(told, indent=1) + "\n")
+            for option, measured in seconds.items():
+                command = prune_command(folder, f"out{option}{number}", windows, offload=option == "--offload")
+                subprocess.run(command, check=True, capture_output=True)
+                report = json.loads(Path(folder, f"out{option}{number}", "sparsellm.json").read_text())
+                measured.append(round(report["seconds"]["pruning"] + report["seconds"]["loading"], 2))
+    write_figures(COST, {"blocks": blocks, "width": width, "windows": windows, "bytes": size, "seconds": seconds})
 
 
 def tables() -> list[str]:
     """The peaks of memory, and what loading block by block costs in time."""
-    cells = json.loads(FILE.read_text())
+    cells = read_figures(FILE)
     machine, rows = cells.pop("machine"), []
     for key, cell in cells.items():
         blocks, windows, width, memory = key.split(" | ")
@@ -197,11 +105,7 @@ def main() -> None:
     measuring.add_argument("--windows", nargs="+", type=int, default=[8, 64])
     measuring.add_argument("--width", type=int, default=1024)
     measuring.add_argument("--memory", default="1GB")
-    comparing = commands.add_parser("compare")
-    comparing.add_argument("--blocks", type=int, default=8)
-    comparing.add_argument("--width", type=int, default=1024)
-    comparing.add_argument("--windows", type=int, default=8)
-    comparing.add_argument("--times", type=int, default=3)
+    commands.add_parser("compare")
     commands.add_parser("tables")
     words = parser.parse_args()
     if words.command == "compare":

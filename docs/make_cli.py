@@ -1,4 +1,4 @@
-"""Write docs/cli.md from the program itself: `python docs/make_cli.py`. With `--check`, only tell whether it is up to date."""
+"""Write docs/cli.md from the commands and their options: `python docs/make_cli.py`. With `--check`, only compare it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HEAD = """# The command line
 <!-- Written by docs/make_cli.py. Change the commands, options.py or recipe_fields.py, then run `python docs/make_cli.py`. -->
 
 Results go to stdout, progress and messages to stderr. `--json` prints one JSON document on stdout. The exit status is 0 for
-success, 1 for an error told in one message or for what `inspect` or `verify` finds broken, 2 for wrong usage, and 130 when
-interrupted. `sparsellm --debug COMMAND ...` shows the traceback of an error.
+success, 1 for an error or if `inspect` or `verify` finds a difference, 2 for wrong usage, and 130 when interrupted. An error is
+one message; `sparsellm --debug COMMAND ...` shows its traceback.
 """
 
 RECIPE = """## Recipe
 
 `prune --config recipe.yaml` reads these fields from YAML, `--print-config` writes them, and `sparsellm.prune` takes them as
-keywords. Options on the command line win over the file. An unknown field is refused.
+keywords. Options on the command line override the file. An unknown field is an error.
 
 | field | type | default | meaning |
 |---|---|---|---|
@@ -36,7 +36,7 @@ keywords. Options on the command line win over the file. An unknown field is ref
 
 
 def page() -> str:
-    """The whole page."""
+    """The content of the page."""
     program = typer.main.get_command(app)
     commands: dict[str, Any] = getattr(program, "commands")  # noqa: B009  (typer's own click has no public type)
     parts = [HEAD, section("sparsellm", program, "## sparsellm", "[OPTIONS] COMMAND [ARGUMENTS]")]
@@ -52,40 +52,40 @@ def page() -> str:
 
 
 def section(path: str, command: Any, title: str, usage: str | None = None) -> str:
-    """A command: what it does, how it is called, its arguments and options, its example."""
-    says, example = parted(command.help or "")
+    """The section of a command: description, usage, arguments, options and example."""
+    description, example = split_help(command.help or "")
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
     options = [param for param in options if param.name not in ("install_completion", "show_completion")]
     usage = usage or " ".join([*(placeholder(param) for param in arguments), "[OPTIONS]"])
-    lines = [title, "", says, "", "```text", f"{path} {usage}", "```", ""]
+    lines = [title, "", description, "", "```text", f"{path} {usage}", "```", ""]
     if arguments:
         lines += ["| argument | meaning |", "|---|---|"]
         lines += [f"| `{placeholder(param)}` | {cell(param.help)} |" for param in arguments]
         lines.append("")
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{', '.join(param.opts)}` | {shown(param)} | {cell(param.help)} |" for param in options]
+        lines += [f"| `{', '.join(param.opts)}` | {option_default(param)} | {cell(param.help)} |" for param in options]
         lines.append("")
     if example:
         lines += ["Example:", "", "```bash", example, "```", ""]
     return "\n".join(lines)
 
 
-def parted(text: str) -> tuple[str, str]:
-    """The help text without its example, and the example's command."""
-    says, _, example = text.partition("Example: ")
-    return " ".join(says.split()), example.strip()
+def split_help(text: str) -> tuple[str, str]:
+    """The help text without its example, and the command of the example."""
+    description, _, example = text.partition("Example: ")
+    return " ".join(description.split()), example.strip()
 
 
 def placeholder(param: Any) -> str:
-    """An argument as it stands in a usage line."""
+    """An argument in the usage line."""
     name = param.metavar or param.name.upper()
     return name if param.required else f"[{name}]"
 
 
-def shown(param: Any) -> str:
-    """An option's default."""
+def option_default(param: Any) -> str:
+    """The default of an option."""
     if isinstance(param.show_default, str):
         return cell(param.show_default)
     if param.required:
@@ -98,7 +98,7 @@ def shown(param: Any) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """A field's type in words."""
+    """The type of a field in words."""
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (Union, types.UnionType):
@@ -109,7 +109,7 @@ def kind(annotation: Any) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    """A field's default as it stands in YAML."""
+    """The default of a field in YAML."""
     if field.is_required():
         return "required"
     extra: Any = field.json_schema_extra
@@ -121,24 +121,24 @@ def default(field: FieldInfo) -> str:
 
 
 def row(*cells: str) -> str:
-    """A line of the recipe's table; the first cell is code."""
+    """A row of a table; the first cell is code."""
     first, *rest = cells
     return f"| `{first}` | {' | '.join(map(cell, rest))} |\n"
 
 
 def cell(text: str | None) -> str:
-    """Text that may stand in a table: one line, and nothing that Markdown would read as mark-up."""
+    """Text in a cell of a table: one line, without Markdown's markup."""
     return re.sub(r"([|*])", r"\\\1", " ".join((text or "").split()))
 
 
 def main() -> int:
-    """Write the page, or compare it; the exit status."""
+    """Write the page, or compare it; returns the exit status."""
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page(), encoding="utf-8")
         return 0
     if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
         return 0
-    print(f"{PAGE} is not what the program says. Run: python docs/make_cli.py", file=sys.stderr)
+    print(f"{PAGE} is out of date. Run: python docs/make_cli.py", file=sys.stderr)
     return 1
 
 

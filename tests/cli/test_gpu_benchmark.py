@@ -20,8 +20,9 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each method's seconds and phases; the phases add up to the block; what was patched is as before."""
     monkeypatch.syspath_prepend(str(FOLDER))
     gpu = importlib.import_module("gpu")
-    before = gpu.SparseGPT._pruned, gpu.Gram.update
-    found = gpu.measure(TINY, 4, 16, 2, parse_pattern("50%"), torch.device("cpu"), size=64)
+    before = gpu.SparseGPT._prune, gpu.Gram.update
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    found = gpu.measure(TINY, tokens, 2, pattern=parse_pattern("50%"), device=torch.device("cpu"), size=64)
     assert list(found["methods"]) == list(gpu.METHODS)
     expected = {"SparseGPT": "column loop", "Algorithm 1": "gate", "default, closed form": "ADMM"}
     for name, phase in expected.items():
@@ -32,18 +33,18 @@ def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         assert phases["moments"]["roofline"] > 0
     assert found["kernel"].keys() == {"plain loop"}
     assert any("column loop" in line for line in gpu.tables(found))
-    assert (gpu.SparseGPT._pruned, gpu.Gram.update) == before
+    assert (gpu.SparseGPT._prune, gpu.Gram.update) == before
 
 
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested phases count once."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    gpu = importlib.import_module("gpu")
-    clock = iter(range(100))
-    monkeypatch.setattr(gpu, "now", lambda device: float(next(clock)))
-    phases = gpu.Phases(torch.device("cpu"))
-    inner = phases.telling(lambda: None, "inner")
-    phases.telling(inner, "outer")()
+    clock = importlib.import_module("clock")
+    times = iter(range(100))
+    monkeypatch.setattr(clock, "now", lambda device: float(next(times)))
+    phases = clock.Phases()
+    inner = phases.wrap(lambda: None, "inner")
+    phases.wrap(inner, "outer")()
     phases.settle()
     assert dict(phases.seconds) == {"other": 2.0, "outer": 2.0, "inner": 1.0}
 

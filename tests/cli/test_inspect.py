@@ -35,7 +35,7 @@ def test_the_total_has_a_line_of_its_own(shared: Path, command: Command) -> None
     assert all("yes" in line and "70%" not in line for line in layers)
     assert sum("90%" in line for line in layers) == 3
     (total,) = [line for line in lines if "together" in line]
-    assert total == "The 21 layers that should be pruned hold 70.00 % zeros together; 70% holds: yes."
+    assert total == "Layers that should be pruned: 21, with 70.00 % zeros together; 70% holds: yes."
 
 
 def test_a_total_that_is_not_reached(shared: Path, command: Command) -> None:
@@ -56,7 +56,7 @@ def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: 
     tensors = load_file(out / "model.safetensors")
     del tensors[f"{name}.weight"]
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    refused(command("inspect", out, "--expect", "2:4"), f"1 layers are missing, {name} first")
+    refused(command("inspect", out, "--expect", "2:4"), f"1 layer missing, {name} first")
     found = json.loads(command("inspect", out, "--expect", "2:4", "--json").stdout)
     assert found["missing"] == [name]
     assert found["as_expected"] is False

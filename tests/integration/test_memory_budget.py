@@ -25,6 +25,6 @@ def test_a_run_keeps_within_its_budget(
     """In memory and read block by block, on a model whose blocks are large beside what else a process holds."""
     monkeypatch.syspath_prepend(str(FOLDER))
     benchmark = importlib.import_module("memory_budget")
-    found, by_block = benchmark.prune(tmp_path, blocks, 1024, budget, ("--method", "sparsegpt"))
-    assert by_block is streamed
-    assert found["peak"] - found["imports"] <= 1.1 * TypeAdapter(ByteSize).validate_python(budget)
+    memory = benchmark.prune(tmp_path, benchmark.llama_config(blocks, 1024), budget, "sparsegpt")
+    assert memory["streamed"] is streamed
+    assert memory["peak"] - memory["imports"] <= 1.1 * TypeAdapter(ByteSize).validate_python(budget)

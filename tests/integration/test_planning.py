@@ -200,12 +200,12 @@ def test_plan_tells_and_writes_nothing(folders: dict[str, Path], text_file: Path
     assert ran.exit_code == 0, ran.stderr
     told = " ".join(ran.stdout.split())
     for part in (
-        "3 blocks; 21 layers to prune: 6 of 256 x 256 at 60%",
+        "3 blocks, 21 layers to prune: 6 of 256 x 256 at 60%",
         "in memory as a whole",
         "8 sequences of 32 tokens, 1 per batch",
     ):
         assert part in told
-    for part in ("Peak:", "Disk:", "Time: about", "--samples"):
+    for part in ("Peak memory on", "Disk space:", "Time: about", "--samples"):
         assert part in told
     data = json.loads(command("plan", *words, "--json", "--offload").stdout)
     assert data["streamed"] is True

@@ -120,19 +120,17 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
     model, weights = open_checkpoint(str(folder)).stream()
     storage = OffloadManager(budget, tmp_path / "work")
+    offloaded = loaded(model, weights=weights, storage=storage)
     batches = list(windows().split(2))
-    assert (
-        streamed_perplexity(loaded(model, weights=weights, storage=storage), windows()).value
-        == perplexity(whole, windows()).value
-    )
+    assert streamed_perplexity(offloaded, windows()).value == perplexity(whole, windows()).value
     pairs = zip(
         output_sensitivities(whole, batches),
-        output_sensitivities(loaded(model, weights=weights, storage=storage), batches),
+        output_sensitivities(offloaded, batches),
         strict=True,
     )
     assert all(torch.equal(a, b) for a, b in pairs)
     plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
-    assert fisher(whole, batches, plan) == fisher(loaded(model, weights=weights, storage=storage), batches, plan)
+    assert fisher(whole, batches, plan) == fisher(offloaded, batches, plan)
     method = SparseLLM(gauss_newton_steps=1)
     list(prune_blocks(whole, batches, method, plan))
     journal = Journal.begin(tmp_path / "journal", {})
@@ -141,10 +139,7 @@ def test_the_same_results_as_in_memory(family: str, budget: int | None, tmp_path
         with weights.block(block):
             for name, tensor in block.module.state_dict().items():
                 assert torch.equal(tensor, whole.state_dict()[f"{block.name}.{name}"]), (block.name, name)
-    assert (
-        streamed_perplexity(loaded(model, weights=weights, storage=storage), windows()).value
-        == perplexity(whole, windows()).value
-    )
+    assert streamed_perplexity(offloaded, windows()).value == perplexity(whole, windows()).value
     assert not list((tmp_path / "work").rglob("*.safetensors"))
 
 

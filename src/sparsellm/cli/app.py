@@ -9,9 +9,8 @@ from typing import NoReturn
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, verify
+from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
 from sparsellm.cli.prune import plan, prune, recover
-from sparsellm.cli.push import push
 from sparsellm.cli.sweep import report, sweep
 
 app = typer.Typer(

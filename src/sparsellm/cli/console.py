@@ -26,7 +26,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        stderr.print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ["nothing was written"])]), highlight=False)
+        print_line(stderr, "; ".join(["interrupted", *getattr(interrupt, "__notes__", ["nothing was written"])]))
         sys.exit(130)
     except Exception as error:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
@@ -36,9 +36,24 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         sys.exit(1)
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a line without highlighting or wrapping."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def print_error(text: str) -> None:
+    """Print an error message in red."""
+    stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
+
+
 def message_of_lost_process(why: str) -> None:
     """Print why a process of a distributed run is ended by another one."""
-    stderr.print(Text(f"error: {why}", style="red"), soft_wrap=True)
+    print_error(why)
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun, as "1 layer" or "1,024 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _error_text(error: Exception) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.cli.console import plural, print_line
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.planning import RunPlan
-from sparsellm.runs.report import Report, When
+from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import human_bytes, peak_memory
 
 GIB = 1024**3
@@ -46,7 +45,7 @@ class Progress:
         if isinstance(event, Stage):
             self._stage, self._blocks, self._done, self._started = event.name, event.blocks, 0, time.monotonic()
             if plain:
-                _print_line(self._console, event.name)
+                print_line(self._console, event.name)
         elif isinstance(event, Note):
             self._console.print(Text(f"note: {event.text}", style="yellow"), soft_wrap=True)
         elif isinstance(event, LayerResult):
@@ -58,13 +57,13 @@ class Progress:
         elif isinstance(event, Measured):
             value = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
             unit = " %" if event.kind == "accuracy" else ""
-            _print_line(self._console, f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
+            print_line(self._console, f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
         elif isinstance(event, BlockResult):
             self._done += 1
             errors = [layer.error for layer in event.layers]
             detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
             if plain:
-                _print_line(self._console, self._line(detail))
+                print_line(self._console, self._line(detail))
         self._status.update(Text(self._line(detail)))
 
     def _line(self, detail: str) -> str:
@@ -77,12 +76,7 @@ class Progress:
         return f"{self._stage}: block {self._done}/{self._blocks}  {_duration(elapsed)}{left}  {memory}  {detail}".rstrip()
 
 
-def _print_line(console: Console, text: str) -> None:
-    """Print a line without highlighting or wrapping."""
-    console.print(text, highlight=False, soft_wrap=True)
-
-
-def table(columns: list[str], rows: list[list[str]], title: str | None = None, words: bool = False) -> Table:
+def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
     """Make a table without borders.
 
     Args:
@@ -124,88 +118,69 @@ def percent(value: float, error: float | None) -> str:
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    _print_line(console, f"{report.recipe.model}: {report.recipe.describe()}")
+    print_line(console, f"{report.recipe.model}: {report.recipe.describe()}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
-    _print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
+    print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
-        _print_line(console, coverage)
-    _show_results(console, "text", "perplexity", report.perplexity, plus_minus)
-    _show_results(console, "task", "accuracy, %", report.tasks, percent)
-    _print_line(console, f"Wrote {folder}, read back and verified.")
+        print_line(console, coverage)
+    for subject, measure, results, format_value in (
+        ("text", "perplexity", report.perplexity, plus_minus),
+        ("task", "accuracy, %", report.tasks, percent),
+    ):
+        rows = [[name, *(format_value(x.value, x.standard_error) for x in pair.values())] for name, pair in results.items()]
+        if rows:
+            show(console, table([subject, f"dense {measure}", f"pruned {measure}"], rows))
+    print_line(console, f"Wrote {folder}, read back and verified.")
 
 
-def _show_results(
-    console: Console,
-    subject: str,
-    measure: str,
-    results: Mapping[str, Mapping[When, Perplexity | Accuracy]],
-    format_value: Callable[[float, float | None], str],
-) -> None:
-    """Print a table of measurements before and after, if there are any."""
-    rows = [[name, *(format_value(x.value, x.standard_error) for x in pair.values())] for name, pair in results.items()]
-    if rows:
-        show(console, table([subject, f"dense {measure}", f"pruned {measure}"], rows))
-
-
-def print_inspection(console: Console, found: Inspection) -> None:
+def print_inspection(console: Console, inspection: Inspection) -> None:
     """Print the zeros of each layer and of the checkpoint, and its differences from another checkpoint."""
-    marks = {True: "yes", False: "NO", None: "-"}
-    columns, rows = ["layer", "shape", "zeros"], []
-    for x in found.layers:
-        rows.append([x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"])
-        if found.expected:
-            rows[-1] += [str(x.pattern or "-"), marks[x.holds]]
-    show(console, table([*columns, *(["expected", "holds"] if found.expected else [])], rows))
-    checked = [x for x in found.layers if x.holds is not None]
-    if checked:
-        held = f"; {found.expected} holds: {marks[found.as_expected]}"
-        _print_line(
-            console, f"The {len(checked)} layers that should be pruned hold {100 * found.total:.2f} % zeros together{held}."
-        )
-    if found.expected and found.missing:
-        _print_line(console, f"missing: {', '.join(found.missing)}")
-    share = 100 * found.zeros / max(found.parameters, 1)
-    _print_line(console, f"{found.zeros:,} of {found.parameters:,} stored parameters are zero ({share:.2f} %).")
-    if found.against:
-        _print_line(console, f"{found.alike} tensors equal those of {found.against}; {len(found.changed)} differ.")
-        for label, names in (("only in this model", found.only_here), (f"only in {found.against}", found.only_there)):
+    marks, expected = {True: "yes", False: "NO", None: "-"}, inspection.expected
+    rows = []
+    for x in inspection.layers:
+        row = [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"]
+        rows.append([*row, str(x.pattern or "-"), marks[x.holds]] if expected else row)
+    show(console, table(["layer", "shape", "zeros", *(["expected", "holds"] if expected else [])], rows))
+    if checked := sum(x.holds is not None for x in inspection.layers):
+        total = f"{checked}, with {100 * inspection.total:.2f} % zeros together"
+        print_line(console, f"Layers that should be pruned: {total}; {expected} holds: {marks[inspection.as_expected]}.")
+    if expected and inspection.missing:
+        print_line(console, f"Missing: {', '.join(inspection.missing)}.")
+    share = 100 * inspection.zeros / max(inspection.parameters, 1)
+    print_line(console, f"{inspection.zeros:,} of {inspection.parameters:,} stored parameters are zero ({share:.2f} %).")
+    if against := inspection.against:
+        print_line(console, f"{inspection.alike} tensors equal those of {against}; {len(inspection.changed)} differ.")
+        for label, names in (("this model", inspection.only_here), (against, inspection.only_there)):
             if names:
-                _print_line(console, f"{label}: {', '.join(names)}")
+                print_line(console, f"Only in {label}: {', '.join(names)}.")
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:
     """Print the estimates of a planned run."""
     placement, ready = plan.place, plan.ready
-    _print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
+    print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    _print_line(console, f"{len(ready.blocks)} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    layers = plural(sum(plan.layers.values()), "layer")
+    print_line(console, f"{plural(len(ready.blocks), 'block')}, {layers} to prune: {shapes}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
-        _print_line(console, coverage)
-    _print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
+        print_line(console, coverage)
+    print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
     if len(ready.windows):
-        _print_line(console, f"{len(ready.windows)} sequences of {ready.length:,} tokens, {plan.batch} per batch.")
+        print_line(console, f"{plural(len(ready.windows), 'sequence')} of {ready.length:,} tokens, {plan.batch} per batch.")
     rows = [
-        [
-            x.name,
-            human_bytes(x.memory[plan.device]),
-            human_bytes(x.files),
-            _operations(x.operations),
-            _duration(x.seconds),
-        ]
+        [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), _duration(x.seconds)]
         for x in plan.stages
     ]
     show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
-    _print_line(
+    print_line(
         console,
-        f"Peak: {human_bytes(plan.data)} of {human_bytes(placement.memory)} memory on {plan.device}, while {plan.peak.name}; "
-        f"{human_bytes(plan.resident)} for the whole process with Python and its libraries.",
+        f"Peak memory on {plan.device}: {human_bytes(plan.data)} of {human_bytes(placement.memory)}, while {plan.peak.name}. "
+        f"The whole process, with Python and its libraries: {human_bytes(plan.resident)}.",
     )
-    _print_line(
-        console,
-        f"Disk: {human_bytes(plan.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(plan.seconds)}.",
-    )
+    print_line(console, f"Disk space: {human_bytes(plan.disk)} of {human_bytes(plan.disk_free)} free.")
+    print_line(console, f"Time: about {_duration(plan.seconds)}.")
     if plan.most_samples is not None:
-        _print_line(console, f"Up to --samples {plan.most_samples:,} would fit.")
+        print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")
 
 
 def _operations(count: float) -> str:
@@ -213,7 +188,7 @@ def _operations(count: float) -> str:
     units = ["", "k", "M", "G", "T", "P", "E"]
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
-    return f"{count:.3g} {units[0]}"
+    return f"{count:.3g} {units[0]}FLOP"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""`evaluate`, `inspect`, `verify`, `methods` and `demo`: the commands that measure, check and list."""
+"""`evaluate`, `inspect`, `verify`, `push`, `methods` and `demo`: the commands that measure, check, publish and list."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import message_of_lost_process, print_json, report_errors, silent, stderr, stdout
-
-_EVALUATION = (
-    "task",
-    "task_data",
-    "task_limit",
-    "text_field",
-    "sequence_length",
-    "evaluate_limit",
-    "max_memory",
-    "device",
-    "dtype",
+from sparsellm.cli.console import (
+    message_of_lost_process,
+    plural,
+    print_error,
+    print_json,
+    print_line,
+    report_errors,
+    silent,
+    stderr,
+    stdout,
 )
 
+_TASKS = ("task", "task_data", "task_limit")
+_TEXTS = ("text_field", "sequence_length", "evaluate_limit")
 
-@options.recipe_options("revision", "trust_remote_code", *_EVALUATION)
+
+@options.recipe_options("revision", "trust_remote_code", *_TASKS, *_TEXTS, "max_memory", "device", "dtype")
 def evaluate(
     context: typer.Context,
     model: options.Model,
@@ -66,7 +66,7 @@ def evaluate(
             return
         if perplexities:
             rows = [
-                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length}", f"{x.seconds:.1f}"]
+                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length} tokens", f"{x.seconds:.1f}"]
                 for name, x in perplexities.items()
             ]
             show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))
@@ -103,14 +103,15 @@ def inspect(
         if not result.as_expected:
             failed = [layer.name for layer in result.layers if layer.holds is False]
             if result.missing:
-                message = f"{len(result.missing)} layers are missing, {result.missing[0]} first"
+                message = f"{plural(len(result.missing), 'layer')} missing, {result.missing[0]} first"
             elif failed:
-                message = f"{len(failed)} layers do not match {result.expected}, {failed[0]} first"
+                verb = "does" if len(failed) == 1 else "do"
+                message = f"{plural(len(failed), 'layer')} {verb} not match {result.expected}, {failed[0]} first"
             elif not result.total_holds:
                 message = f"all layers together have fewer zeros than {result.expected}"
             else:
                 message = "no such layer was found"
-            stderr.print(Text(f"error: {message}.", style="red"), soft_wrap=True)
+            print_error(f"{message}.")
             raise typer.Exit(1)
 
 
@@ -142,9 +143,57 @@ def verify(
         if as_json:
             print_json(result.to_dict())
             return
-        counts = f"{result.files} files, {result.tensors} tensors and {result.layers} pruned layers"
+        counts = [(result.files, "file"), (result.tensors, "tensor"), (result.layers, "pruned layer")]
+        files, tensors, layers = (plural(count, noun) for count, noun in counts)
         dense = f"; all other tensors equal those of {against}" if against else ""
-        stdout.print(f"{output}: {counts} match its report{dense}.", highlight=False, soft_wrap=True)
+        print_line(stdout, f"{output}: {files}, {tensors} and {layers} match its report{dense}.")
+
+
+@options.recipe_options("trust_remote_code", "architecture")
+def push(
+    context: typer.Context,
+    output: options.Finished,
+    repo: options.Repo,
+    *,
+    private: options.Private = False,
+    revision: options.Branch = None,
+    overwrite: options.Replace = False,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+    trust_remote_code: bool = False,
+    architecture: str | None = None,
+) -> None:
+    """Verify a pruned model and push it to the Hugging Face hub. Log in with `hf auth login` or HF_TOKEN.
+
+    Example: sparsellm push opt-70 me/opt-70 --dry-run
+    """
+    with report_errors(context):
+        from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+        from sparsellm.runs.hub import push as push_output
+        from sparsellm.runtime.memory import human_bytes
+
+        if not stderr.is_terminal:
+            disable_progress_bars()
+        print_line(stderr, f"verifying {output}" + ("" if dry_run else f", then pushing it to {repo}"))
+        result = push_output(
+            output,
+            repo,
+            private=private,
+            revision=revision,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            trusted=trust_remote_code,
+            architecture=architecture,
+        )
+        if as_json:
+            print_json(asdict(result))
+            return
+        size = f"{plural(len(result.files), 'file')} ({human_bytes(result.bytes)})"
+        if dry_run:
+            print_line(stdout, f"Would push {size} to {result.url}: {', '.join(result.files)}.")
+        else:
+            print_line(stdout, f"Pushed {size} to {result.url}.")
 
 
 def methods(context: typer.Context, as_json: options.Json = False) -> None:
@@ -164,17 +213,16 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
 
 def demo(
     context: typer.Context,
+    *,
     output: options.DemoOutput = None,
     family: options.Family = "opt",
     as_json: options.Json = False,
 ) -> None:
-    """Prune a bundled model with every method and compare, in under two minutes without network or GPU.
+    """Prune a bundled model with every method and compare the results, in under two minutes, without network or GPU.
 
     Example: sparsellm demo --output pruned-demo
     """
     with report_errors(context):
-        from dataclasses import asdict
-
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import Progress, plus_minus, show, table
         from sparsellm.runs.demonstration import SPARSITY, demonstrate
@@ -197,6 +245,4 @@ def demo(
         ]
         show(stdout, table(["method", "perplexity", "zeros", "seconds"], cells, title))
         if output is not None:
-            stdout.print(
-                f"Wrote the model pruned by SparseLLM to {output}, read back and verified.", highlight=False, soft_wrap=True
-            )
+            print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")

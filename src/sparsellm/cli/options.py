@@ -96,8 +96,8 @@ _output = functools.partial(typer.Option, rich_help_panel="Output")
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)]
 
-Model = Annotated[str, typer.Argument(help=RecipeFields.model_fields["model"].description)]
-ModelOrConfig = Annotated[str | None, typer.Argument(help=RecipeFields.model_fields["model"].description)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=RecipeFields.model_fields["model"].description)]
+ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=RecipeFields.model_fields["model"].description)]
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -116,7 +116,7 @@ Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run a
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 Track = Annotated[
     list[str] | None,
-    _output("--report-to", help="Tracker to log the run to: wandb, tensorboard, trackio or mlflow."),
+    _output("--report-to", help="Experiment tracker that the run reports to: wandb, tensorboard, trackio or mlflow."),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
@@ -127,10 +127,12 @@ Dense = Annotated[
 ]
 Expect = Annotated[
     str | None,
-    typer.Option(help="Exit with status 1 unless each pruned layer has this sparsity, or the one allocated to it."),
+    typer.Option(help="Check that each pruned layer has this sparsity, or the one allocated to it; exit with status 1 if not."),
 ]
 
-DemoOutput = Annotated[str | None, typer.Option(help="Folder to write the model pruned by sparsellm to; must not exist.")]
+DemoOutput = Annotated[
+    str | None, typer.Option(help="Folder to write the model pruned by the method sparsellm to; must not exist.")
+]
 Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]
@@ -141,18 +143,24 @@ SweepOut = Annotated[
     ),
 ]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Run the small version that the file describes under `smoke:`.")]
-OnlyCells = Annotated[list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only these cells.")]
+OnlyCells = Annotated[
+    list[str] | None, typer.Option("--only", metavar="AXIS=LABEL", help="Run only the cells with this label on this axis.")
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Set a field in all cells, or as AXIS.LABEL=VALUE the value of one label."
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of the recipe in all cells, or with AXIS.LABEL=VALUE the value behind one label.",
     ),
 ]
 Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
 ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
-Repo = Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, owner/name; created if it does not exist.")]
+Repo = Annotated[
+    str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; created if it does not exist.")
+]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
 Branch = Annotated[
     str | None,

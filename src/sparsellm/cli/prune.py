@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import message_of_lost_process, print_json, report_errors, silent, stderr, stdout
+from sparsellm.cli.console import (
+    message_of_lost_process,
+    print_error,
+    print_json,
+    print_line,
+    report_errors,
+    silent,
+    stderr,
+    stdout,
+)
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
@@ -106,7 +114,7 @@ def _write(
         if is_main:
             recover_output(output)
         if collectives.broadcast_object(resume and is_finished(output)):
-            stderr.print(f"{output} is finished: there is nothing to resume.", highlight=False, soft_wrap=True)
+            print_line(stderr, f"{output} is finished: there is nothing to resume.")
             return
         if is_main:
             check_output(output, overwrite, recipe.model)
@@ -154,5 +162,5 @@ def plan(
         else:
             print_plan(stdout, run_plan)
         if run_plan.refusal:
-            stderr.print(Text(f"error: {run_plan.refusal}", style="red"), soft_wrap=True)
+            print_error(run_plan.refusal)
             raise typer.Exit(1)

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import typer
-from rich.text import Text
 
 from sparsellm.cli import options
-from sparsellm.cli.console import print_json, report_errors, silent, stderr, stdout
+from sparsellm.cli.console import plural, print_error, print_json, print_line, report_errors, silent, stderr, stdout
 
 
 @options.recipe_options("device")
@@ -28,7 +27,9 @@ def sweep(
     as_json: options.Json = False,
     device: str | None = None,
 ) -> None:
-    """Run every cell of a sweep and compare the results. A killed sweep is continued; several processes can share one folder.
+    """Prune with every combination of settings in a file, and compare the results. Each combination is a cell.
+
+    Run the command again to continue an interrupted sweep. Several processes can share one folder.
 
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
@@ -43,7 +44,7 @@ def sweep(
         from sparsellm.runs.tracking import Tracked
         from sparsellm.runtime import watchdog
 
-        cells = read_sweep(file, smoke, changes or ())
+        cells = read_sweep(file, smoke=smoke, changes=changes or ())
         folder = Path(output or Path(file).stem)
         if list_cells:
             outcomes = read_outcomes(cells, folder)
@@ -55,7 +56,13 @@ def sweep(
         with Progress(silent if rank else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
             observe = combine_observers(manage_memory, progress, tracked)
             outcomes = run_sweep(
-                cells, folder, observe, retry, device, only or (), lambda current: write_tables(cells, current, folder)
+                cells,
+                folder,
+                observe,
+                retry=retry,
+                device=device,
+                only=only or (),
+                after=lambda current: write_tables(cells, current, folder),
             )
         if rank:
             return
@@ -68,24 +75,23 @@ def sweep(
             print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
         else:
             show(stdout, text_table(*grid(cells, rows), title=cells.title))
-            stdout.print(f"Wrote {', '.join(map(str, files))}.", highlight=False, soft_wrap=True)
-        failed = [x for x in outcomes if x.state == "failed"]
-        running = [x for x in outcomes if x.state == "at work"]
-        if running:
-            stderr.print(f"{len(running)} cells are run by other processes.", highlight=False, soft_wrap=True)
-        if failed:
-            message = f"error: {len(failed)} of {len(outcomes)} cells failed, {failed[0].cell.name} first: {failed[0].error}"
-            stderr.print(Text(f"{message} Pass --retry to run them again.", style="red"), soft_wrap=True)
+            print_line(stdout, f"Wrote {', '.join(map(str, files))}.")
+        if running := sum(x.state == "at work" for x in outcomes):
+            print_line(stderr, f"{plural(running, 'cell')} still at work in other processes.")
+        if failed := [x for x in outcomes if x.state == "failed"]:
+            first = f"{failed[0].cell.name} first: {failed[0].error}"
+            print_error(f"{len(failed)} of {plural(len(outcomes), 'cell')} failed, {first} Pass --retry to run them again.")
             raise typer.Exit(1)
 
 
 def report(
     context: typer.Context,
     run: options.Reported,
+    *,
     output: options.Page = None,
     figures: options.Figures = None,
 ) -> None:
-    """Write a run or a sweep as one HTML file with text, tables and plots, which needs no network.
+    """Write a report of a run or a sweep: one HTML file with text, tables and plots, readable without network.
 
     Example: sparsellm report opt-70
     """
@@ -93,12 +99,11 @@ def report(
         from sparsellm.reports.page import report_page, write_figures
 
         page, plots = report_page(run)
-        file = Path(
-            output or f"{Path(run)}.html"
-        )  # beside the run's folder: inside it, `--overwrite` would find a foreign file
+        # Beside the run's folder: inside it, `--overwrite` would find a foreign file.
+        file = Path(output or f"{Path(run)}.html")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page, encoding="utf-8")
-        stdout.print(f"Wrote {file}.", highlight=False, soft_wrap=True)
+        print_line(stdout, f"Wrote {file}.")
         if figures:
             write_figures(plots, figures)
-            stdout.print(f"Wrote {len(plots)} plots as SVG and PNG to {figures}.", highlight=False, soft_wrap=True)
+            print_line(stdout, f"Wrote {plural(len(plots), 'plot')} to {figures}, each as SVG and PNG.")

@@ -35,6 +35,7 @@ def perplexity(
     model: PreTrainedModel,
     windows: Tensor,
     source: str = "",
+    *,
     batch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
@@ -61,23 +62,23 @@ def perplexity(
     batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
     local: list[list[float]] = []
-    batches = torch.split(windows, batch)
     with eval_mode(model):
-        for number, sequences in collectives.shard(list(enumerate(batches))):
-            local.append(_losses(model, sequences, first=number * batch))
+        for number, sequences in collectives.shard(list(enumerate(torch.split(windows, batch)))):
+            input_ids = sequences.to(model.get_input_embeddings().weight.device)
+            with torch.no_grad():
+                logits = model(input_ids=input_ids, use_cache=False).logits
+            local.append(_sequence_losses(logits, input_ids, first=number * batch))
             if progress is not None:
                 progress(min((number + 1) * batch, total), total)
-    losses = [loss for sequence_losses in collectives.all_gather(local) for loss in sequence_losses]
-    value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
-    return Perplexity(value, error, total, length, source, time.perf_counter() - started)
+    return _gather(local, windows, source, started=started)
 
 
 @torch.no_grad()
-def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
     """Compute the perplexity block by block, for a model that is larger than memory.
 
     All sequences pass through a block before the next one is loaded. Memory holds one block, the hidden states of all
-    sequences (which may be offloaded) and the logits of one batch.
+    sequences (which the model's storage may offload) and the logits of one batch.
 
     Args:
         loaded: The model, with or without its weights in memory.
@@ -104,12 +105,10 @@ def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", 
         with loaded.weights.non_block(), prediction_head(model, blocks, loaded.compute) as predict:
             for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
                 local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
-    losses = [loss for sequence_losses in collectives.all_gather(local) for loss in sequence_losses]
-    value, error = _to_perplexity(torch.tensor(losses, dtype=torch.float64))
-    return Perplexity(value, error, total, length, source, time.perf_counter() - started)
+    return _gather(local, windows, source, started=started)
 
 
-def measure(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
+def measure(loaded: LoadedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
     """Compute the perplexity of a loaded model, block by block if it is offloaded.
 
     Args:
@@ -121,8 +120,14 @@ def measure(loaded: LoadedModel, windows: Tensor, source: str = "", batch: int |
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if loaded.weights.on_disk:
-        return streamed_perplexity(loaded, windows, source, batch)
-    return measured(loaded.model, windows, source, batch)
+        return streamed_perplexity(loaded, windows, source, batch=batch)
+    return measured(loaded.model, windows, source, batch=batch)
+
+
+def measured(model: PreTrainedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
+    """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
+    with compute_dtype_context(model, compute_dtype(model)):
+        return perplexity(model, windows, source, batch=batch)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
@@ -130,22 +135,9 @@ def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
     return default_batch_size(vocabulary, length, min(1.0, memory / AMPLE))
 
 
-def measured(model: PreTrainedModel, windows: Tensor, source: str = "", batch: int | None = None) -> Perplexity:
-    """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
-    with compute_dtype_context(model, compute_dtype(model)):
-        return perplexity(model, windows, source, batch)
-
-
 def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
     """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, both scaled by `share`."""
     return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
-
-
-@torch.no_grad()
-def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
-    """Mean loss of each sequence; `first` is the index of the first one, for errors."""
-    windows = windows.to(model.get_input_embeddings().weight.device)
-    return _sequence_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
 
 
 def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:
@@ -163,12 +155,14 @@ def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]
     return [float(loss) for loss in losses]
 
 
-def _to_perplexity(losses: Tensor) -> tuple[float, float | None]:
-    """exp(mean loss), and its standard error by the delta method: exp(mean loss) times that of the mean loss."""
+def _gather(local: list[list[float]], windows: Tensor, source: str, *, started: float) -> Perplexity:
+    """The perplexity from this process's losses of the sequences of each batch, with those of all processes."""
+    losses = torch.tensor([loss for batch in collectives.all_gather(local) for loss in batch], dtype=torch.float64)
     value = float(losses.mean().exp())  # infinite past a loss of 709, where math.exp would raise
-    if len(losses) == 1 or math.isinf(value):
-        return value, None
-    return value, value * float(losses.std(correction=1)) / math.sqrt(len(losses))
+    error = None
+    if len(losses) > 1 and math.isfinite(value):
+        error = value * float(losses.std(correction=1)) / math.sqrt(len(losses))
+    return Perplexity(value, error, len(losses), windows.shape[1], source, time.perf_counter() - started)
 
 
 def _check(model: PreTrainedModel, windows: Tensor) -> None:

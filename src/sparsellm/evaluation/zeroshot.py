@@ -78,6 +78,7 @@ def evaluate_tasks(
     loaded: LoadedModel,
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[TaskName],
+    *,
     folder: str | None = None,
     limit: int | None = None,
 ) -> dict[str, Accuracy]:
@@ -107,15 +108,19 @@ def evaluate_tasks(
     model = loaded.model
     local = {task: overrides[task] for task in collectives.shard(list(tasks))}
     with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), _silence_lm_eval():
-        results = _run_lm_eval(model, tokenizer, local, limit) if local else {}
+        results = _run_lm_eval(model, tokenizer, local, limit=limit) if local else {}
     accuracies = [asdict(_accuracy(results["results"][task], results["n-samples"][task]["effective"])) for task in local]
     return {task: Accuracy(**accuracy) for task, accuracy in zip(tasks, collectives.all_gather(accuracies), strict=True)}
 
 
 def _run_lm_eval(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Mapping[TaskName, Mapping[str, Any]], limit: int | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Mapping[TaskName, Mapping[str, Any]],
+    *,
+    limit: int | None,
 ) -> dict[str, Any]:
-    """Run lm-eval on tasks, given with their overrides; returns its result dictionary."""
+    """The result dictionary of lm-eval for tasks, given with their overrides."""
     from jinja2 import UndefinedError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -123,7 +128,7 @@ def _run_lm_eval(
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            names = [str(definition(task, words, Path(folder))) if words else task for task, words in tasks.items()]
+            names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
             results = simple_evaluate(
                 lm, tasks=names, num_fewshot=0, limit=limit, log_samples=False, task_manager=_task_manager()
             )
@@ -146,12 +151,12 @@ def _task_manager() -> TaskManager:
     return TaskManager()
 
 
-def definition(task: str, words: Mapping[str, Any], folder: Path) -> Path:
-    """Write an lm-eval task definition that includes the original one and overrides the fields in `words`.
+def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
+    """Write an lm-eval task definition that includes the original one.
 
     Args:
         task: Name of the task.
-        words: Fields to override.
+        overrides: Fields that replace those of the original.
         folder: Folder to write to.
 
     Returns:
@@ -159,7 +164,7 @@ def definition(task: str, words: Mapping[str, Any], folder: Path) -> Path:
     """
     file = folder / f"{task}.yaml"
     include = {"include": str(_task_manager().task_index[task].yaml_path), "task": task}
-    file.write_text(yaml.safe_dump(include | dict(words), sort_keys=False), encoding="utf-8")
+    file.write_text(yaml.safe_dump(include | dict(overrides), sort_keys=False), encoding="utf-8")
     return file
 
 

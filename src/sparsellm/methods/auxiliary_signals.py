@@ -95,7 +95,7 @@ class AuxiliarySignals:
         problems: dict[str, LayerProblem] = {}
         for name, fit in self._fits.items():
             try:
-                problems[name] = LayerProblem.from_targets(fit.cross, fit.inputs, self._dense[name], ridge)
+                problems[name] = LayerProblem.from_targets(fit.cross, fit.inputs, self._dense[name], ridge=ridge)
             except SingularGram as error:
                 error.add_note(f"in the regression for {self._names[name]}, {fit.inputs.tokens:,} calibration tokens")
                 raise

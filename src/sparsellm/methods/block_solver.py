@@ -214,7 +214,7 @@ class BlockSolver:
         metric = add_curvature_diagonal(problem.metric, METRIC_LIFT)
         gram = add_diagonal_(layer_problem.gram, self._settings.ridge)
         weight = conjugate_gradient_refit(
-            weights[name][0], layer_problem.weight, gram, self._keep[name], WRITER_STEPS, curvature=metric
+            weights[name][0], layer_problem.weight, gram, keep=self._keep[name], steps=WRITER_STEPS, curvature=metric
         )
         return weight, regression.bias(weight)
 

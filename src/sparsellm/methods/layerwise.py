@@ -147,7 +147,7 @@ def collect_statistics(
         if not names:
             continue
         layer = block.layer(names[0])
-        richest = max((needs[name] for name in names), key=lambda kind: len(kind.__mro__))
+        richest = max((needs[name] for name in names), key=lambda kind: kind.rank)
         first[names[0]] = richest(layer.in_features, layer.weight.device, inputs.window)
         statistics.update(dict.fromkeys(names, first[names[0]]))
     further = request or CaptureRequest()

@@ -71,7 +71,7 @@ class Row:
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
-    """By text, the last part of its path, or the whole path if several texts have the same last part."""
+    """By text, the last part of its path, or the full path if several texts have the same last part."""
     texts = list(texts)
     names = [PurePath(text).name for text in texts]
     return {text: name if names.count(name) == 1 else text for text, name in zip(texts, names, strict=True)}
@@ -240,12 +240,12 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
 def write_tables(sweep: Sweep, outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     """Write results.csv, .json, .md and .tex to a folder, each atomically."""
     rows = table(sweep, outcomes)
-    texts = {
-        "csv": to_csv(sweep, rows),
-        "json": strict_json(to_json(sweep, rows, outcomes)) + "\n",
-        "md": to_markdown(sweep, rows),
-        "tex": to_latex(sweep, rows),
+    contents = {
+        folder / "results.csv": to_csv(sweep, rows),
+        folder / "results.json": strict_json(to_json(sweep, rows, outcomes)) + "\n",
+        folder / "results.md": to_markdown(sweep, rows),
+        folder / "results.tex": to_latex(sweep, rows),
     }
-    for ending, text in texts.items():
-        durable(folder / f"results.{ending}", text.encode())
-    return [folder / f"results.{ending}" for ending in texts]
+    for file, text in contents.items():
+        durable(file, text.encode())
+    return list(contents)

@@ -21,8 +21,7 @@ from sparsellm.solvers.patterns import parse_pattern
 MAX_CELLS = 10_000
 """The most combinations of the axes in one file. Each is a run that takes at least a minute."""
 
-Points = dict[str, dict[str, Any]]
-"""The values of an axis: by label, the recipe fields that it sets."""
+Points = dict[str, dict[str, Any]]  # the values of an axis: by label, the recipe fields that it sets
 
 
 class Cell(BaseModel, frozen=True):
@@ -44,8 +43,8 @@ class Cell(BaseModel, frozen=True):
 
 def in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
     """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
-    shown = {axis: label for axis, label in labels.items() if axis not in without}
-    return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in shown.items())
+    items = ((axis, label) for axis, label in labels.items() if axis not in without)
+    return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in items)
 
 
 class Published(BaseModel, frozen=True):
@@ -97,25 +96,25 @@ class Sweep(BaseModel, frozen=True):
             raise ValueError("the labels of a cell do not match the axes")
         return self
 
-    def at(self, words: Sequence[str]) -> list[Cell]:
+    def at(self, selection: Sequence[str]) -> list[Cell]:
         """The cells with the given labels.
 
         Args:
-            words: Labels as "axis=label". Cells match any of the labels given for one axis, on every axis given. An empty
+            selection: Labels as "axis=label". Cells match any of the labels given for one axis, on every axis given. An empty
                 sequence selects all cells.
 
         Raises:
             InvalidSetting: For an unknown axis or label, or if no cell matches.
         """
         selected: dict[str, set[str]] = {}
-        for word in words:
-            axis, _, label = word.partition("=")
+        for condition in selection:
+            axis, _, label = condition.partition("=")
             _check_known(axis, self.axes, "--only names an unknown axis")
             _check_known(label, self.axes[axis], f"--only names an unknown label of `{axis}`")
             selected.setdefault(axis, set()).add(label)
         cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
         if not cells:
-            raise InvalidSetting(f"No cell of the sweep matches {', '.join(words)}.")
+            raise InvalidSetting(f"No cell of the sweep matches {', '.join(selection)}.")
         return cells
 
 
@@ -147,7 +146,7 @@ class _SweepFile(_Settings, coerce_numbers_to_str=True):
     smoke: _Settings | None = None
 
 
-def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
+def read_sweep(path: str | Path, *, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
     """Read a sweep file and check the recipe of every cell.
 
     Args:
@@ -161,7 +160,7 @@ def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = (
     path = Path(path)
     try:
         content = {field: value for field, value in read_mapping(path, "sweep").items() if value is not None}
-        return _sweep(_SweepFile.model_validate(content), path.stem, smoke, changes)
+        return _sweep(_SweepFile.model_validate(content), path.stem, smoke=smoke, changes=changes)
     except ValidationError as error:
         fields = {*_SweepFile.model_fields, *_Entry.model_fields}
         raise InvalidSetting(f"{path}: {explain(error.errors()[0], fields)}") from None
@@ -170,8 +169,8 @@ def read_sweep(path: str | Path, smoke: bool = False, changes: Sequence[str] = (
         raise
 
 
-def _sweep(content: _SweepFile, name: str, smoke: bool, changes: Sequence[str]) -> Sweep:
-    """Build the sweep from the content of a file. `name`: the default title."""
+def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[str]) -> Sweep:
+    """The sweep that the content of a file describes, with a default title."""
     overrides = content.smoke if smoke else _Settings()
     if overrides is None:
         raise InvalidSetting(
@@ -191,18 +190,11 @@ def _sweep(content: _SweepFile, name: str, smoke: bool, changes: Sequence[str]) 
         )
     cells = tuple(_cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out]))
     _check_distinct(cells)
-    if content.columns is not None:
+    if content.columns:
         _check_known(content.columns, axes, "`columns` names an unknown axis")
-    return Sweep(
-        title=content.title or name,
-        note=content.note,
-        axes=labels,
-        cells=cells,
-        columns=content.columns,
-        keep=content.keep,
-        published=tuple(_published(entry, full_axes) for entry in content.published),
-        smoke=smoke,
-    )
+    published = tuple(_published(entry, full_axes) for entry in content.published)
+    display = content.model_dump(include={"note", "columns", "keep"})
+    return Sweep(title=content.title or title, axes=labels, cells=cells, published=published, smoke=smoke, **display)
 
 
 def _points(axis: str, spec: Any) -> Points:
@@ -239,19 +231,18 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
         raise InvalidSetting(f"--set needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
     fields = shared
     if dot:
-        points = axes[_check_known(axis, axes, "--set names an unknown axis")]
-        fields = points[_check_known(label, points, f"--set names an unknown label of `{axis}`")]
+        _check_known(axis, axes, "--set names an unknown axis")
+        fields = axes[axis][_check_known(label, axes[axis], f"--set names an unknown label of `{axis}`")]
     fields[_check_known(axis, Recipe.model_fields, "--set names an unknown field")] = read_value(text)
 
 
 def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
     """An entry of `leave_out`: the excluded labels by axis. Labels that are not on the axis have no effect."""
-    for axis in entry:
+    excluded = {}
+    for axis, values in entry.items():
         _check_known(axis, labels, "`leave_out` names an unknown axis")
-    return {
-        axis: {_label(axis, value) for value in (values if isinstance(values, list) else [values])}
-        for axis, values in entry.items()
-    }
+        excluded[axis] = {_label(axis, value) for value in (values if isinstance(values, list) else [values])}
+    return excluded
 
 
 def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Mapping[str, set[str]]]) -> Iterator[Cell]:
@@ -276,15 +267,12 @@ def _check_distinct(cells: Sequence[Cell]) -> None:
     """Raise InvalidSetting if there are no cells, or two cells have the same name or recipe."""
     if not cells:
         raise InvalidSetting("`leave_out` leaves out every cell. Remove some of its entries.")
-    names: set[str] = set()
     recipes: dict[str, str] = {}
     for cell in cells:
-        if cell.name in names:
+        if cell.name in recipes.values():
             raise InvalidSetting(f"Two cells have the name {cell.name!r}. Give the values of the axes other labels.")
-        first = recipes.setdefault(cell.recipe.model_dump_json(), cell.name)
-        if first != cell.name:
+        if (first := recipes.setdefault(cell.recipe.model_dump_json(), cell.name)) != cell.name:
             raise InvalidSetting(f"The cells {first!r} and {cell.name!r} have the same recipe. Remove one of them.")
-        names.add(cell.name)
 
 
 def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Published:
@@ -292,15 +280,13 @@ def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Publishe
     branches: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
     for axis in entry.axes:
         _check_known(axis, labels, "`published` names an unknown axis")
-        unknown = f"`published` names an unknown label of `{axis}`"
-        for selected, values in branches:
+        parents, branches = branches, []
+        for selected, values in parents:
             if not isinstance(values, dict):
                 raise InvalidSetting(f"`published` at {selected} must hold `label: value` lines, got {values!r}.")
-        branches = [
-            (selected | {axis: _check_known(_label(axis, key), labels[axis], unknown)}, value)
-            for selected, values in branches
-            for key, value in values.items()
-        ]
+            for key, value in values.items():
+                label = _check_known(_label(axis, key), labels[axis], f"`published` names an unknown label of `{axis}`")
+                branches.append((selected | {axis: label}, value))
     for selected, value in branches:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise InvalidSetting(f"`published` at {selected} must be a number, got {value!r}.")

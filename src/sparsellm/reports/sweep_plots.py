@@ -57,16 +57,16 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     plots: list[Plot | None] = []
     for number, measure in enumerate(measures):
         axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
-        plots += [against(sweep, finished, axis, measure, f"{axis}-{number}") for axis in axes]
+        plots += [against(sweep, finished, axis, measure=measure, name=f"{axis}-{number}") for axis in axes]
         if {"alpha", "beta"} <= varied:
-            plots += surfaces(sweep, finished, measure, f"grid-{number}")
+            plots += surfaces(sweep, finished, measure, name=f"grid-{number}")
     reports = [(outcome.cell, outcome.report) for outcome in outcomes if outcome.report is not None]
     first_seed = [(cell, report) for cell, report in reports if cell.recipe.seed == reports[0][0].recipe.seed]
     plots += [by_depth(first_seed), by_epoch(first_seed), seconds(sweep, finished) if finished else None]
     return [plot for plot in plots if plot is not None]
 
 
-def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: str) -> Plot:
+def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name: str) -> Plot:
     """A measure against an axis: a panel for each model, a line for each combination of the other labels."""
     lines: Lines = {}
     table: dict[tuple[str, str], list[list[str]]] = {}
@@ -94,7 +94,7 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: st
 
     panels = list(dict.fromkeys(panel for panel, _ in lines))
     rows_of_panels = [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)]
-    drawing = _line_figure(lines, rows_of_panels, (3.0, 2.8), axis, measure, finish)
+    drawing = _line_figure(lines, rows_of_panels, (3.0, 2.8), xlabel=axis, ylabel=measure, finish=finish)
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
     return Plot(name, f"{measure} against {axis}", text, ["model", "line", axis, measure, "paper"], table_rows, drawing)
 
@@ -102,15 +102,14 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, measure: str, name: st
 def axis_value(axis: str, label: str) -> float:
     """Position of a label on its axis; NaN if it is neither a number nor a pattern."""
     if axis == "sparsity":
-        pattern = parse_pattern(label)
-        return 100 * (pattern.zeros / pattern.group if isinstance(pattern, NM) else pattern.sparsity)
+        return 100 * parse_pattern(label).sparsity
     try:
         return float(label)
     except ValueError:
         return math.nan
 
 
-def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, name: str) -> list[Plot]:
+def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> list[Plot]:
     """Heat maps of a measure over alpha and beta, one for each combination of the other labels."""
     alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
     values_by_label: dict[str, dict[tuple[str, str], float]] = {}
@@ -146,7 +145,15 @@ def by_depth(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
         "Errors are relative to the targets of each method. Those of the default include the errors of earlier layers, so its "
         "values are larger."
     )
-    return _series_plot("depth", "Error by depth", text, "block", "mean relative error", series, lambda a: a.set_yscale("log"))
+    return _series_plot(
+        "depth",
+        "Error by depth",
+        text,
+        xlabel="block",
+        ylabel="mean relative error",
+        series=series,
+        finish=lambda axes: axes.set_yscale("log"),
+    )
 
 
 def by_epoch(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
@@ -158,19 +165,27 @@ def by_epoch(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
         epochs = max(map(len, relative), default=0)
         complete = [steps for steps in relative if len(steps) == epochs > 1]
         series.append((cell, {n + 1: sum(steps[n] for steps in complete) / len(complete) for n in range(epochs) if complete}))
-    last_values = [points[max(points)] for _, points in series if points]
-    if not last_values:
+    last = [points[max(points)] for _, points in series if points]
+    if not last:
         return None
-    ratios = f"{min(last_values):.3g} to {max(last_values):.3g}"
+    ratios = f"{min(last):.3g} to {max(last):.3g}"
     text = f"The objective of Algorithm 1 after the last epoch is {ratios} times its value after the first."
-    finish = lambda axes: axes.axhline(1.0, color=INK, lw=0.6)  # noqa: E731
-    return _series_plot("epochs", "Training loss by epoch", text, "epoch", "objective, relative", series, finish)
+    return _series_plot(
+        "epochs",
+        "Training loss by epoch",
+        text,
+        xlabel="epoch",
+        ylabel="objective, relative",
+        series=series,
+        finish=lambda axes: axes.axhline(1.0, color=INK, lw=0.6),
+    )
 
 
 def _series_plot(
     name: str,
     title: str,
     text: str,
+    *,
     xlabel: str,
     ylabel: str,
     series: Iterable[tuple[Cell, dict[int, float]]],
@@ -190,7 +205,7 @@ def _series_plot(
         lines[panel, kind] = [Point(x, y) for x, y in points.items()]
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
-    figure = _line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel, ylabel, finish)
+    figure = _line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel=xlabel, ylabel=ylabel, finish=finish)
     return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure)
 
 
@@ -198,6 +213,7 @@ def _line_figure(
     lines: Lines,
     panels: Sequence[Sequence[str]],
     size: tuple[float, float],
+    *,
     xlabel: str,
     ylabel: str,
     finish: Callable[[Axes], object],
@@ -224,17 +240,15 @@ def _line_figure(
         for title, axes in zip(titles, row, strict=False):
             for number, kind in enumerate(kinds):
                 points = sorted(point for point in lines.get((title, kind), ()) if math.isfinite(point.y))
-                marker_style = {
-                    "color": COLOURS[number % len(COLOURS)],
-                    "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],
-                }
-                joined = [point for point in points if point.joined]
-                axes.plot([point.x for point in joined], [point.y for point in joined], color=marker_style["color"])
+                colour = COLOURS[number % len(COLOURS)]
+                style = {"color": colour, "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)], "ls": ""}
+                joined = [(point.x, point.y) for point in points if point.joined]
+                axes.plot([x for x, _ in joined], [y for _, y in joined], color=colour)
                 errors = [point.error or 0.0 for point in points]
                 x, y = [point.x for point in points], [point.y for point in points]
-                handles[kind] = axes.errorbar(x, y, errors if any(errors) else None, ls="", ms=4, capsize=2, **marker_style)
+                handles[kind] = axes.errorbar(x, y, errors if any(errors) else None, ms=4, capsize=2, **style)
                 published = [(point.x, point.published) for point in points if point.published is not None]
-                axes.plot([x for x, _ in published], [y for _, y in published], ls="", mfc="none", ms=9, **marker_style)
+                axes.plot([x for x, _ in published], [y for _, y in published], mfc="none", ms=9, **style)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(xlabel)

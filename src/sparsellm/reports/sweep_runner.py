@@ -121,6 +121,7 @@ def run_sweep(
     sweep: Sweep,
     folder: str | Path,
     observe: Observer,
+    *,
     retry: bool = False,
     device: str | None = None,
     only: Sequence[str] = (),
@@ -160,7 +161,7 @@ def run_sweep(
                 continue
             observe(Stage(f"cell {number} of {len(cell_folders)}: {cell_folder.cell.name}"))
             try:
-                cell_folder.finish(_run_cell(cell_folder, observe, shared, device, sweep.keep))
+                cell_folder.finish(_run_cell(cell_folder, observe, shared, device=device, keep=sweep.keep))
             except Exception as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     raise
@@ -185,7 +186,7 @@ def saved_sweep(folder: str | Path) -> Sweep:
     return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
 
 
-def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, device: str | None, keep: bool) -> Result:
+def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, *, device: str | None, keep: bool) -> Result:
     """Run a cell, resuming the work of an earlier process if there is any."""
     recipe = cell_folder.cell.recipe.model_copy(update={"device": device} if device else {})
     if keep:

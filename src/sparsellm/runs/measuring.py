@@ -50,7 +50,8 @@ def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[st
     perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
     if not recipe.task:
         return perplexities, {}
-    return perplexities, evaluate_tasks(loaded, opened.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit)
+    tokenizer = opened.source.tokenizer()
+    return perplexities, evaluate_tasks(loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
 
 
 def measure_into(
@@ -89,9 +90,8 @@ def measure_into(
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     if recipe.task:
         with phase(f"{MEASURING} {when}", report, observer):
-            evaluate = partial(
-                evaluate_tasks, loaded, ready.source.tokenizer(), recipe.task, recipe.task_data, recipe.task_limit
-            )
+            tokenizer = ready.source.tokenizer()
+            evaluate = partial(evaluate_tasks, loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
             name = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
             accuracies = recall(torch.empty(0, dtype=torch.long), name, evaluate, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():

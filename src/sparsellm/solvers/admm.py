@@ -73,7 +73,8 @@ class NormalizedProblem:
         Returns:
             The fitted weight, (out, in), in the units of the layer.
         """
-        return conjugate_gradient_refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
+        refitted = conjugate_gradient_refit(weight, self.target, self.gram, keep=keep, steps=steps, curvature=self.curvature)
+        return refitted / self.scale
 
 
 def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) -> SolverCost:

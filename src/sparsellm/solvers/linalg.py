@@ -65,69 +65,78 @@ def add_curvature_diagonal(curvature: Tensor, share: float) -> Tensor:
     return result
 
 
-def cholesky(matrix: Tensor, damping: float, setting: str = "damping", failures: list[Tensor] | None = None) -> Tensor:
+def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
     """The lower Cholesky factor of a symmetric matrix.
 
     Args:
         matrix: (n, n), symmetric.
         damping: The value already added to the diagonal; for the error message only.
         setting: The name of the setting that holds `damping`; for the error message only.
-        failures: If given, a bool tensor, (), True on failure, is appended instead of raising; no device synchronisation.
 
     Raises:
-        SingularGram: If the matrix is not positive definite and `failures` is None.
+        SingularGram: If the matrix is not positive definite.
     """
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    failed = (info != 0) | ~lower.diagonal().isfinite().all()
-    if failures is not None:
-        failures.append(failed)
-    elif bool(failed):
+    lower, pivot = cholesky_ex(matrix)
+    check_pivot(pivot, len(matrix), damping, setting=setting)
+    return lower
+
+
+def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.cholesky_ex`, which does not wait for the device, with NaN and infinity as failures.
+
+    Args:
+        matrix: (n, n), symmetric.
+
+    Returns:
+        The lower factor, (n, n), and the pivot that failed as an integer tensor, (): counted from 1, 0 if none did.
+    """
+    lower, pivot = torch.linalg.cholesky_ex(matrix)
+    overflowed = ~lower.diagonal().isfinite()
+    first = torch.where(overflowed.any(), overflowed.int().argmax() + 1, 0)
+    return lower, torch.where(pivot != 0, pivot, first)
+
+
+def check_pivot(pivot: Tensor, size: int, damping: float, *, setting: str = "damping") -> None:
+    """Raise SingularGram if a factorisation of an (n, n) matrix failed at `pivot`; for the arguments see `cholesky`."""
+    if failed := int(pivot):
         raise SingularGram(
-            f"Cholesky failed at pivot {int(info)} of {len(matrix)} with {setting}={damping:g}. "
+            f"Cholesky failed at pivot {failed} of {size} with {setting}={damping:g}. "
             f"Use more calibration tokens than the layer has inputs, or raise `{setting}`."
         )
-    return lower  # type: ignore[no-any-return]
 
 
-def upper_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
-    r"""The upper triangular $R$ with $M = R R^\top$; $R = PLP$, where $P$ reverses the order and $PMP = LL^\top$.
+def upper_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The upper triangular $R$ with $M = R R^\top$, and the pivot that failed, as `cholesky_ex` gives it.
 
-    The other arguments are those of `cholesky`.
+    $R = PLP$, where $P$ reverses the order and $PMP = LL^\top$.
     """
     reversed_matrix = matrix.flip(0, 1)
     del matrix  # lowers the peak memory by one (n, n) matrix if the caller holds no reference
-    lower = cholesky(reversed_matrix, damping, failures=failures)
+    lower, pivot = cholesky_ex(reversed_matrix)
     del reversed_matrix
-    return lower.flip(0, 1)
+    return lower.flip(0, 1), pivot
 
 
-def inverse_factor(matrix: Tensor, damping: float, failures: list[Tensor] | None = None) -> Tensor:
-    r"""The upper triangular $U$ with $M^{-1} = U^\top U$: the inverse of the `upper_factor`.
+def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The upper triangular $U$ with $M^{-1} = U^\top U$, the inverse of the `upper_factor`, and the pivot that failed.
 
     Takes a third of the operations of factorising, inverting and factorising again, and avoids the rounding errors of an
-    explicit $M^{-1}$. The other arguments are those of `cholesky`.
+    explicit $M^{-1}$.
     """
-    return invert_triangular(upper_factor(matrix, damping, failures))
+    factor, pivot = upper_factor(matrix)
+    return invert_triangular_(factor), pivot
 
 
-def invert_triangular(upper: Tensor) -> Tensor:
-    """The inverse of an upper triangular matrix."""
-    inverse = torch.zeros(upper.shape, dtype=upper.dtype, device=upper.device)
-    _invert_triangular_into(upper, inverse)
-    return inverse
-
-
-def _invert_triangular_into(upper: Tensor, inverse: Tensor) -> None:
-    """Write the inverse of an upper triangular matrix by recursive halving, so that products do most of the n³/3 operations."""
+def invert_triangular_(upper: Tensor) -> Tensor:
+    """Invert an upper triangular matrix in place, by recursive halving: products do most of the n³/3 operations."""
     size = len(upper)
     if size <= LEAF:
         eye = torch.eye(size, dtype=upper.dtype, device=upper.device)
-        inverse.copy_(torch.linalg.solve_triangular(upper, eye, upper=True))
-        return
+        return upper.copy_(torch.linalg.solve_triangular(upper, eye, upper=True))
     half = size // 2
-    _invert_triangular_into(upper[:half, :half], inverse[:half, :half])
-    _invert_triangular_into(upper[half:, half:], inverse[half:, half:])
-    inverse[:half, half:] = (inverse[:half, :half] @ upper[:half, half:]).neg_() @ inverse[half:, half:]
+    first, last, corner = upper[:half, :half], upper[half:, half:], upper[:half, half:]
+    corner.copy_((invert_triangular_(first) @ corner).neg_() @ invert_triangular_(last))
+    return upper
 
 
 def dot_float64(one: Tensor, other: Tensor) -> float:
@@ -168,6 +177,7 @@ def conjugate_gradient_refit(
     weight: Tensor,
     target: Tensor,
     gram: Tensor,
+    *,
     keep: Tensor,
     steps: int,
     tolerance: float = 1e-4,

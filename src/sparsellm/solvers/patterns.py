@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,6 +143,17 @@ class NM:
 
 
 Pattern = Unstructured | NM
+
+
+def keep_unpruned(pruned_mask: Tensor | None, score: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
+    """The mask that `select` makes of the scores, with the weights of `pruned_mask` removed first and never kept.
+
+    Args:
+        pruned_mask: bool of the shape of `score`, True for weights that are already removed; None if there are none.
+        score: Scores, finite, at least 0.
+        select: Maps scores to a mask, True where a weight is kept.
+    """
+    return select(score) if pruned_mask is None else select(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
 
 
 def keep_largest(score: Tensor, removed: int) -> Tensor:

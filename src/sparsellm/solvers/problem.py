@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.runtime import devices
 from sparsellm.solvers.linalg import add_diagonal, cholesky, quadratic_form
-from sparsellm.solvers.patterns import Pattern
+from sparsellm.solvers.patterns import Pattern, keep_unpruned
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 MIN_CURVATURE = 1e-6
@@ -32,7 +33,7 @@ class LayerProblem:
 
     Attributes:
         weight: $W^\star$, (out, in) float32, the target: the dense weight for local pruning (paper eq. 2).
-        inputs: Statistics of the inputs x, of the class that the solver `needs` or a subclass.
+        inputs: Statistics of the inputs x, of the class that the solver `needs` or one of higher rank.
         curvature: $S$, (out, out), positive semi-definite: the effect of output errors on the model's predictions. None for
             the identity.
         pruned_mask: (out, in) bool, True for weights that are already removed and stay zero; None if there are none.
@@ -45,7 +46,7 @@ class LayerProblem:
 
     @classmethod
     def from_targets(
-        cls, cross: Tensor, inputs: Gram, prior: Tensor, ridge: float, curvature: Tensor | None = None
+        cls, cross: Tensor, inputs: Gram, prior: Tensor, *, ridge: float, curvature: Tensor | None = None
     ) -> LayerProblem:
         r"""The problem of matching another signal y, regularised toward a prior weight $W_0$.
 
@@ -78,9 +79,7 @@ class LayerProblem:
             score: (out, in), finite, at least 0.
             per_row: See `Unstructured.keep`.
         """
-        if self.pruned_mask is None:
-            return pattern.keep(score, per_row=per_row)
-        return pattern.keep(score.masked_fill(self.pruned_mask, -1), per_row=per_row) & ~self.pruned_mask
+        return keep_unpruned(self.pruned_mask, score, partial(pattern.keep, per_row=per_row))
 
     @property
     def gram(self) -> Tensor:
@@ -149,21 +148,21 @@ class LayerProblem:
         return (right * left).sum()
 
 
-def relative_error(lost: float, had: float) -> float:
+def relative_error(error: float, power: float) -> float:
     """The relative error from two energies; 0 if the target's energy is 0.
 
     Args:
-        lost: Energy of the output error.
-        had: Energy of the target's output.
+        error: Energy of the output error.
+        power: Energy of the target's output.
 
     Raises:
         NonFinite: If an energy is not finite.
     """
-    if not is_finite_pair(lost, had):
+    if not is_finite_pair(error, power):
         raise NonFinite("The energy of the layer's output overflows float32. Look for weights that are far too large.")
-    return max(lost, 0.0) / had if had > 0 else 0.0
+    return max(error, 0.0) / power if power > 0 else 0.0
 
 
-def is_finite_pair(lost: float, had: float) -> bool:
+def is_finite_pair(error: float, power: float) -> bool:
     """Whether two energies are finite numbers."""
-    return math.isfinite(lost) and math.isfinite(had)
+    return math.isfinite(error) and math.isfinite(power)

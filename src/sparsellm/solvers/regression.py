@@ -30,7 +30,7 @@ class Regression(ABC):
 
     def problem(self, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
         """The layer problem of matching the targets; for the arguments see `LayerProblem.from_targets`."""
-        return LayerProblem.from_targets(self._cross(), self._gram, prior, ridge, curvature)
+        return LayerProblem.from_targets(self._cross(), self._gram, prior, ridge=ridge, curvature=curvature)
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight, (out, in); None if the bias is not fitted."""
@@ -76,7 +76,7 @@ class TargetRegression(Regression):
     def __init__(self, inputs: Gram, outputs: int, affine: bool) -> None:
         super().__init__(inputs, affine)
         device = inputs.mean.device
-        self._cross_moment = CrossMoment(outputs, inputs.features, device, inputs.unit)
+        self._cross_moment = CrossMoment(outputs, inputs.features, device, unit=inputs.unit)
         self._target_sum = torch.zeros(outputs, dtype=devices.widest_float(device), device=device)
         self._target_squares = torch.zeros((), dtype=devices.widest_float(device), device=device)
 
@@ -121,7 +121,7 @@ class PairedStatistics:
     def __init__(self, inputs: Gram) -> None:
         device = inputs.mean.device
         self.inputs, self.others = inputs, Gram(inputs.features, device, inputs.unit)
-        self.cross = CrossMoment(inputs.features, inputs.features, device, inputs.unit)
+        self.cross = CrossMoment(inputs.features, inputs.features, device, unit=inputs.unit)
 
     def update(self, inputs: Tensor, others: Tensor) -> None:
         """Add a batch of x and z, (tokens, in) each. Does not update the Gram matrix of x."""
@@ -138,14 +138,14 @@ class LinearTargetRegression(Regression):
     r"""A regression on targets $t = A z + a$ of paired inputs z: $E[t x^\top] = A\,E[z x^\top] + a\,E[x]^\top$.
 
     Args:
-        twins: The statistics of x and z.
+        paired: The statistics of x and z.
         weight: A, (out, in).
         bias: a, (out,); the bias is then fitted. None for a layer without one.
     """
 
-    def __init__(self, twins: PairedStatistics, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(twins.inputs, bias is not None)
-        self._paired, self._weight, self._bias = twins, weight, bias
+    def __init__(self, paired: PairedStatistics, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(paired.inputs, bias is not None)
+        self._paired, self._weight, self._bias = paired, weight, bias
 
     @property
     def power(self) -> float:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers import sparsegpt_triton
-from sparsellm.solvers.linalg import add_curvature_diagonal, add_diagonal_, inverse_factor, invert_triangular, upper_factor
-from sparsellm.solvers.patterns import Pattern, keep_largest
+from sparsellm.solvers.linalg import (
+    add_curvature_diagonal,
+    add_diagonal_,
+    check_pivot,
+    inverse_factor,
+    invert_triangular_,
+    upper_factor,
+)
+from sparsellm.solvers.patterns import Pattern, keep_largest, keep_unpruned
 from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
 
@@ -55,50 +61,63 @@ class SparseGPT:
             raise InvalidSetting(f"SparseGPT needs damping >= 0 and block >= 1, got {self.damping} and {self.block}.")
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
-        return self._pruned(problem, pattern)
+        factors = self._factorize(problem)
+        for pivot, size in factors.pivots:
+            check_pivot(pivot, size, self.damping)
+        return self._prune(problem, pattern, factors)
 
     def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
-        failures: list[Tensor] = []
-        weight = self._pruned(problem, pattern, failures)
-        return weight, ~torch.stack(failures).any()
+        factors = self._factorize(problem)
+        return self._prune(problem, pattern, factors), (torch.stack([pivot for pivot, _ in factors.pivots]) == 0).all()
 
-    def _pruned(self, problem: LayerProblem, pattern: Pattern, failures: list[Tensor] | None = None) -> Tensor:
-        """The pruned weight, (out, in); for `failures` see `cholesky`."""
-        dead = problem.rms == 0
-        columns = problem.weight.T.masked_fill(dead.unsqueeze(1), 0).contiguous()  # (in, out): each column is contiguous
+    def _factorize(self, problem: LayerProblem) -> _Factors:
+        """Factorise the damped Gram matrix, and the damped curvature if there is one, without a device synchronisation."""
+        factor, pivot = upper_factor(add_diagonal_(problem.gram, self.damping))
+        if problem.curvature is None:
+            return _Factors(factor, 1.0, ((pivot, len(factor)),))
+        inverse, curvature_pivot = inverse_factor(add_curvature_diagonal(problem.curvature, max(self.damping, MIN_CURVATURE)))
+        pivots = (pivot, len(factor)), (curvature_pivot, len(inverse))
+        return _Factors(factor, inverse.square().sum(0).reciprocal(), pivots)
+
+    def _prune(self, problem: LayerProblem, pattern: Pattern, factors: _Factors) -> Tensor:
+        """The pruned weight, (out, in)."""
+        columns = problem.weight.T.masked_fill((problem.rms == 0).unsqueeze(1), 0).contiguous()  # (in, out)
         changes = torch.empty_like(columns)  # pruned minus dense, for the columns done
-        factor = upper_factor(add_diagonal_(problem.gram, self.damping), self.damping, failures)
-        row_factor = self._row_factor(problem, failures)
+        factor = factors.gram
         inputs, outputs = columns.shape
         block = _multiple_of_span(self.block, pattern)
         for start in range(0, inputs, block):
             end = min(start + block, inputs)
             block_columns, dense = columns[start:end], columns[start:end].clone()
             pruned_mask = None if problem.pruned_mask is None else problem.pruned_mask.T[start:end]
-            block_factor = invert_triangular(factor[start:end, start:end])
+            block_factor = invert_triangular_(factor[start:end, start:end].clone())
             block_columns -= block_factor.T @ (factor[:start, start:end].T @ changes[:start])
             keep = None
             if pattern.column_span is None:
                 # Cumulative rounding: the blocks' counts add up to the layer's exact count.
                 removed = pattern.count_removed(outputs * end) - pattern.count_removed(outputs * start)
-                keep = _keep_with_pruned(
-                    pruned_mask, _scores(block_columns, block_factor) * row_factor, partial(keep_largest, removed=removed)
-                )
+                score = _scores(block_columns, block_factor) * factors.row
+                keep = keep_unpruned(pruned_mask, score, partial(keep_largest, removed=removed))
             if pruned_mask is None and sparsegpt_triton.is_supported(block_columns, pattern):
-                sparsegpt_triton.prune_columns(block_columns, block_factor, keep, pattern)
+                sparsegpt_triton.prune_columns(block_columns, block_factor, keep, pattern=pattern)
             else:
-                _sweep(block_columns, block_factor, keep, pattern, pruned_mask)
+                _sweep(block_columns, block_factor, keep, pattern=pattern, pruned_mask=pruned_mask)
             torch.sub(block_columns, dense, out=changes[start:end])
         return columns.T.contiguous()
 
-    def _row_factor(self, problem: LayerProblem, failures: list[Tensor] | None = None) -> Tensor | float:
-        """(out,): factor on the scores of each row; affects unstructured patterns only, which compare rows."""
-        if problem.curvature is None:
-            return 1.0
-        factor = inverse_factor(
-            add_curvature_diagonal(problem.curvature, max(self.damping, MIN_CURVATURE)), self.damping, failures
-        )
-        return factor.square().sum(0).reciprocal()
+
+class _Factors(NamedTuple):
+    """Factors of a layer problem.
+
+    Attributes:
+        gram: R, (in, in), upper triangular.
+        row: (out,), factor on the scores of each row; affects unstructured patterns only, which compare rows.
+        pivots: The pivot at which each factorisation failed, as `cholesky_ex` gives it, and the size of its matrix.
+    """
+
+    gram: Tensor
+    row: Tensor | float
+    pivots: tuple[tuple[Tensor, int], ...]
 
 
 def _multiple_of_span(columns: int, pattern: Pattern) -> int:
@@ -112,12 +131,9 @@ def _scores(columns: Tensor, factor: Tensor) -> Tensor:
     return (columns / factor.diagonal().unsqueeze(1)).square()
 
 
-def _keep_with_pruned(pruned_mask: Tensor | None, score: Tensor, mask_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """The mask of kept weights; weights in `pruned_mask` are removed first and never kept."""
-    return mask_of(score) if pruned_mask is None else mask_of(score.masked_fill(pruned_mask, -1)) & ~pruned_mask
-
-
-def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None = None) -> None:
+def _sweep(
+    columns: Tensor, factor: Tensor, keep: Tensor | None, *, pattern: Pattern, pruned_mask: Tensor | None = None
+) -> None:
     """Prune a block of columns in place.
 
     Args:
@@ -127,26 +143,26 @@ def _sweep(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Patter
         pattern: The pattern, read if `keep` is None.
         pruned_mask: (columns, out) bool, weights already removed.
     """
-    errors = torch.empty_like(columns)
     step = _multiple_of_span(PANEL, pattern)
     for start in range(0, len(columns), step):
         panel, rest = slice(start, start + step), slice(start + step, None)
         panel_keep, panel_pruned = (None if mask is None else mask[panel] for mask in (keep, pruned_mask))
-        _sweep_panel(columns[panel], factor[panel, panel], panel_keep, pattern, panel_pruned, errors[panel])
-        columns[rest].addmm_(factor[panel, rest].T, errors[panel], alpha=-1)
+        errors = _sweep_panel(columns[panel], factor[panel, panel], panel_keep, pattern=pattern, pruned_mask=panel_pruned)
+        columns[rest].addmm_(factor[panel, rest].T, errors, alpha=-1)
 
 
 def _sweep_panel(
-    columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern, pruned_mask: Tensor | None, errors: Tensor
-) -> None:
-    """`_sweep` for one panel, where each column updates all later ones at once. Writes the scaled errors to `errors`."""
+    columns: Tensor, factor: Tensor, keep: Tensor | None, *, pattern: Pattern, pruned_mask: Tensor | None
+) -> Tensor:
+    """`_sweep` for one panel, where each column updates all later ones at once; returns the scaled errors, (columns, out)."""
+    errors = torch.empty_like(columns)
     span = pattern.column_span or len(columns)
     for start in range(0, len(columns), span):
         group = slice(start, start + span)
         if keep is None:
             group_pruned = None if pruned_mask is None else pruned_mask[group]
             score = _scores(columns[group], factor[group, group])
-            group_keep = _keep_with_pruned(group_pruned, score, lambda scores: pattern.keep(scores.T).T)
+            group_keep = keep_unpruned(group_pruned, score, lambda scores: pattern.keep(scores.T).T)
         else:
             group_keep = keep
         error_scales = (~group_keep).to(columns.dtype) / factor[group, group].diagonal().unsqueeze(1)
@@ -154,3 +170,4 @@ def _sweep_panel(
             torch.mul(columns[j], error_scale, out=errors[j])
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         columns[group].masked_fill_(~group_keep, 0)
+    return errors

@@ -79,7 +79,7 @@ if triton is not None:
         tl.store(columns + index[:, None] * outputs + lane[None, :], tile, mask=inside)
 
 
-def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
+def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, *, pattern: Pattern) -> None:
     """Prune a block of columns in place, like the plain loop `sparsegpt._sweep`.
 
     Args:
@@ -129,7 +129,7 @@ def passes_self_test(device: torch.device) -> bool:
     columns, factor = torch.ones(2, 1, device=device), torch.tensor([[2.0, 1.0], [0.0, 1.0]], device=device)
     keep = torch.tensor([[False], [True]], device=device)
     try:
-        prune_columns(columns, factor, keep, Unstructured(0.5))
+        prune_columns(columns, factor, keep, pattern=Unstructured(0.5))
     except Exception:  # a compiler or driver may raise anything; the plain loop gives the same result
         return False
     return columns.tolist() == [[0.0], [0.5]]

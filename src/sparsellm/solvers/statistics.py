@@ -1,7 +1,7 @@
 """Streaming statistics of a layer's inputs.
 
-Each class extends the one before: ``TokenCount < InputRMS < Gram``. A solver names the class that it needs, and the driver
-accumulates an instance of it.
+Each class extends the one before and has the next `rank`: ``TokenCount < InputRMS < Gram``. A solver names the class that it
+needs, and the driver accumulates the one of highest rank that any layer with these inputs needs.
 
 Products of a batch are computed in float32 and accumulated in float64. The sums, rounded to float32, then do not depend on the
 order of the batches or on their distribution over processes. If `unit` is the number of tokens of a sequence, each product
@@ -9,6 +9,10 @@ covers one sequence, and the sums do not depend on the batch size either.
 """
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,14 +45,16 @@ class TokenCount:
     Args:
         features: Number of inputs of the layer.
         device: Device of the sums.
-        unit: Tokens that are multiplied and summed at a time in float32; None for all tokens of a batch.
+        unit: Tokens that are summed at a time in float32; None for all tokens of a batch.
     """
+
+    rank: ClassVar[int] = 0
+    """Place in the order of the classes: statistics serve every solver that needs a class of their rank or a lower one."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         self.features, self.unit = features, unit
         self._device = torch.device(device)
         self._tokens = 0  # a Python int: dividing by it needs no synchronisation
-        self._reduction = collectives.AllReduce()
 
     @property
     def tokens(self) -> int:
@@ -58,11 +64,6 @@ class TokenCount:
     def update(self, inputs: Tensor) -> None:
         """Add a batch of inputs, (..., in), of any floating dtype."""
         self._tokens += inputs.numel() // self.features
-
-    def _rows(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        """Split a batch, (..., in), into the rows, (tokens, in), that are summed at a time."""
-        rows = inputs.reshape(-1, self.features)
-        return rows.split(self.unit) if self.unit else (rows,)
 
     def reduce(self) -> None:
         """Start the sum over all processes. Reading a statistic waits for it to complete."""
@@ -75,24 +76,40 @@ class TokenCount:
 class InputRMS(TokenCount):
     """The root mean square of each input."""
 
+    rank = 1
+
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
         super().__init__(features, device, unit)
-        self._squares = torch.zeros(features, dtype=devices.widest_float(self._device), device=device)
+        self._reduction = collectives.AllReduce()
+        self._sums = self._zero_sums(devices.widest_float(self._device))
 
     @property
     def rms(self) -> Tensor:
         """(in,) float32: RMS of each input over the tokens; Wanda's norm divided by the root of the number of tokens."""
         self._reduction.wait()
-        return (self._squares / max(self.tokens, 1)).sqrt().float()
+        return (self._squares() / max(self.tokens, 1)).sqrt().float()
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
-        for rows in self._rows(inputs):
-            self._squares += rows.float().square().sum(0)
+        rows = inputs.reshape(-1, self.features)
+        for part in rows.split(self.unit) if self.unit else (rows,):
+            self._accumulate(part)
 
     def reduce(self) -> None:
         super().reduce()
-        self._reduction = collectives.AllReduce(self._squares)
+        self._reduction = collectives.AllReduce(*self._sums)
+
+    def _zero_sums(self, dtype: torch.dtype) -> list[Tensor]:
+        """The tensors that `_accumulate` adds to and that are summed over processes."""
+        return [torch.zeros(self.features, dtype=dtype, device=self._device)]
+
+    def _accumulate(self, rows: Tensor) -> None:
+        """Add inputs, (tokens, in), to the sums."""
+        self._sums[0] += rows.float().square().sum(0)
+
+    def _squares(self) -> Tensor:
+        """(in,): the sum of the squares of each input."""
+        return self._sums[0]
 
 
 class Gram(InputRMS):
@@ -107,58 +124,33 @@ class Gram(InputRMS):
         dtype: Dtype of the products. float32 is sufficient for all solvers; float64 serves as a reference.
     """
 
+    rank = 2
+
     def __init__(
-        self,
-        features: int,
-        device: torch.device | str = "cpu",
-        unit: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, features: int, device: torch.device | str = "cpu", unit: int | None = None, *, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__(features, device, unit)
-        self._dtype, sum_dtype = dtype, devices.widest_float(self._device)
-        self._panels = _panel_bounds(features, self._device)
-        self._products = [
-            torch.zeros(stop - start, features - start, dtype=sum_dtype, device=device) for start, stop in self._panels
-        ]
-        self._sums = torch.zeros(features, dtype=sum_dtype, device=device)
+        self._dtype = dtype
         self._final: tuple[Tensor, Tensor] | None = None  # the matrix and the RMS, after `finalize`
-        self._centered: _CenteredGram | None = None
+        self._centered: Gram | None = None
 
     @property
     def matrix(self) -> Tensor:
         """(in, in), exactly symmetric: the mean of x xᵀ over the tokens. A new tensor."""
-        return symmetrize_(self._upper(None)) if self._final is None else self._final[0].clone()
+        return symmetrize_(self._upper()) if self._final is None else self._final[0].clone()
 
     def mean_over(self, tokens: int) -> Tensor:
         """`matrix` divided by `tokens` instead of the number accumulated; not available after `finalize`."""
-        return symmetrize_(self._upper(None, tokens))
+        return symmetrize_(self._upper(tokens=tokens))
 
     @property
     def view(self) -> Tensor:
         """`matrix` for reading only, without a copy after `finalize`."""
         return self.matrix if self._final is None else self._final[0]
 
-    def _upper(self, centre: Tensor | None, tokens: int | None = None) -> Tensor:
-        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus centre centreᵀ.
-
-        Entries below the diagonal are undefined.
-        """
-        self._reduction.wait()
-        upper = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
-        for (start, stop), products in zip(self._panels, self._products, strict=True):  # one float64 panel at a time
-            panel = products / max(self.tokens if tokens is None else tokens, 1)
-            if centre is not None:
-                panel -= centre[start:stop].outer(centre[start:])
-            upper[start:stop, start:] = panel
-        return upper
-
     @property
     def rms(self) -> Tensor:
-        if self._final is not None:
-            return self._final[1]
-        self._reduction.wait()
-        squares = torch.cat([products.diagonal() for products in self._products])
-        return (squares / max(self.tokens, 1)).sqrt().float()
+        return super().rms if self._final is None else self._final[1]
 
     @property
     def mean(self) -> Tensor:
@@ -169,36 +161,28 @@ class Gram(InputRMS):
     def centre(self) -> Tensor:
         """`mean` in the sums' dtype."""
         self._reduction.wait()
-        return self._sums / max(self.tokens, 1)
+        return self._sums[-1] / max(self.tokens, 1)
 
     def update(self, inputs: Tensor) -> None:
         if self._final is not None:
             raise TypeError("A finalized or centred Gram matrix cannot be updated.")
         self._centered = None
-        TokenCount.update(self, inputs)
-        for rows in self._rows(inputs):
-            x = _as_factor(rows, self._dtype)
-            for (start, stop), products in zip(self._panels, self._products, strict=True):
-                batch_products = _product(x[:, start:stop], x[:, start:], self._dtype)
-                for first, last in _panel_bounds(len(batch_products), x.device):  # limits the temporary of the cast to float64
-                    products[first:last] += batch_products[first:last]
-            self._sums += x.sum(0, dtype=self._dtype)
+        super().update(inputs)
 
     def reduce(self) -> None:
-        TokenCount.reduce(self)
+        super().reduce()
         self._centered = None
-        self._reduction = collectives.AllReduce(*self._products, self._sums)
 
     def finalize(self) -> None:
         """Replace the sums by the matrix in the products' dtype; it can no longer be centred."""
         if self._final is None:
             self._final = self.matrix, self.rms
-            self._products.clear()
+            del self._sums[:-1]
 
     def centered(self) -> Gram:
         r"""The Gram matrix about the mean, $E[(x - \mu)(x - \mu)^\top]$, for layers whose bias is fitted.
 
-        Cached until the next update, so that layers with the same inputs share it.
+        It is finalized, and cached until the next update, so that layers with the same inputs share it.
 
         Raises:
             TypeError: After `finalize`.
@@ -206,26 +190,47 @@ class Gram(InputRMS):
         if self._final is not None:
             raise TypeError("A finalized Gram matrix cannot be centred, because its sums are released.")
         if self._centered is None:
-            self._centered = _CenteredGram(self)
+            matrix = symmetrize_(self._upper(self.centre))
+            # The variance of a constant input is a rounding error of either sign: treat the input as dead.
+            dead = matrix.diagonal() <= CONSTANT * self.rms.square()
+            matrix[dead] = 0
+            matrix[:, dead] = 0
+            self._centered = copy.copy(self)
+            self._centered._sums = [torch.zeros_like(self._sums[-1])]
+            self._centered._final = matrix, matrix.diagonal().sqrt().float()
         return self._centered
 
+    def _zero_sums(self, dtype: torch.dtype) -> list[Tensor]:
+        """A panel of products for each of `_panel_bounds`, and the sum of the inputs."""
+        shapes = [(stop - start, self.features - start) for start, stop in _panel_bounds(self.features, self._device)]
+        return [torch.zeros(shape, dtype=dtype, device=self._device) for shape in (*shapes, (self.features,))]
 
-class _CenteredGram(Gram):
-    """A finalized Gram matrix about the mean."""
+    def _accumulate(self, rows: Tensor) -> None:
+        x = _as_factor(rows, self._dtype)
+        for (start, stop), products in self._panels():
+            _add_by_panel(products, _product(x[:, start:stop], x[:, start:], self._dtype))
+        self._sums[-1] += x.sum(0, dtype=self._dtype)
 
-    def __init__(self, gram: Gram) -> None:
-        super().__init__(0, gram._device, dtype=gram._dtype)
-        self.features, self._tokens = gram.features, gram._tokens
-        matrix = symmetrize_(gram._upper(gram.centre))
-        # The variance of a constant input is a rounding error of either sign: treat the input as dead.
-        dead = matrix.diagonal() <= CONSTANT * gram.rms.square()
-        matrix[dead] = 0
-        matrix[:, dead] = 0
-        self._final = matrix, matrix.diagonal().sqrt().float()
+    def _squares(self) -> Tensor:
+        return torch.cat([products.diagonal() for _, products in self._panels()])
 
-    @property
-    def mean(self) -> Tensor:
-        return torch.zeros_like(self.rms, dtype=self._dtype)
+    def _panels(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """The first row and the end of each panel, and its products."""
+        return zip(_panel_bounds(self.features, self._device), self._sums[:-1], strict=True)
+
+    def _upper(self, centre: Tensor | None = None, tokens: int | None = None) -> Tensor:
+        """(in, in), in the products' dtype: the mean of x xᵀ over `tokens` (by default all) minus centre centreᵀ.
+
+        Entries below the diagonal are undefined.
+        """
+        self._reduction.wait()
+        upper = torch.empty(self.features, self.features, dtype=self._dtype, device=self._device)
+        for (start, stop), products in self._panels():  # one float64 panel at a time
+            panel = products / max(self.tokens if tokens is None else tokens, 1)
+            if centre is not None:
+                panel -= centre[start:stop].outer(centre[start:])
+            upper[start:stop, start:] = panel
+        return upper
 
 
 def symmetrize_(matrix: Tensor) -> Tensor:
@@ -247,7 +252,7 @@ class CrossMoment:
         unit: Tokens that are multiplied and summed at a time in float32; None for all tokens of a batch.
     """
 
-    def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
+    def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", *, unit: int | None = None) -> None:
         self._device, self.unit = torch.device(device), unit
         self._tokens = 0
         self._products = torch.zeros(outputs, features, dtype=devices.widest_float(self._device), device=device)
@@ -280,9 +285,7 @@ class CrossMoment:
         size = self.unit or max(len(inputs), 1)
         for target_rows, input_rows in zip(targets.split(size), inputs.split(size), strict=True):
             y, x = _as_factor(target_rows, torch.float32), _as_factor(input_rows, torch.float32)
-            batch_products = _product(y, x, torch.float32)
-            for start, stop in _panel_bounds(len(batch_products), self._device):
-                self._products[start:stop] += batch_products[start:stop]
+            _add_by_panel(self._products, _product(y, x, torch.float32))
 
     def reduce(self) -> None:
         """Sum over all processes."""
@@ -294,6 +297,12 @@ def _panel_bounds(rows: int, device: torch.device) -> list[tuple[int, int]]:
     """The first row and the end of each panel."""
     height = max(-(-rows // PANELS), ASYNC_PANEL_ROWS if devices.queued(device) else MIN_PANEL_ROWS)
     return [(start, min(start + height, rows)) for start in range(0, rows, height)]
+
+
+def _add_by_panel(sums: Tensor, products: Tensor) -> None:
+    """Add a batch's products to their sums, panel by panel, which limits the temporary of the cast to float64."""
+    for start, stop in _panel_bounds(len(products), products.device):
+        sums[start:stop] += products[start:stop]
 
 
 def _as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ def block_of(columns: int, outputs: int) -> tuple[Tensor, Tensor]:
 def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
     """The same masks; the same weights but for rounding."""
     one, other = columns.clone(), columns.clone()
-    sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern)
-    sparsegpt_triton.prune_columns(other, factor, keep, pattern)
+    sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern=pattern)
+    sparsegpt_triton.prune_columns(other, factor, keep, pattern=pattern)
     assert torch.equal(other == 0, one == 0)
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
 
@@ -69,7 +70,7 @@ def test_ties_go_by_position(text: str) -> None:
     factor = torch.eye(16, device=DEVICE)
     both(weight, factor, None, pattern)
     pruned = weight.clone()
-    sparsegpt_triton.prune_columns(pruned, factor, None, pattern)
+    sparsegpt_triton.prune_columns(pruned, factor, None, pattern=pattern)
     assert torch.equal(pruned, (weight.T * pattern.keep(weight.T.square())).T)
 
 
@@ -87,10 +88,10 @@ def test_a_whole_layer(text: str, shape: tuple[int, int], block: int, monkeypatc
     answers, swept = [], 0
     sweep = sparsegpt_triton.prune_columns
 
-    def counted(*arguments: object) -> None:
+    def counted(*arguments: Any, **keywords: Any) -> None:
         nonlocal swept
         swept += 1
-        sweep(*arguments)  # type: ignore[arg-type]
+        sweep(*arguments, **keywords)
 
     monkeypatch.setattr(sparsegpt_triton, "prune_columns", counted)
     for serves in (False, True):
@@ -116,7 +117,7 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot be compiled, or that answers wrongly, is not used."""
     assert sparsegpt_triton.passes_self_test(torch.device(DEVICE))
     assert sparsegpt_triton.compiler_version().startswith("triton ")
-    for broken in (lambda *_: 1 / 0, lambda columns, *_: columns):
+    for broken in (lambda *_, **__: 1 / 0, lambda columns, *_, **__: columns):
         monkeypatch.setattr(sparsegpt_triton, "prune_columns", broken)
         assert not sparsegpt_triton.passes_self_test(torch.device(DEVICE))
 

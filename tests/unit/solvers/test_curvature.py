@@ -133,7 +133,7 @@ def test_refit_in_a_metric(start: str, shape: tuple[int, int]) -> None:
     best = trace(exact(target, curvature, gram, keep) - target, curvature, gram)
     last = initial = trace(first - target, curvature, gram)
     for steps in (0, 1, 2, 3, 5, 10, 30, 1000):
-        weight = conjugate_gradient_refit(first, target, gram, keep, steps, 1e-10, curvature)
+        weight = conjugate_gradient_refit(first, target, gram, keep=keep, steps=steps, tolerance=1e-10, curvature=curvature)
         assert not bool(weight[~keep].any())
         now = trace(weight - target, curvature, gram)
         assert best * (1 - 1e-9) <= now <= last * (1 + 1e-9)
@@ -141,7 +141,7 @@ def test_refit_in_a_metric(start: str, shape: tuple[int, int]) -> None:
     assert last == pytest.approx(best, rel=1e-6)
     assert initial > 1.2 * best
     torch.testing.assert_close(weight, exact(target, curvature, gram, keep), rtol=1e-4, atol=1e-4)
-    assert torch.equal(conjugate_gradient_refit(weight, target, gram, keep, 0, curvature=curvature), weight)
+    assert torch.equal(conjugate_gradient_refit(weight, target, gram, keep=keep, steps=0, curvature=curvature), weight)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(arguments, copies, strict=True))
 
 
@@ -149,12 +149,13 @@ def test_refit_in_other_units() -> None:
     """A start at the target stays to the bit; rows and columns in units of other powers of two give the same bits in these."""
     problem = problem_of((6, 9))
     target, gram, curvature, keep = problem.weight, problem.gram, curvature_of(problem), draw(6, 9, seed=4) > 0
-    assert torch.equal(conjugate_gradient_refit(target, target, gram, keep | True, 9, curvature=curvature), target)
+    assert torch.equal(conjugate_gradient_refit(target, target, gram, keep=keep | True, steps=9, curvature=curvature), target)
     rows, columns = 2.0 ** torch.arange(-6, 6, 2).double(), 2.0 ** torch.arange(-8, 10, 2).double()
-    answer = conjugate_gradient_refit(target * keep, target, gram, keep, 4, curvature=curvature)
+    answer = conjugate_gradient_refit(target * keep, target, gram, keep=keep, steps=4, curvature=curvature)
     target, gram, curvature = target / rows.outer(columns), gram * columns.outer(columns), curvature * rows.outer(rows)
     assert torch.equal(
-        conjugate_gradient_refit(target * keep, target, gram, keep, 4, curvature=curvature), answer / rows.outer(columns)
+        conjugate_gradient_refit(target * keep, target, gram, keep=keep, steps=4, curvature=curvature),
+        answer / rows.outer(columns),
     )
 
 
@@ -180,7 +181,7 @@ def test_sparsegpt_by_its_definition(damping: float, kind: str) -> None:
     score = problem.weight.square() / upper.diagonal().square() * height.unsqueeze(1)
     solver = SparseGPT(damping=damping)
     assert torch.equal(solver.solve(problem, pattern) != 0, pattern.keep(score))
-    got = torch.as_tensor(solver._row_factor(problem), dtype=torch.float64).expand(12)
+    got = torch.as_tensor(solver._factorize(problem).row, dtype=torch.float64).expand(12)
     torch.testing.assert_close(got / got.mean(), height / height.mean(), rtol=1e-6, atol=0)
     groups = parse_pattern("2:4")
     assert torch.equal(solver.solve(problem, groups), solver.solve(replace(problem, curvature=None), groups))

@@ -46,7 +46,7 @@ def test_settled_moments_are_the_same(dtype: torch.dtype) -> None:
         gram.matrix.zero_()
         assert all(torch.equal(one, other) for one, other in zip(before, (gram.matrix, gram.rms, gram.mean), strict=True))
         assert gram.tokens == TOKENS
-    assert not gram._products
+    assert len(gram._sums) == 1
     with pytest.raises(TypeError, match="cannot be updated"):
         gram.update(inputs())
     with pytest.raises(TypeError, match="sums are released"):
@@ -131,9 +131,10 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch() -> None:
 
 
 def test_each_class_knows_what_the_one_before_knows() -> None:
-    """NoInputs < InputNorms < Gram, and the norms are the root of the Gram's diagonal."""
+    """TokenCount < InputRMS < Gram, and the RMS is the root of the Gram's diagonal."""
     assert issubclass(Gram, InputRMS)
     assert issubclass(InputRMS, TokenCount)
+    assert TokenCount.rank < InputRMS.rank < Gram.rank
     every = [kind(FEATURES) for kind in (TokenCount, InputRMS, Gram)]
     for moments in every:
         moments.update(inputs())

@@ -53,7 +53,7 @@ def test_is_admm_with_one_penalty(text: str, full: bool, relaxation: float) -> N
         keep = pattern.keep((relaxed + dual / penalty).abs())
         sparse = (relaxed + dual / penalty) * keep
         dual = dual + penalty * (relaxed - sparse)
-    expected = conjugate_gradient_refit(sparse, target, gram, keep, 2, curvature=curvature if full else None)
+    expected = conjugate_gradient_refit(sparse, target, gram, keep=keep, steps=2, curvature=curvature if full else None)
 
     # A full curvature is lifted by a millionth at least, where nothing is damped.
     answer = FastADMM(damping=0, steps=4, refit_steps=2, penalty=penalty, relaxation=relaxation).solve(problem, pattern)
