@@ -1,4 +1,4 @@
-"""Hidden states on their way through the blocks: streams, hooks, cached outputs, backward passes, sensitivities.
+"""Hidden states on their way through the blocks: streams, captures, cached outputs, backward passes, sensitivities.
 
-Imports `checkpoints` and the folders above it.
+Imports `models` and the folders above it.
 """
