@@ -30,7 +30,7 @@ from sparsellm.recovery.distillation import distill, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.inspection import inspect
 from sparsellm.runs.placement import choose_placement
-from sparsellm.runs.planning import RunPlan
+from sparsellm.runs.planning import estimate
 from sparsellm.runs.preparation import prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
@@ -257,10 +257,11 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     byte_tokenizer().save_pretrained(tmp_path)
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
     ready = prepare(recipe, torch.cat(batches()), None, Report(recipe, {}), lambda _: None)
-    planned = RunPlan(recipe, ready, choose_placement(recipe, ready.source, ready.device, files=True), ready.batch)
+    placement = choose_placement(recipe, ready.source, ready.device, files=True)
+    planned = estimate(recipe, ready, placement, batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
-    assert 4 * block < pruning.memory["cpu"] <= planned.data < 2**30
+    assert 4 * block < pruning.memory["cpu"] <= planned.peak.data_bytes < 2**30
     assert pruning.operations > ready.windows.numel() * block / 10
 
 

@@ -175,15 +175,15 @@ def print_inspection(console: Console, found: Inspection) -> None:
 
 def print_plan(console: Console, plan: RunPlan) -> None:
     """Print the estimates of a planned run."""
-    placement, ready = plan.place, plan.ready
     _print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    _print_line(console, f"{len(ready.blocks)} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
+    _print_line(console, f"{plan.blocks} blocks; {sum(plan.layers.values())} layers to prune: {shapes}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         _print_line(console, coverage)
+    placement, peak = plan.placement, plan.peak
     _print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
-    if len(ready.windows):
-        _print_line(console, f"{len(ready.windows)} sequences of {ready.length:,} tokens, {plan.batch} per batch.")
+    if plan.samples:
+        _print_line(console, f"{plan.samples} sequences of {plan.length:,} tokens, {plan.batch} per batch.")
     rows = [
         [
             x.name,
@@ -197,12 +197,13 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
     _print_line(
         console,
-        f"Peak: {human_bytes(plan.data)} of {human_bytes(placement.memory)} memory on {plan.device}, while {plan.peak.name}; "
-        f"{human_bytes(plan.resident)} for the whole process with Python and its libraries.",
+        f"Peak: {human_bytes(peak.data_bytes)} of {human_bytes(placement.memory)} memory on {plan.device}, while {peak.stage}; "
+        f"{human_bytes(peak.resident_bytes)} for the whole process with Python and its libraries.",
     )
     _print_line(
         console,
-        f"Disk: {human_bytes(plan.disk)}, of {human_bytes(plan.disk_free)} free. Time: about {_duration(plan.seconds)}.",
+        f"Disk: {human_bytes(peak.disk_bytes)}, of {human_bytes(plan.disk_free_bytes)} free. "
+        f"Time: about {_duration(plan.seconds)}.",
     )
     if plan.most_samples is not None:
         _print_line(console, f"Up to --samples {plan.most_samples:,} would fit.")

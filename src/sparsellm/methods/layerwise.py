@@ -18,13 +18,12 @@ from sparsellm.methods.parallel_solve import assign_owners, broadcast_results
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
 from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
-from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
+from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
@@ -68,19 +67,6 @@ class LayerWise:
 
     def note(self, block: Block, plan: Plan) -> str:
         return "" if block.architecture.known else FOUND
-
-    def cost(self, shapes: BlockShapes) -> BlockCost:
-        """What a block takes: a pass for all statistics, then a solve for each layer."""
-        exact = issubclass(self.needs, Gram)
-        solved = shapes.solve_bytes(self.solver, shapes.layers)
-        work = shapes.solves(self.solver, shapes.layers, 2 if exact else 0)
-        if self.needs is TokenCount:
-            return BlockCost(solved, [], work)
-        squares = sum(features**2 for features in shapes.grams) if exact else 0
-        work += shapes.forward(shapes.tokens * (0.5 if self.true_sequential else 1))  # what is settled does not run again
-        work = sum((shapes.gram(features) for features in shapes.grams if exact), work)
-        memory = max(SUMS * squares + shapes.batch * shapes.forward_bytes, 4 * squares + solved)
-        return BlockCost(memory, [shapes.stream], work)
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned_layers(block, plan)

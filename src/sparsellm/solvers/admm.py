@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsellm.runtime.costs import SolverCost
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
@@ -74,19 +73,6 @@ class NormalizedProblem:
             The fitted weight, (out, in), in the units of the layer.
         """
         return conjugate_gradient_refit(weight, self.target, self.gram, keep, steps, curvature=self.curvature) / self.scale
-
-
-def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) -> SolverCost:
-    """What a search of so many steps, with so many penalties, and a fit take; counted, as is how much they hold.
-
-    A penalty takes a Cholesky factor and its inverse; with a curvature there are eigenvectors instead, and each step takes two
-    products with each matrix.
-    """
-    passes = 42 * steps + 10 * refit_steps
-    if curved:
-        return SolverCost(9.2, 3.0, 2 * steps + refit_steps + 2, 0, 1, passes)
-    square = 3.7 if penalties > 1 else 1.4  # the inverse before is there while the next is made
-    return SolverCost(9.2, square, steps + refit_steps + 2, 3 * penalties, 0, passes)
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
