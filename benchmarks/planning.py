@@ -1,15 +1,17 @@
 """What `sparsellm plan` says against what runs then take: docs/results.md.
 
-    python benchmarks/planning.py measure               # a dozen runs on models of random weights, half an hour on two cores
+    python benchmarks/planning.py measure               # a dozen runs on models of random weights, half an hour
     python benchmarks/planning.py tables
 
-Each run is planned in a process of its own, then done in another whose peak of resident memory the system tells.
+Each run is planned in a process of its own, then done in another whose peak of resident memory the system tells. Both run on one
+thread and take the processor's time for the clock's, so that other programs on the machine hardly change the figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,8 +39,13 @@ CELLS: tuple[tuple[int, int, int, int, tuple[str, ...]], ...] = (
 """Blocks, width, windows, tokens a window, and the words of the run."""
 
 
+PROGRAM = "import time; time.perf_counter = time.process_time; from sparsellm.cli.app import main; main()"
+"""The command line with the processor's time for the clock's."""
+
+
 def measure() -> None:
     """Fill the file of figures, cell by cell."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     for blocks, width, windows, length, words in CELLS:
         key = f"{blocks} | {width} | {windows} | {' '.join(words)}"
         known = json.loads(FILE.read_text()) if FILE.exists() else {}
@@ -48,18 +55,23 @@ def measure() -> None:
             make(Path(folder) / "model", blocks, width)
             base = [f"{folder}/model", f"{folder}/out", "--calibration", "demo", "--samples", str(windows)]
             base += ["--sequence-length", str(length), *words, *(() if "--sparsity" in words else ("--sparsity", "70%"))]
-            tool = [sys.executable, "-m", "sparsellm"]
-            told = json.loads(subprocess.run([*tool, "plan", *base, "--json"], capture_output=True, check=True).stdout)
-            taken, seconds = peak([*tool, "prune", *base])
+            tool = [sys.executable, "-c", PROGRAM]
+            planned = json.loads(subprocess.run([*tool, "plan", *base, "--json"], capture_output=True, check=True).stdout)
+            taken, _ = peak([*tool, "prune", *base])
             report = json.loads(Path(folder, "out", "sparsellm.json").read_text())
-        stages = {stage["name"] for stage in told["stages"]}
-        spent = sum(s for name, s in report["seconds"].items() if name in stages or name.startswith("measuring"))
-        cell = {name: told["peak"][f"{name}_bytes"] for name in ("data", "libraries", "resident")}
-        cell |= {"taken": taken, "told_seconds": round(told["seconds"], 1), "seconds": round(spent, 1)}
-        known[key] = cell | {"process_seconds": round(seconds, 1)}
-        known["machine"] = f"{processor()}, torch {torch.__version__}"
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
-        print(key, known[key], file=sys.stderr, flush=True)
+        record(key, planned, taken, report["seconds"])
+
+
+def record(key: str, planned: dict, taken: int, seconds: dict[str, float]) -> None:
+    """Add a cell to the file of figures: a plan, the bytes that its run took, and the seconds of the run's stages."""
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    stages = {stage["name"] for stage in planned["stages"]}
+    spent = sum(s for name, s in seconds.items() if name in stages or name.startswith("measuring"))
+    cell = {name: planned["peak"][f"{name}_bytes"] for name in ("data", "libraries", "resident")}
+    known[key] = cell | {"taken": taken, "told_seconds": round(planned["seconds"], 1), "seconds": round(spent, 1)}
+    known["machine"] = f"{processor()}, one thread, torch {torch.__version__}"
+    FILE.write_text(json.dumps(known, indent=1) + "\n")
+    print(key, known[key], file=sys.stderr, flush=True)
 
 
 def tables() -> list[str]:

@@ -68,8 +68,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockShapes:
-    """Sizes of the largest block that is pruned, and of the calibration sequences."""
+    """Sizes of the model, of the largest block that is pruned, and of the calibration sequences."""
 
+    depth: int  # blocks
+    vocabulary: int
+    stored: int  # bytes of a number in the model
+    itemsize: int  # and in computations; the fields below are of the block and of the sequences
     layers: Sequence[tuple[int, int]]  # (out, in) of each layer to prune
     inputs: Sequence[int]  # of each group of layers that share them
     parts: int  # coupled feed-forward parts
@@ -79,7 +83,6 @@ class BlockShapes:
     share: float  # fraction of the tokens that a part computes for
     parameters: int
     active: float  # parameters that compute for a token
-    itemsize: float  # bytes of a number that is computed with
     tokens: int
     length: int  # tokens per sequence
     batch: int  # tokens per batch
@@ -119,8 +122,8 @@ class BlockShapes:
         return total
 
 
-def block_shapes(recipe: Recipe, ready: Prepared, batch: int, itemsize: float) -> BlockShapes:
-    """Measure the largest block that is pruned. `batch` is in sequences, `itemsize` in bytes of a number in computations."""
+def block_shapes(recipe: Recipe, ready: Prepared, batch: int) -> BlockShapes:
+    """Measure the model and its largest block that is pruned, for batches of this many sequences."""
     pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in pruned]
     parameters, block = max(sizes), pruned[sizes.index(max(sizes))]
@@ -131,8 +134,13 @@ def block_shapes(recipe: Recipe, ready: Prepared, batch: int, itemsize: float) -
     experts = {name: view.expert for name, view in block.views.items() if view.expert is not None}
     count = len(set(experts.values()))
     share = min(1.0, (getattr(config, "num_experts_per_tok", None) or 1) / count) if count else 1.0
+    stored = ready.source.dtype(recipe.dtype).itemsize
     samples = len(ready.windows) and len(ready.windows) + recipe.calibration_written
     return BlockShapes(
+        depth=len(ready.blocks),
+        vocabulary=int(config.vocab_size),
+        stored=stored,
+        itemsize=max(4, stored) if ready.device.type == "cpu" else stored,
         layers=[layers[name] for name in planned],
         inputs=[layers[group[0]][1] for group in block.architecture.groups if not {*group}.isdisjoint(planned)],
         parts=len(coupled_parts(block, ready.plan)),
@@ -142,7 +150,6 @@ def block_shapes(recipe: Recipe, ready: Prepared, batch: int, itemsize: float) -
         share=share,
         parameters=parameters,
         active=parameters - (1 - share) * sum(layers[name][0] * layers[name][1] for name in experts),
-        itemsize=itemsize,
         tokens=samples * ready.length,
         length=ready.length,
         batch=min(batch, samples) * ready.length,
@@ -177,13 +184,9 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
 
 
 def _admm_cost(steps: float, refit_steps: int, penalties: float, passes: float, curved: bool) -> SolverCost:
-    """What an ADMM search and its refit take; `passes` of each step.
-
-    Each penalty takes a Cholesky factor and an inverse. With a curvature there is one eigendecomposition, and a step takes two
-    products.
-    """
+    """What a search and its refit take; each penalty takes a Cholesky factor and its inverse. `passes` is of each step."""
     passes = passes * steps + 10 * refit_steps
-    if curved:
+    if curved:  # one eigendecomposition serves all penalties, and a step takes two products
         return SolverCost(9.2, 3.0, 2 * steps + refit_steps + 2, 0, 1, passes)
     squares = 3.7 if penalties > 1 else 1.4  # the previous inverse is held while the next one is computed
     return SolverCost(9.2, squares, steps + refit_steps + 2, 3 * penalties, 0, passes)

@@ -15,7 +15,7 @@ import torch
 from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
 from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import TOKENS
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods.layerwise import planned_layers
@@ -199,11 +199,11 @@ def free_disk(folder: Path) -> int:
 
 def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement, speed: Work | None) -> StageEstimate:
     """Place a stage's lists as `OffloadManager` does: on the device while there is room, then on its host, then in files."""
-    memory, files = {"cpu": 0.0, device: cost.memory}, 0.0
+    memory, files = {"cpu": 0, device: int(cost.memory)}, 0
     room = {device: STREAMS_SHARE * placement.memory}
     if device != "cpu":
         room["cpu"] = STREAMS_SHARE * SHARE * available(torch.device("cpu"))
-    for size in cost.lists:
+    for size in map(int, cost.lists):
         where = next((where for where, free in room.items() if size <= free), None)
         if where is None:
             files += size
@@ -211,27 +211,24 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
             room[where] -= size
             memory[where] += size
     seconds = float("nan") if speed is None else float((cost.work / speed).sum())
-    sizes = {where: int(size) for where, size in memory.items()}
-    return StageEstimate(name, sizes, int(files), float(cost.work[:3].sum()), seconds)
+    return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)
 
 
 def _stage_costs(recipe: Recipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
     """What each stage takes, by its name, in running order."""
-    assert isinstance(ready.source, Checkpoint)
-    stored, config = ready.source.dtype(recipe.dtype).itemsize, ready.source.config.get_text_config()
-    shapes = block_shapes(recipe, ready, batch, max(4, stored) if ready.device.type == "cpu" else stored)
-    depth, vocabulary, parameters = len(ready.blocks), int(config.vocab_size), placement.model // stored
+    shapes = block_shapes(recipe, ready, batch)
+    depth, vocabulary, stored = shapes.depth, shapes.vocabulary, shapes.stored
+    parameters = placement.model // stored
     non_block = shapes.itemsize * (parameters - depth * shapes.parameters)
     model = placement.model + shapes.parameters * (shapes.itemsize - stored)  # one block is converted for computing
     if placement.streamed:
         model = shapes.parameters * (shapes.itemsize + placement.ahead * stored)
 
-    gradients = partial(_gradient_cost, shapes, model=model, depth=depth, vocabulary=vocabulary)
     if ready.method.needs_fisher:
-        yield SENSITIVITIES, gradients(min(shapes.tokens, TOKENS), batch=shapes.batch, stop=1)
+        yield SENSITIVITIES, _gradient_cost(shapes, model, min(shapes.tokens, TOKENS), batch=shapes.batch, stop=1)
     if recipe.sharing == "fisher":
         tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
-        yield f"{ALLOCATION} (fisher)", gradients(tokens, batch=shapes.length, stop=0)
+        yield f"{ALLOCATION} (fisher)", _gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
     elif recipe.sharing in ALLOCATIONS[1:]:
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         yield f"{ALLOCATION} ({recipe.sharing})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
@@ -257,15 +254,14 @@ def _stage_costs(recipe: Recipe, ready: Prepared, placement: Placement, *, batch
         yield TRAINING, Cost(memory, [], work(2.0 * parameters * passes * length))
 
 
-def _gradient_cost(
-    shapes: BlockShapes, tokens: int, *, batch: int, stop: int, model: float, depth: int, vocabulary: int
-) -> Cost:
+def _gradient_cost(shapes: BlockShapes, model: float, tokens: int, *, batch: int, stop: int) -> Cost:
     """Forward, then for each block down to `stop` forward again and backward; the inputs of all blocks are held."""
-    memory = model + max(2 * batch * shapes.forward_bytes, LOGITS_BYTES * shapes.length * vocabulary)
+    memory = model + max(2 * batch * shapes.forward_bytes, LOGITS_BYTES * shapes.length * shapes.vocabulary)
     # The logits' products, F of each block, and ten reads or writes of the logits' float32 softmax and running sums.
-    done = tokens * work(4 * vocabulary * shapes.width + 2 * depth * shapes.width**2, passes=10 * 4 * vocabulary)
-    inputs = (depth + 1) * tokens * shapes.width * shapes.itemsize
-    return Cost(memory, [inputs], done + (3 * depth - 2 * stop) * shapes.forward(tokens))
+    products = 4 * shapes.vocabulary * shapes.width + 2 * shapes.depth * shapes.width**2
+    done = tokens * work(products, passes=10 * 4 * shapes.vocabulary)
+    inputs = (shapes.depth + 1) * tokens * shapes.width * shapes.itemsize
+    return Cost(memory, [inputs], done + (3 * shapes.depth - 2 * stop) * shapes.forward(tokens))
 
 
 def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:
