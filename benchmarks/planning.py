@@ -3,8 +3,8 @@
     python benchmarks/planning.py measure               # a dozen runs on models of random weights, half an hour
     python benchmarks/planning.py tables
 
-Each run is planned in a process of its own, then done in another whose peak of resident memory the system tells. Both run on one
-thread and take the processor's time for the clock's, so that other programs on the machine hardly change the figures.
+Each run is planned in a process of its own, then done in another whose peak of resident memory the system tells. Both run on
+one thread and take the processor's time for the clock's, so that other programs on the machine hardly change the figures.
 """
 
 from __future__ import annotations
