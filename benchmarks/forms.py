@@ -73,8 +73,14 @@ INGREDIENTS = (
     | {"bare": None}
     | {f"bare + {name}": None for name in WITH}
 )
+EFFORTS = {"SparseGPT, with the efforts": {"method": "sparsegpt"}} | {
+    f"effort {effort}": OURS | {"effort": effort} for effort in ("fast", "standard", "best")
+}
+"""Three efforts, and SparseGPT measured in the same session, so that the times compare."""
+
 SUITES: dict[str, dict[str, dict | None]] = {
     "main": MAIN,
+    "efforts": EFFORTS,
     "ingredients": INGREDIENTS,
     "windows": {label: MAIN[label] for label in ("SparseGPT", "sparsellm, shared out by error", "sparsellm")},
 }

@@ -33,11 +33,11 @@ from speed_tables import FILE, LENGTH, PEER, best_peer, tables
 from transformers import AutoConfig
 
 from sparsellm.cli.allocator import manage_memory
+from sparsellm.runs.costs import rates
 from sparsellm.runs.events import Stage, combine_observers
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
-from sparsellm.runtime.costs import rates
 from sparsellm.runtime.memory import peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {

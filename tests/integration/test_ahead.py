@@ -21,7 +21,7 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runs.loading import choose_placement, open_model
-from sparsellm.runs.planning import RunPlan, fitted
+from sparsellm.runs.planning import estimate, fit_to_memory
 from sparsellm.runs.preparation import make_plan, prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
@@ -183,12 +183,12 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     ready = prepare(opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None)
     place = choose_placement(recipe, ready, files=True)
     assert place.ahead
-    needs = [RunPlan(recipe, ready, replace(place, ahead=ahead), ready.batch).data for ahead in (False, True)]
+    needs = [estimate(recipe, ready, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes for ahead in (False, True)]
     block = max(
         sum(4 * x.numel() for x in some.module.parameters()) for some in blocks_of(open_checkpoint(recipe.model).load())
     )
     assert needs[1] - needs[0] == pytest.approx(block, rel=0.1)
     for memory, ahead in ((needs[1] + 1000, True), (sum(needs) // 2, False)):
-        assert fitted(recipe, ready, replace(place, memory=memory), lambda _: None)[0].ahead is ahead
+        assert fit_to_memory(recipe, ready, replace(place, memory=memory), observer=lambda _: None)[0].ahead is ahead
     small = choose_placement(recipe.model_copy(update={"max_memory": f"{3 * block}B"}), ready, files=True)
     assert not small.ahead, "two blocks are more than half of the memory"

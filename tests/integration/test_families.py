@@ -30,7 +30,7 @@ from sparsellm.recovery.distillation import distill, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.inspection import inspect
 from sparsellm.runs.loading import choose_placement, open_model
-from sparsellm.runs.planning import RunPlan
+from sparsellm.runs.planning import estimate
 from sparsellm.runs.preparation import make_plan, prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
@@ -261,10 +261,10 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     ready = prepare(
         opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None, given=torch.cat(batches())
     )
-    planned = RunPlan(recipe, ready, choose_placement(recipe, ready, files=True), ready.batch)
+    planned = estimate(recipe, ready, choose_placement(recipe, ready, files=True), batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())
     pruning = next(stage for stage in planned.stages if stage.name == "pruning")
-    assert 4 * block < pruning.memory["cpu"] <= planned.data < 2**30
+    assert 4 * block < pruning.memory["cpu"] <= planned.peak.data_bytes < 2**30
     assert pruning.operations > ready.windows.numel() * block / 10
 
 

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from sparsellm import prune
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods import BlockResult
+from sparsellm.runs.costs import rates, solver_cost
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
-from sparsellm.runtime.costs import SolverCost, cost_of, rates
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -131,7 +131,7 @@ def test_a_plan_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_
     real = taken(settings, tmp_path)
     names = {stage.name for stage in planned.stages}
     assert names <= real.keys()
-    assert planned.data == pytest.approx(max(real[name][0] for name in names), rel=0.15)
+    assert planned.peak.data_bytes == pytest.approx(max(real[name][0] for name in names), rel=0.15)
     for stage in planned.stages:
         assert stage.operations == pytest.approx(real[stage.name][1], rel=0.33), stage.name
 
@@ -150,15 +150,16 @@ def test_a_solver_takes_what_it_says(solver: str, curved: bool) -> None:
             before = meter.live["cpu"]
             SOLVERS[solver]().solve(LayerProblem(weight, gram, curvature), parse_pattern("70%"))
             held = meter.peak["cpu"] - before
-        cost = cost_of(SOLVERS[solver](), curved)
+        cost = solver_cost(SOLVERS[solver](), parse_pattern("70%"), curved)
         square = inputs**2 + curved * outputs**2
-        assert 4 * (cost.out_in * weight.numel() + cost.square * square) == pytest.approx(held, rel=0.5)
+        assert 4 * (cost.matrices * weight.numel() + cost.squares * square) == pytest.approx(held, rel=0.5)
         products = 2 * cost.products * weight.numel() * (inputs + curved * outputs)
         assert products == pytest.approx(meter.operations, rel=0.5)
 
 
 def test_a_solver_that_tells_nothing_is_taken_to_be_like_sparsegpt() -> None:
-    assert cost_of(object(), curved=False) == cost_of(SparseGPT(), curved=True) == SolverCost()
+    pattern = parse_pattern("2:4")
+    assert solver_cost(object(), pattern) == solver_cost(SparseGPT(), pattern, curved=True)
 
 
 def test_rates_are_of_this_machine() -> None:
@@ -185,10 +186,11 @@ def test_files_are_foreseen(folders: dict[str, Path], text_file: Path, tmp_path:
     pruning = next(stage for stage in found.stages if stage.name == "pruning")
     stream = 64 * 64 * 256 * 4
     assert pruning.files == 5 * stream
-    room = max(found.disk_free - found.place.model, 6_000_000)
+    model = found.placement.model
+    room = max(found.disk_free_bytes - model, 6_000_000)
     assert found.most_samples == pytest.approx(64 * room / (6 * stream), rel=0.01)
-    assert found.place.model == 2 * sum(x.numel() for x in open_checkpoint(recipe.model).load().parameters())
-    assert found.disk == found.place.model + 5 * stream
+    assert model == 2 * sum(x.numel() for x in open_checkpoint(recipe.model).load().parameters())
+    assert found.peak.disk_bytes == model + 5 * stream
 
 
 # ---- the command

@@ -157,16 +157,16 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
 
 def print_plan(console: Console, plan: RunPlan) -> None:
     """Print the estimates of a planned run."""
-    placement, ready = plan.place, plan.ready
+    placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
     layers = plural(sum(plan.layers.values()), "layer")
-    print_line(console, f"{plural(len(ready.blocks), 'block')}, {layers} to prune: {shapes}.")
+    print_line(console, f"{plural(plan.blocks, 'block')}, {layers} to prune: {shapes}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         print_line(console, coverage)
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
-    if len(ready.windows):
-        print_line(console, f"{plural(len(ready.windows), 'sequence')} of {ready.length:,} tokens, {plan.batch} per batch.")
+    if plan.samples:
+        print_line(console, f"{plural(plan.samples, 'sequence')} of {plan.length:,} tokens, {plan.batch} per batch.")
     rows = [
         [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), _duration(x.seconds)]
         for x in plan.stages
@@ -174,10 +174,10 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
     print_line(
         console,
-        f"Peak memory on {plan.device}: {human_bytes(plan.data)} of {human_bytes(placement.memory)}, while {plan.peak.name}. "
-        f"The whole process, with Python and its libraries: {human_bytes(plan.resident)}.",
+        f"Peak memory on {plan.device}: {human_bytes(peak.data_bytes)} of {human_bytes(placement.memory)}, while {peak.stage}. "
+        f"The whole process, with Python and its libraries: {human_bytes(peak.resident_bytes)}.",
     )
-    print_line(console, f"Disk space: {human_bytes(plan.disk)} of {human_bytes(plan.disk_free)} free.")
+    print_line(console, f"Disk space: {human_bytes(peak.disk_bytes)} of {human_bytes(plan.disk_free_bytes)} free.")
     print_line(console, f"Time: about {_duration(plan.seconds)}.")
     if plan.most_samples is not None:
         print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")

@@ -29,14 +29,10 @@ from sparsellm.methods.parallel_solve import assign_owners, broadcast_results, s
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
-from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes, work
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram, TokenCount
-
-GATE_PASSES = 3500
-"""Bytes that are read and written to solve for one gate signal; counted."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +99,6 @@ class PublishedSparseLLM:
             return UNKNOWN
         excluded = unplanned_layers(block, plan)
         return f"pruned layer-wise, since the plan excludes {', '.join(excluded)}" if excluded else ""
-
-    def cost(self, shapes: BlockShapes) -> BlockCost:
-        """Return the cost of a block: layer-wise pruning, then per epoch one pass over the signals and new solves."""
-        alone = LayerWise(self.solver, self.keep_zeros).cost(shapes)
-        if self.scope == frozenset() or not shapes.parts:
-            return alone
-        width, hidden, readers = shapes.width, shapes.hidden, shapes.readers
-        layers = [*[(hidden, width)] * readers, (width, hidden)]
-        part, tokens = shapes.parts * (readers + 1) * width * hidden, shapes.parts * shapes.share * shapes.tokens
-        # All dense weights, and the part's twice; of the part also targets, their products, this epoch's weights and the best.
-        weights = 4 * sum(outputs * inputs for outputs, inputs in shapes.layers) + 4 * 4 * part
-        signals = tokens * (2 * shapes.number * width + 4 * readers * hidden)
-        sums = 8 * part + SUMS * hidden**2 + 4 * 4 * shapes.length * hidden
-        memory = 4 * sum(features**2 for features in shapes.grams) + weights + signals
-        gates = GATE_PASSES * tokens * hidden * (readers > 1)
-        pass_over = work(tokens * 2 * width * hidden * (2 * readers + 4), passes=gates) + shapes.parts * shapes.gram(hidden)
-        epoch = pass_over + shapes.parts * shapes.solves(self.solver, layers, 4)
-        return BlockCost(
-            memory + max(sums, shapes.solve_bytes(self.solver, layers)), alone.lists, alone.work + (self.epochs - 1) * epoch
-        )
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         parts = coupled_parts(block, plan) if self._in_scope(block) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,11 @@ from sparsellm.methods.parallel_solve import assign_owners, broadcast_results
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.costs import SUMS, BlockCost, BlockShapes
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
 from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
-from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
+from sparsellm.solvers.statistics import InputRMS, TokenCount
 
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
@@ -49,8 +48,6 @@ class LayerWise:
     solver: LayerSolver
     keep_zeros: bool = False
 
-    passes: ClassVar[float] = 1.0  # through a block, counted in tokens of a full pass
-
     @property
     def needs(self) -> type[TokenCount]:
         return self.solver.needs
@@ -65,19 +62,6 @@ class LayerWise:
 
     def note(self, block: Block, plan: Plan) -> str:
         return "" if block.architecture.known else FOUND
-
-    def cost(self, shapes: BlockShapes) -> BlockCost:
-        """Return the cost of a block: one pass for all statistics, then a solve for each layer."""
-        exact = issubclass(self.needs, Gram)
-        solved = shapes.solve_bytes(self.solver, shapes.layers)
-        work = shapes.solves(self.solver, shapes.layers, 2 if exact else 0)
-        if self.needs is TokenCount:
-            return BlockCost(solved, [], work)
-        squares = sum(features**2 for features in shapes.grams) if exact else 0
-        work += shapes.forward(shapes.tokens * self.passes)  # what is settled does not run again
-        work = sum((shapes.gram(features) for features in shapes.grams if exact), work)
-        memory = max(SUMS * squares + shapes.batch * shapes.forward_bytes, 4 * squares + solved)
-        return BlockCost(memory, [shapes.stream], work)
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         yield from self.prune_layers(block, inputs, planned_layers(block, plan), plan)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsellm.activations.sensitivity import TOKENS, layer_sensitivities
+from sparsellm.activations.sensitivity import layer_sensitivities
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS, BlockSolver
-from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
+from sparsellm.methods.block_solver import BlockSolver
 from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.settings import Settings
 from sparsellm.models.blocks import Block
-from sparsellm.runtime.costs import GRAM, PASSES, SUMS, BlockCost, BlockShapes, Work, work
 from sparsellm.solvers.statistics import Gram, TokenCount
 
 
@@ -68,44 +66,6 @@ class SparseLLM(Settings):
         return (
             f"its feed-forward layers were pruned one by one, since the plan excludes {', '.join(excluded)}" if excluded else ""
         )
-
-    def cost(self, shapes: BlockShapes) -> BlockCost:
-        """Return the cost of a block: fits to the dense stream, then the Gauss-Newton steps of each feed-forward part."""
-        curved, tokens, width = self.needs_fisher, shapes.tokens, shapes.width
-        curvatures = 4 * curved * sum(outputs**2 for outputs, _ in shapes.alone)
-        widest = max(shapes.grams)
-        # A Gram, and the sums toward the targets: of two more matrices of the width, or of (width, widest).
-        sums = SUMS * widest**2 + max((8 + SUMS) * width**2, 8 * width * widest)
-        solved = 4 * widest**2 + shapes.solve_bytes(self.solver, shapes.layers, curved)
-        memory = max(sums + shapes.batch * shapes.forward_bytes, solved)
-        done = 1.3 * shapes.forward(tokens) + shapes.solves(self.solver, shapes.layers, 3.5, curved)
-        for features in shapes.grams:
-            done = done + (4 if features == width else 2) * shapes.gram(features)
-        lists = [2 * shapes.stream, shapes.stream, shapes.stream]  # the hidden states, and what attention writes
-        if curved:
-            seen = min(tokens, TOKENS)
-            done = done + 2 * shapes.forward(seen) + work(seen * GRAM * sum(outputs**2 for outputs, _ in shapes.alone))
-        if shapes.parts and self.scope != "none":
-            part_memory, part_done = self._part_cost(shapes)
-            memory = max(memory + 4 * curved * shapes.readers * shapes.hidden**2, part_memory)
-            done = done + shapes.parts * part_done
-            lists.append(shapes.parts * 2 * 4 * shapes.share * tokens * width)
-        return BlockCost(shapes.number * shapes.parameters + curvatures + memory, lists, done)
-
-    def _part_cost(self, shapes: BlockShapes) -> tuple[float, Work]:
-        """Return the peak bytes of one feed-forward part, and its work without the solves."""
-        width, hidden, readers, tokens = shapes.width, shapes.hidden, shapes.readers, shapes.share * shapes.tokens
-        sampled = min(tokens * (1 - HELD), max(self.sampled, SAMPLED_WIDTHS * width))
-        # Slopes of the sample; the readers' weights a dozen times; hidden signals of a window; curvatures.
-        stack, signals = 4 * readers * width * hidden, 4 * 4 * shapes.length * readers * hidden
-        memory = 4 * sampled * readers * hidden + 12 * stack + signals + 4 * self.needs_fisher * readers * hidden**2
-        product = 2 * width * hidden  # operations of one layer for a token
-        once = tokens * (product * (3 * readers + 2) + self.needs_fisher * readers * GRAM * hidden**2)
-        steps = sampled * product * NEWTON_STEPS * (2 * readers + 2)
-        writer = WRITER_STEPS * 2 * width * hidden * (hidden + self.needs_fisher * width)
-        numbers = 4 * readers * hidden * (4 * tokens + 2 * NEWTON_STEPS * sampled)
-        rounds = work(tokens * product * (4 * readers + 5) + steps + writer, hidden**3 / 3, passes=PASSES * numbers)
-        return memory, work(once) + self.gauss_newton_steps * (rounds + shapes.gram(hidden))
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         names = planned_layers(block, plan)

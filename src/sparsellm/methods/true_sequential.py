@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.walk import Activations
@@ -20,8 +19,6 @@ class TrueSequential(LayerWise):
     Passes reuse the outputs of pruned modules, so that all passes together cost about one pass through the block, if there is
     memory for the inputs of the feed-forward output projection.
     """
-
-    passes: ClassVar[float] = 0.5
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
         cacheable = trace_dataflow(block, inputs.pruned[0], inputs.calls(block)[0]).cacheable

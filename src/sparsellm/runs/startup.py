@@ -13,7 +13,7 @@ from sparsellm.pruning.journal import Journal
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
 from sparsellm.runs.loading import Placement, choose_placement
-from sparsellm.runs.planning import fitted
+from sparsellm.runs.planning import fit_to_memory
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report
@@ -54,7 +54,7 @@ def start_run(
         journal = work.begin(identity) if work else None
     if journal and journal.lost:
         observer(Note(journal.lost))
-    placement, batch = fitted(recipe, ready, placement, observer, work.output if work else None)
+    placement, batch = fit_to_memory(recipe, ready, placement, observer=observer, output=work.output if work else None)
     if journal:
         batch = journal.fact("batch") or batch  # a resumed run keeps its batch size
         _note_machine(journal, observer)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsellm.runtime.costs import SolverCost
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
@@ -75,19 +74,6 @@ class NormalizedProblem:
         """
         refitted = conjugate_gradient_refit(weight, self.target, self.gram, keep=keep, steps=steps, curvature=self.curvature)
         return refitted / self.scale
-
-
-def admm_cost(steps: float, refit_steps: int, penalties: float, curved: bool) -> SolverCost:
-    """Return the cost of an ADMM search and a refit, from operation counts.
-
-    Each penalty takes a Cholesky factorisation and an inverse. With a curvature, one eigendecomposition replaces them, and each
-    step takes two products with each matrix.
-    """
-    passes = 42 * steps + 10 * refit_steps
-    if curved:
-        return SolverCost(9.2, 3.0, 2 * steps + refit_steps + 2, 0, 1, passes)
-    square = 3.7 if penalties > 1 else 1.4  # the previous inverse is still held while the next is computed
-    return SolverCost(9.2, square, steps + refit_steps + 2, 3 * penalties, 0, passes)
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:

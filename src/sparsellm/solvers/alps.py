@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.runtime.costs import SolverCost
-from sparsellm.solvers.admm import Keep, NormalizedProblem, admm_cost
+from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
@@ -83,11 +82,6 @@ class ALPS:
     def accurate(cls) -> ALPS:
         """Return slower settings with a smaller error (docs/methods/alps-accurate.md)."""
         return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6)
-
-    def cost(self, curved: bool) -> SolverCost:
-        """Estimate the cost of a solve: most searches end after `MIN_ITERATIONS`, or later if the penalty grows more slowly."""
-        steps = min(self.iterations, MIN_ITERATIONS / self.penalty_growth**0.85)
-        return admm_cost(steps, self.refit_steps, steps / CHECK_EVERY, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         normalized, mask_of = NormalizedProblem.of(problem, self.damping), partial(problem.keep, pattern)

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsellm.runtime.costs import SolverCost
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import InputRMS, TokenCount
@@ -21,10 +20,6 @@ class Magnitude:
     """
 
     needs: ClassVar[type[TokenCount]] = TokenCount
-
-    def cost(self, curved: bool) -> SolverCost:
-        """Return the cost of a solve: one selection over the layer."""
-        return SolverCost(2.3, 0, 0, 0, 0, 20)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs()
@@ -40,10 +35,6 @@ class Wanda:
     """
 
     needs: ClassVar[type[TokenCount]] = InputRMS
-
-    def cost(self, curved: bool) -> SolverCost:
-        """Return the cost of a solve: one selection in each row."""
-        return SolverCost(4, 0, 0, 0, 0, 30)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         score = problem.weight.abs() * problem.rms

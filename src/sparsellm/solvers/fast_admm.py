@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.runtime.costs import SolverCost
-from sparsellm.solvers.admm import Keep, NormalizedProblem, admm_cost
+from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
@@ -58,10 +57,6 @@ class FastADMM:
             raise InvalidSetting(
                 f"FastADMM needs a finite penalty > 0 and relaxation in (0, 2), got {self.penalty} and {self.relaxation}."
             )
-
-    def cost(self, curved: bool) -> SolverCost:
-        """Return the cost of a solve."""
-        return admm_cost(self.steps, self.refit_steps, 1, curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         normalized = NormalizedProblem.of(problem, self.damping)
