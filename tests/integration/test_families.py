@@ -157,7 +157,7 @@ def entering(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def test_every_line_of_the_table_is_tried() -> None:
-    """Each family has a tiny model here, or is the text tower of one in test_towers.py."""
+    """Each family has a tiny model here, or is the text tower of one in test_forms.py."""
     tried = {make().model_type for make in CONFIGS.values()}
     towers = {"qwen2_vl_text", "qwen2_5_vl_text"}
     assert set(ARCHITECTURES) == tried | towers

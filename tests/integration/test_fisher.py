@@ -22,7 +22,7 @@ from sparsellm.pruning.balance import smallest_sums
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.patterns import parse_pattern
-from tests.integration.test_budgets import caught, half_way
+from tests.integration.test_allocation import caught, half_way
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sensitivity import every_family, far, tiny, windows
 from tests.integration.test_sparsellm_method import batches, two_families

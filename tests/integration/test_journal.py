@@ -27,7 +27,7 @@ from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from tests.integration.test_weights import random_model, saved, windows
+from tests.integration.test_block_loader import random_model, saved, windows
 from tests.recovering import block_recovery
 
 PRINT = {"model": "m", "sparsity": "60%", "samples": 6}

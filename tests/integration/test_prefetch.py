@@ -28,7 +28,7 @@ from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
-from tests.integration.test_weights import saved, windows
+from tests.integration.test_block_loader import saved, windows
 from tests.meter import Meter
 
 THREAD = "reading ahead"
