@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from sparsellm.activations.streams import Activations
 from sparsellm.activations.walk import walk
@@ -24,6 +25,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.feedforward import PlainFeedForward
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import distill, last_states
@@ -161,6 +163,13 @@ def test_every_line_of_the_table_is_tried() -> None:
     tried = {make().model_type for make in CONFIGS.values()}
     towers = {"qwen2_vl_text", "qwen2_5_vl_text"}
     assert set(ARCHITECTURES) == tried | towers
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu"])
+def test_activations_are_those_of_transformers(activation: str) -> None:
+    """What a name in a configuration means there, it means here."""
+    z = 3 * torch.randn(40, 5, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    torch.testing.assert_close(PlainFeedForward("up", "down", activation).activate(z), ACT2FN[activation](z))
 
 
 @each_family
