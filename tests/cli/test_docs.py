@@ -1,6 +1,6 @@
 """Every command and every Python example of README.md and docs/ runs, offline, page by page in a fresh folder.
 
-The quick tests run each in this process, at the sizes of SMALL and with random models of two blocks in place of the bundled ones.
+The quick tests run each in this process at the sizes of SMALL, with random models of two blocks in place of the bundled ones.
 The long ones run each as it is written.
 """
 

@@ -73,7 +73,7 @@ def test_of_single_tokens(family: str) -> None:
     assert family != "mixtral" or shown
 
 
-@every_family
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_against_every_label(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W² E[g²] E[x²], with the exact expectation over the model's own labels, but for the sampling (measured: 1 to 3 %)."""
     monkeypatch.setattr(fisher, "TOKENS", 14_400)
