@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sparsellm.models.activation_functions import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
 from sparsellm.models.gate_update import CHUNK, solve_gate
+from tests.conftest import long_unless
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]
-CURVE_NAMES = ["silu", "gelu", "gelu_tanh", "quick_gelu"]
+CURVES = {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values()
 SLACK = 1e-4
 """How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
 
@@ -63,43 +64,14 @@ def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, cur
     )
 
 
-every_curve = pytest.mark.parametrize(
-    "curve", {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values(), ids=CURVE_NAMES
+@pytest.mark.parametrize(
+    ("curve", "ratio"),
+    [
+        long_unless((place + number) % 2 == 0, curve, ratio)
+        for place, curve in enumerate(CURVES)
+        for number, ratio in enumerate((0.1, 1.0, 10.0, 100.0))
+    ],
 )
-
-
-@every_curve
-def test_constants_of_the_curves(curve: ActivationFunction) -> None:
-    """Each is lowest where stated, nowhere steeper or sharper than stated, and its bends are its derivatives."""
-    s = torch.linspace(-20, 20, 400_001, dtype=torch.float64, requires_grad=True)
-    value = curve.value(s)
-    (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
-    (bend,) = torch.autograd.grad(slope.sum(), s)
-    for got, wanted in zip(curve.curvature(s.detach()), (value, slope, bend), strict=True):
-        torch.testing.assert_close(got, wanted.detach(), rtol=1e-9, atol=1e-9)
-    value, slope, s = value.detach(), slope.detach(), s.detach()
-    assert float(value.min()) == pytest.approx(curve.floor, abs=1e-6)
-    assert float(s[value.argmin()]) == pytest.approx(curve.lowest, abs=1e-4)
-    assert 0.999 * curve.steepest < float(slope.abs().max()) <= curve.steepest
-    assert 0.999 * curve.sharpest < float(bend.abs().max()) <= curve.sharpest
-
-
-@every_curve
-def test_meetings(curve: ActivationFunction) -> None:
-    """Right and left of the lowest place, the curve is there what was asked for, or the place is the lowest itself."""
-    right = torch.linspace(curve.floor + 1e-3, 40, 500, dtype=torch.float64)
-    torch.testing.assert_close(curve.value(curve.right_meeting(right)), right, rtol=1e-2, atol=2e-3)
-    left = torch.linspace(curve.floor + 1e-3, -1e-6, 500, dtype=torch.float64)
-    met = curve.left_meeting(left)
-    assert bool((met <= curve.lowest).all())
-    torch.testing.assert_close(curve.value(met), left, rtol=0.05, atol=1e-3)
-    beyond = torch.tensor([curve.floor - 1, -50.0], dtype=torch.float64)
-    assert bool((curve.left_meeting(beyond) == curve.lowest).all())
-    torch.testing.assert_close(curve.right_meeting(beyond), torch.full_like(beyond, curve.lowest), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0, 100.0])
-@every_curve
 def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> None:
     """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
     for size in SCALES:
@@ -186,8 +158,14 @@ def test_huge_and_tiny_values(ratio: float, dtype: torch.dtype) -> None:
         assert bool((cost(s, m, z, p, ratio) <= there * (1 + 1e-5) + 1e-12).all())
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("scale", "ratio"),
+    [
+        long_unless((place + number) % 2 == 0, scale, ratio)
+        for place, scale in enumerate(SCALES)
+        for number, ratio in enumerate(RATIOS)
+    ],
+)
 def test_never_worse_than_present(scale: float, ratio: float) -> None:
     """In float64, whatever the present gate, the result costs no more; starting from the result changes nothing."""
     m, z, p = draws(300, (scale, scale, scale), seed=3)

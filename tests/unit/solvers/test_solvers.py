@@ -28,7 +28,7 @@ CASES = [
         parse_pattern(text),
         shape,
         id=f"{text}-{shape[0]}x{shape[1]}",
-        marks=pytest.mark.long if shape[1] == 256 and text in ("0%", "3:4", "4:8") else (),
+        marks=pytest.mark.long if shape[1] == 256 and text not in ("50%", "2:4") else (),
     )
     for text, shape in itertools.product(PATTERNS, SHAPES)
     if (":" not in text or shape[1] % int(text[-1]) == 0) and (text not in ("1%", "70%") or shape[1] < 256)
@@ -147,40 +147,6 @@ def test_no_live_input_at_all(solver: LayerSolver, text: str) -> None:
     answer = solver.solve(problem, parse_pattern(text))
     assert bool(answer.isfinite().all())
     assert problem.error(answer) == 0
-
-
-@every_solver
-@pytest.mark.parametrize("text", PATTERNS)
-def test_rows_in_another_order(solver: LayerSolver, text: str) -> None:
-    """Permuting the rows permutes the answer (every count divides by the rows, as Wanda's remainder goes by place)."""
-    pattern = parse_pattern(text)
-    problem = problem_of((10, 200))
-    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
-    moved = LayerProblem(problem.weight[order], problem.inputs)
-    torch.testing.assert_close(solver.solve(moved, pattern), solver.solve(problem, pattern)[order], rtol=1e-9, atol=1e-9)
-
-
-@every_dtype
-@every_solver
-@pytest.mark.parametrize("text", PATTERNS)
-def test_scaled_inputs_change_nothing(solver: LayerSolver, text: str, dtype: torch.dtype) -> None:
-    """Inputs scaled by a power of two give the same bits; by another number, the same to rounding (in float64)."""
-    pattern = parse_pattern(text)
-    answer = solver.solve(problem_of((16, 48), dtype), pattern)
-    for scale in (2.0**-12, 1024.0):
-        assert torch.equal(solver.solve(problem_of((16, 48), dtype, scale=scale), pattern), answer)
-    if dtype == torch.float64:
-        other = solver.solve(problem_of((16, 48), dtype, scale=3.7), pattern)
-        torch.testing.assert_close(other, answer, rtol=1e-6, atol=1e-6)
-
-
-@every_solver
-@pytest.mark.parametrize("text", ["60%", "2:4"])
-def test_scaled_weights_scale_the_answer(solver: LayerSolver, text: str) -> None:
-    """The problem is linear in the weight: 8 W gives 8 times the answer, bit for bit."""
-    problem, pattern = problem_of((16, 48)), parse_pattern(text)
-    scaled = LayerProblem(8 * problem.weight, problem.inputs)
-    assert torch.equal(solver.solve(scaled, pattern), 8 * solver.solve(problem, pattern))
 
 
 @pytest.mark.parametrize("text", ["50%", "2:4"])
