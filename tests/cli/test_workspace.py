@@ -326,7 +326,7 @@ def test_a_crash_between_the_two_renames(
 
 
 @pytest.mark.parametrize("memory", [(), STREAMED], ids=["in memory", "streamed"])
-def test_killed_at_once(
+def test_a_killed_run_resumes_to_the_same_bytes(
     memory: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command, server: ForkServerContext
 ) -> None:
     """SIGKILL from outside, as soon as the journal names a first block: the lock is free, and the end is the same."""
@@ -376,7 +376,7 @@ app(sys.argv[2:])
         (70_000, (), 3),  # the finished checkpoint
     ],
 )
-def test_a_full_disk(
+def test_a_full_disk_is_one_message_and_the_run_resumes(
     limit: int, more: tuple[str, ...], kept: int, words: tuple[object, ...], tmp_path: Path, command: Command
 ) -> None:
     """One message in the system's words wherever it happens, nothing half-written, and the run goes on once there is room."""

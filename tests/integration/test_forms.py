@@ -102,7 +102,7 @@ def test_towers_are_walked_as_the_model_runs(name: str) -> None:
         for number, method in enumerate(("sparsegpt", "sparsellm"))
     ],
 )
-def test_what_sees_keeps_every_bit(name: str, method: str, tmp_path: Path) -> None:
+def test_vision_tower_is_unchanged(name: str, method: str, tmp_path: Path) -> None:
     """Streamed and in memory: the language tower has its zeros, all else is bit-identical, and the files load again."""
     source = tmp_path / "dense"
     random(SEES[name]).save_pretrained(source)
@@ -327,7 +327,7 @@ def test_keep_zeros_from_the_command_line(tmp_path: Path, text_file: Path, comma
         for number, form in enumerate(("bin", "float16", "bfloat16"))
     ],
 )
-def test_checkpoints_as_they_come(name: str, form: str, tmp_path: Path) -> None:
+def test_checkpoints_keep_their_form(name: str, form: str, tmp_path: Path) -> None:
     """.bin files and 16-bit weights of fused layers, transposed ones and experts: streamed as in memory, dtypes kept."""
     source = tmp_path / "dense"
     model = tiny(name) if form == "bin" else tiny(name, getattr(torch, form))
@@ -357,7 +357,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_code_of_its_own(tmp_path: Path, command: Callable[..., Result]) -> None:
+def test_model_with_its_own_code_is_pruned(tmp_path: Path, command: Callable[..., Result]) -> None:
     """Refused as it comes; run where it is trusted, streamed too; the code comes along, so that the output loads as well."""
     source = tmp_path / "dense"
     tiny("llama").save_pretrained(source)

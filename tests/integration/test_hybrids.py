@@ -329,7 +329,7 @@ def test_blocks_that_share_weights_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["sparsegpt", "sparsellm"])
-def test_a_model_that_hears(method: str, tmp_path: Path) -> None:
+def test_audio_tower_is_unchanged(method: str, tmp_path: Path) -> None:
     """Qwen2-Audio is opened by a class that it has; its language tower is pruned, and all else keeps its bits."""
     made = transformers.Qwen2AudioConfig(
         text_config={**GATED, "model_type": "qwen2"}, audio_config={**SOUND, "max_source_positions": 16}, audio_token_index=255

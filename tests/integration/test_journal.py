@@ -72,7 +72,7 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     ],
     ids=str,
 )
-def test_a_run_goes_on_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_runs_resume_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Ended after so many blocks and resumed with the dense model: weights and results are those of an unbroken run."""
     whole, method = random_model("opt").to(dtype), recovery() if name == "recovery" else METHODS[name]
     wanted = results(steps_of(whole, method))
@@ -273,7 +273,7 @@ def test_a_block_that_cannot_be_written_is_not_finished(failing: str, tmp_path: 
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_streamed_runs_go_on_too(stop: int, tmp_path: Path) -> None:
+def test_streamed_runs_resume_to_the_same_bits(stop: int, tmp_path: Path) -> None:
     """From files block by block, ended and resumed: what the files then hold is an unbroken run's in memory."""
     folder, method = saved("llama", tmp_path / "model", "shards"), METHODS["sparsellm"]
     whole = random_model("llama")

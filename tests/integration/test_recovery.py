@@ -92,7 +92,9 @@ def alike(model: PreTrainedModel, folder: Path) -> bool:
         for given in (None, 0, 12)
     ],
 )
-def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_recovery_of_the_whole_model_equals_its_parts(
+    family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     """The bytes of its parts called by hand: the dense model reads and writes, then gradient steps from the pruned weights."""
     folder = pruned(tiny[family], tmp_path / "pruned")
     result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch_size=2)
@@ -118,7 +120,7 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
         for dtype in ("float32", "bfloat16")
     ],
 )
-def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+def test_recovery_by_blocks_equals_its_parts(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     """The bytes of `prune_blocks` with the block's own steps, on both streams."""
     folder = pruned(tiny[family], tmp_path / "pruned", dtype=dtype)
     result = recover(folder, tiny[family], TOKENS, scope="block", steps=20, batch_size=2)
@@ -143,7 +145,7 @@ def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path
         for scope in ("model", "block")
     ],
 )
-def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path], tmp_path: Path) -> None:
+def test_zeros_stay_and_other_weights_train(family: str, scope: Any, loud: dict[str, Path], tmp_path: Path) -> None:
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []

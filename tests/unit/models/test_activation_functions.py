@@ -31,7 +31,7 @@ def test_constants_of_the_curves(curve: ActivationFunction) -> None:
 
 
 @every_curve
-def test_meetings(curve: ActivationFunction) -> None:
+def test_inverse_of_the_curve(curve: ActivationFunction) -> None:
     """Right and left of the lowest place, the curve is there what was asked for, or the place is the lowest itself."""
     right = torch.linspace(curve.floor + 1e-3, 40, 500, dtype=torch.float64)
     torch.testing.assert_close(curve.value(curve.right_meeting(right)), right, rtol=1e-2, atol=2e-3)

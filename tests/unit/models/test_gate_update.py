@@ -113,7 +113,7 @@ def test_around_the_two_valleys(ratio: float) -> None:
         assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
 
 
-def test_slow_entries() -> None:
+def test_flat_valleys_are_followed_to_the_bottom() -> None:
     """Entries found by a search, where Newton steps creep along a flat, crooked valley: they end at its bottom too.
 
     Handed the bottom as the present gate, the result is no worse than it.
@@ -132,7 +132,7 @@ def test_slow_entries() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_zeros(ratio: float, dtype: torch.dtype) -> None:
+def test_minimiser_where_arguments_are_zero(ratio: float, dtype: torch.dtype) -> None:
     """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
     m, z, p = draws(300, (5, 5, 5), dtype=dtype)
     zero = torch.zeros_like(m)
@@ -177,7 +177,7 @@ def test_never_worse_than_present(scale: float, ratio: float) -> None:
         assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
 
 
-def test_stationary() -> None:
+def test_gradient_vanishes_at_the_minimiser() -> None:
     """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
     for ratio in (0.1, 1.0, 10.0):
         m, z, p = draws(2000, (2, 1, 1), seed=5)
@@ -225,7 +225,7 @@ number = st.floats(-20, 20, allow_nan=False, width=32)
     ratio=st.sampled_from(RATIOS),
     double=st.booleans(),
 )
-def test_any_entries(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
+def test_any_entries_reach_the_grid(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
     """Whatever hypothesis thinks of: as good as the grid."""
     m, z, p = torch.tensor(entries, dtype=torch.float64 if double else torch.float32).unbind(1)
     assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)
