@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only the fixtures that need them do
+    from multiprocessing.context import ForkServerContext
+
+    from _pytest.mark import ParameterSet
     from transformers import PreTrainedTokenizerFast
     from typer.testing import Result
 
@@ -119,6 +122,15 @@ def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dic
     return folders
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
+    """Forks processes for the command line that have torch and transformers loaded already."""
+    from tests.processes import fork_server
+
+    with fork_server(tmp_path_factory.mktemp("server") / "output.txt") as context:
+        yield context
+
+
 @pytest.fixture
 def command() -> Callable[..., Result]:
     """Run the command line in this process; stdout and stderr apart."""
@@ -130,6 +142,11 @@ def command() -> Callable[..., Result]:
         return CliRunner().invoke(app, [str(word) for word in words])
 
     return run
+
+
+def long_unless(quick: bool, *values: object) -> ParameterSet:
+    """A case of `pytest.mark.parametrize` that is in the long set only, unless it is quick."""
+    return pytest.param(*values, marks=() if quick else pytest.mark.long)
 
 
 def report_of(folder: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Imported by the server that `test_kills` forks processes from: one small run, which loads all that the others would load."""
+"""Imported by the server that processes.py forks from: one small run, which loads all that the others would load."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Every command and every Python example of README.md and docs/ runs, offline, page by page in a fresh folder.
 
-The quick tests run each at sizes of SMALL; the long ones run each as it is written.
+The quick tests run each in this process at the sizes of SMALL, with random models of two blocks in place of the bundled ones.
+The long ones run each as it is written.
 """
 
 from __future__ import annotations
@@ -50,15 +51,46 @@ def smaller(words: list[str]) -> list[str]:
     return [*words, *(word for option in options for word in option)]
 
 
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of random models with the bundled models' classes and tokenizers, two blocks and a quarter of the width."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from sparsellm.data.demo import FAMILIES, model_path
+
+    folders = {}
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(model_path(family))
+        config.num_hidden_layers = 2
+        for name in ("hidden_size", "word_embed_proj_dim", "ffn_dim", "intermediate_size"):
+            if hasattr(config, name):
+                setattr(config, name, getattr(config, name) // 4)
+        if hasattr(config, "head_dim"):
+            config.head_dim //= 4
+        folders[family] = tmp_path_factory.mktemp("bundled") / family
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[family])
+        AutoTokenizer.from_pretrained(model_path(family)).save_pretrained(folders[family])
+    return folders
+
+
 @pytest.mark.parametrize("as_written", [False, pytest.param(True, marks=pytest.mark.long)], ids=["small", "as written"])
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if runnable(page)])
 def test_every_example_runs(
-    page: Path, as_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Result]
+    page: Path,
+    as_written: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[..., Result],
+    small_models: dict[str, Path],
 ) -> None:
     """Shell examples exit with 0, Python examples raise nothing, no connection is tried; examples may build on earlier ones."""
     if "--report-to tensorboard" in page.read_text(encoding="utf-8"):
         pytest.importorskip("tensorboard", reason="the page uses it: pip install tensorboard")
     monkeypatch.chdir(tmp_path)
+    if not as_written:
+        monkeypatch.setattr("sparsellm.data.demo.model_path", small_models.__getitem__)
     tried: list[object] = []
 
     def refuse(*words: object, **_: object) -> None:
@@ -88,6 +120,8 @@ def test_every_example_runs(
                     continue
                 words = shlex.split(part, comments=True)
                 ran += 1
+                if words[0] == "torchrun" and not as_written:
+                    words = words[words.index("-m") + 1 :]
                 if words[0] == "torchrun":
                     whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
                     done = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)

@@ -17,7 +17,7 @@ from typer.testing import Result
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.errors import BadCheckpoint
 from tests.cli.test_bad_input import refused
-from tests.integration.test_weights import Code
+from tests.integration.test_block_loader import Code
 
 Change = Callable[[dict[str, Any]], Any]
 

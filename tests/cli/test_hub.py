@@ -169,7 +169,7 @@ def contents(folder: Path, names: list[str]) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in names}
 
 
-def test_what_arrives(own: Path, hub: Hub, command: Command) -> None:
+def test_every_file_is_uploaded(own: Path, hub: Hub, command: Command) -> None:
     """Every file that the report lists, byte for byte, in a new repository, and no other."""
     (own / "diary.txt").write_text("mine")
     (own / "notes").mkdir()
@@ -233,7 +233,7 @@ def test_dry_run(own: Path, hub: Hub, command: Command, monkeypatch: pytest.Monk
     refused(command("push", own, "me/model", "--dry-run"), "tokenizer.json")
 
 
-def test_as_a_stranger_runs_it(own: Path, hub: Hub) -> None:
+def test_push_in_its_own_process_prints_only_json(own: Path, hub: Hub) -> None:
     """In a process of its own, by huggingface_hub's environment alone: nothing but JSON on stdout, no bars on stderr."""
     line = [sys.executable, "-m", "sparsellm", "push", str(own), "me/model", "--json"]
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
@@ -247,12 +247,12 @@ def test_as_a_stranger_runs_it(own: Path, hub: Hub) -> None:
 @pytest.mark.parametrize(
     "name", ["model", "me/my/model", "me/", "/model", "me/mo del", "me/mo--del", "https://hub/me/model", ""]
 )
-def test_a_name_that_is_none(name: str, finished: Path, hub: Hub, command: Command) -> None:
+def test_an_invalid_repository_name_is_refused(name: str, finished: Path, hub: Hub, command: Command) -> None:
     refused(command("push", finished, name), "is not a valid repository name", "owner/name")
     assert hub.repos == {}
 
 
-def test_no_login(finished: Path, hub: Hub, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_login_is_explained(finished: Path, hub: Hub, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, and one that may not write there: what to do is said, in one message."""
     hub.writable = False
     refused(command("push", finished, "you/model"), "does not let this login write to you/model", "hf auth login")

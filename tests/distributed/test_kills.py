@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import random
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -20,6 +17,7 @@ import pytest
 from sparsellm.runs.events import LOG
 from sparsellm.runs.records import REPORT, WORK
 from sparsellm.runs.workspace import EXPORT
+from tests import processes
 
 QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -34,43 +32,6 @@ RANDOM_KILLS = 4
 
 TIMED = ("seconds", "peak_memory_bytes", "time", "total")
 """Keys of the report whose values no two runs have in common."""
-
-
-def run(words: list[str], told: str) -> None:
-    """The command line in a process of its own, what it says in a file."""
-    with Path(told).open("a") as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    from sparsellm.cli.app import app
-
-    app(words)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
-    """Processes forked from one that has imported everything: torch and transformers are loaded once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["sparsellm.cli.app", "tests.warm", __name__])
-        finished(context, ["methods"], tmp_path_factory.mktemp("server") / "said.txt")  # it has started when this has ended
-        yield context
-
-
-def started(server: ForkServerContext, words: list[str], told: Path) -> ForkServerProcess:
-    process = server.Process(target=run, args=(words, str(told)))
-    process.start()
-    return process
-
-
-def finished(server: ForkServerContext, words: list[str], told: Path) -> float:
-    """Run the command line to its end; its seconds."""
-    began = time.monotonic()
-    process = started(server, words, told)
-    process.join(120)
-    assert process.exitcode == 0, told.read_text()
-    return time.monotonic() - began
 
 
 def kill(process: ForkServerProcess, out: Path, moment: float | None) -> bool:
@@ -120,15 +81,15 @@ def test_killed_at_random_moments(
         return ["prune", str(tiny["llama"]), str(out), "--calibration", str(text_file), *QUICK, *RECIPES[recipe]]
 
     whole = tmp_path / "whole"
-    seconds = finished(server, words(whole), said)
+    seconds = processes.finished(server, words(whole), said)
     wanted = contents(whole)
     for number in range(RANDOM_KILLS + 1):
         out = outputs / "out"
         moment = generator.uniform(0.05, 0.95) * seconds if number < RANDOM_KILLS else None
-        while not kill(started(server, words(out), said), out, moment):
+        while not kill(processes.started(server, words(out), said), out, moment):
             shutil.rmtree(out)  # it came to its end before that moment: this machine is not equally fast at all times
             moment = moment / 2 if moment else None
-        finished(server, [*words(out), "--resume"], said)
+        processes.finished(server, [*words(out), "--resume"], said)
         assert contents(out) == wanted
         assert [file.name for file in outputs.iterdir()] == ["out"]
         out.rename(tmp_path / f"done-{number}")

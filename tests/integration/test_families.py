@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.output_cache import OutputCache
@@ -25,6 +26,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
+from sparsellm.models.feedforward import PlainFeedForward
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery.distillation import distill, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
@@ -42,7 +44,7 @@ from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, long_unless
 from tests.pruning import prune_blocks, walk
 from tests.recovering import block_recovery
 
@@ -113,9 +115,7 @@ UNCOUPLED = ("gpt_oss",)
 """Those whose feed-forward part has an activation that SparseLLM does not solve."""
 FORMS = ("gpt_neox", "llama3", "phi3", "gpt2", "qwen3_moe", "opt-350m", "gpt_oss")
 """One of each form: plain, gated, fused, Conv1D, experts, post-norm, uncoupled. The long tests have the other families."""
-each_family = pytest.mark.parametrize(
-    "name", [name if name in FORMS else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
-)
+each_family = pytest.mark.parametrize("name", [long_unless(name in FORMS, name) for name in CONFIGS])
 
 METHODS: dict[str, BlockMethod] = {
     "magnitude": LayerWise(Magnitude()),
@@ -158,10 +158,17 @@ def entering(model: PreTrainedModel) -> list[list[Tensor]]:
 
 
 def test_every_line_of_the_table_is_tried() -> None:
-    """Each family has a tiny model here, or is the text tower of one in test_towers.py."""
+    """Each family has a tiny model here, or is the text tower of one in test_forms.py."""
     tried = {make().model_type for make in CONFIGS.values()}
     towers = {"qwen2_vl_text", "qwen2_5_vl_text"}
     assert set(ARCHITECTURES) == tried | towers
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "silu"])
+def test_activations_are_those_of_transformers(activation: str) -> None:
+    """What a name in a configuration means there, it means here."""
+    z = 3 * torch.randn(40, 5, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    torch.testing.assert_close(PlainFeedForward("up", "down", activation).activate(z), ACT2FN[activation](z))
 
 
 @each_family
@@ -209,13 +216,13 @@ def test_layer_by_layer_it_is_the_same_block(name: str) -> None:
             one.remove()
 
 
-@pytest.mark.parametrize("pattern", ["60%", "2:4"])
 @pytest.mark.parametrize(
-    ("name", "method"),
+    ("name", "method", "pattern"),
     [
-        pytest.param(name, method, marks=() if name in FORMS else pytest.mark.long)
+        long_unless(name in FORMS and (FORMS.index(name) + [*METHODS].index(method)) % 2 == number, name, method, pattern)
         for name in CONFIGS
         for method in METHODS
+        for number, pattern in enumerate(("60%", "2:4"))
         if name in FORMS or method in ("sparsegpt", "published", "sparsellm")  # one of those that prune layer by layer
     ],
 )
@@ -250,8 +257,14 @@ def test_pruned_exactly(name: str, method: str, pattern: str) -> None:
         assert all(bool(model(input_ids=batch).logits.isfinite().all()) for batch in batches())
 
 
-@pytest.mark.parametrize("method", ["sparsellm", "sparsegpt"])
-@each_family
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        long_unless(name in FORMS[number::2], name, method)
+        for name in CONFIGS
+        for number, method in enumerate(("sparsellm", "sparsegpt"))
+    ],
+)
 def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None:
     """Whatever its form: pruning it holds more than a block in float32, and does some of a pass's operations at least."""
     tiny(name).save_pretrained(tmp_path)
@@ -287,8 +300,14 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("method", "pattern"), [("sparsegpt", "2:4"), ("sparsellm", "60%")])
-@each_family
+@pytest.mark.parametrize(
+    ("name", "method", "pattern"),
+    [
+        long_unless(name in FORMS[number::2], name, method, pattern)
+        for name in CONFIGS
+        for number, (method, pattern) in enumerate([("sparsegpt", "2:4"), ("sparsellm", "60%")])
+    ],
+)
 def test_streamed_as_in_memory(name: str, method: str, pattern: str, tmp_path: Path) -> None:
     """Read block by block it ends in the same tensors of the same names; read again it is the same model."""
     source = tmp_path / "dense"

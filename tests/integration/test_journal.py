@@ -27,7 +27,8 @@ from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
-from tests.integration.test_weights import random_model, saved, windows
+from tests.conftest import long_unless
+from tests.integration.test_block_loader import random_model, saved, windows
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 
@@ -62,10 +63,17 @@ def tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stop", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", [*METHODS, "recovery"])
-def test_a_run_goes_on_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "stop", "dtype"),
+    [
+        long_unless(name == "wanda" or stop == (1 if dtype is torch.float32 else 2), name, stop, dtype)
+        for name in [*METHODS, "recovery"]
+        for stop in range(4)
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=str,
+)
+def test_runs_resume_to_the_same_bits(name: str, stop: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Ended after so many blocks and resumed with the dense model: weights and results are those of an unbroken run."""
     whole, method = random_model("opt").to(dtype), recovery() if name == "recovery" else METHODS[name]
     wanted = results(steps_of(whole, method))
@@ -266,7 +274,7 @@ def test_a_block_that_cannot_be_written_is_not_finished(failing: str, tmp_path: 
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_streamed_runs_go_on_too(stop: int, tmp_path: Path) -> None:
+def test_streamed_runs_resume_to_the_same_bits(stop: int, tmp_path: Path) -> None:
     """From files block by block, ended and resumed: what the files then hold is an unbroken run's in memory."""
     folder, method = saved("llama", tmp_path / "model", "shards"), METHODS["sparsellm"]
     whole = random_model("llama")

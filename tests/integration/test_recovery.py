@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +37,9 @@ from sparsellm.runs.inspection import inspect
 from sparsellm.runs.preparation import model_step
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery import RATE
+from tests import processes
 from tests.cli.test_bad_input import refused
-from tests.conftest import report_of
+from tests.conftest import long_unless, report_of
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery
 
@@ -85,9 +84,17 @@ def alike(model: PreTrainedModel, folder: Path) -> bool:
     return all(torch.equal(state[key], tensor) for key, tensor in tensors(folder).items())
 
 
-@pytest.mark.parametrize("given", [None, 0, 12])
-@families
-def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        long_unless((family == "opt") == (given is None), family, given)
+        for family in ("opt", "llama")
+        for given in (None, 0, 12)
+    ],
+)
+def test_recovery_of_the_whole_model_equals_its_parts(
+    family: str, given: int | None, tiny: dict[str, Path], tmp_path: Path
+) -> None:
     """The bytes of its parts called by hand: the dense model reads and writes, then gradient steps from the pruned weights."""
     folder = pruned(tiny[family], tmp_path / "pruned")
     result = recover(folder, tiny[family], TOKENS, steps=20, written=given, batch_size=2)
@@ -105,9 +112,15 @@ def test_the_whole_model(family: str, given: int | None, tiny: dict[str, Path], 
     assert set(moved) <= {name for block in result.report.blocks for name in block.changed_parameters}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@families
-def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        long_unless((family == "opt") == (dtype == "bfloat16"), family, dtype)
+        for family in ("opt", "llama")
+        for dtype in ("float32", "bfloat16")
+    ],
+)
+def test_recovery_by_blocks_equals_its_parts(family: str, dtype: str, tiny: dict[str, Path], tmp_path: Path) -> None:
     """The bytes of `prune_blocks` with the block's own steps, on both streams."""
     folder = pruned(tiny[family], tmp_path / "pruned", dtype=dtype)
     result = recover(folder, tiny[family], TOKENS, scope="block", steps=20, batch_size=2)
@@ -124,9 +137,15 @@ def test_block_by_block(family: str, dtype: str, tiny: dict[str, Path], tmp_path
     assert any(block.refined and block.refined.after < block.refined.before for block in blocks)
 
 
-@pytest.mark.parametrize("scope", ["model", "block"])
-@families
-def test_what_moves_and_what_stays(family: str, scope: Any, loud: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "scope"),
+    [
+        long_unless((family == "opt") == (scope == "model"), family, scope)
+        for family in ("opt", "llama")
+        for scope in ("model", "block")
+    ],
+)
+def test_zeros_stay_and_other_weights_train(family: str, scope: Any, loud: dict[str, Path], tmp_path: Path) -> None:
     """Zeros are the pruned checkpoint's, weights between them move, all else is the dense model's; report and page say so."""
     folder = pruned(loud[family], tmp_path / "pruned")
     seen: list[Event] = []
@@ -172,7 +191,7 @@ def test_recovered_again(tiny: dict[str, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("more", [(), ("--offload",)], ids=["in memory", "streamed"])
 def test_killed_and_resumed(
-    more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+    more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, server: ForkServerContext
 ) -> None:
     """SIGKILL once a block is finished; the same command with --resume comes to the same bytes."""
     folder, out = pruned(tiny["llama"], tmp_path / "pruned"), tmp_path / "out"
@@ -190,14 +209,13 @@ def test_killed_and_resumed(
     )
     words = (*words, "--scope", "block", "--steps", 60, *more)
     assert command("recover", folder, tmp_path / "whole", *words).exit_code == 0
-    line = [sys.executable, "-m", "sparsellm", *map(str, ("recover", folder, out, *words))]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = processes.started(server, ["recover", folder, out, *words], Path(os.devnull))
     journal, deadline = out / WORK / JOURNAL, time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         if journal.exists() and b'"block"' in journal.read_bytes():
             break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (out / "sparsellm.json").exists()
     refused(command("recover", folder, out, *words), "is unfinished", "--resume")
     ran = command("recover", folder, out, *words, "--resume")

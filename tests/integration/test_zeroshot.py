@@ -90,7 +90,7 @@ def same(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, float]]) -
 
 
 @WITH
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.long)])
 def test_equal_to_lm_eval_by_hand(
     family: str, tiny: dict[str, Path], questions: Path, tmp_path: Path, command: Command
 ) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sparsellm.methods.gate_update import CHUNK, solve_gate
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, SILU, ActivationFunction
+from tests.conftest import long_unless
 
 RATIOS = [0.01, 0.1, 1.0, 5.0, 10.0, 100.0]
 SCALES = [0.1, 1.0, 3.0, 10.0]
-CURVE_NAMES = ["silu", "gelu", "gelu_tanh", "quick_gelu"]
+CURVES = {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values()
 SLACK = 1e-4
 """How far above the grid's best cost the minimiser may lie, relative to 1 + cost."""
 
@@ -31,7 +32,7 @@ def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2, cu
     the curve is 0 or s; then `rounds` times twenty times finer around the five best places.
     """
     m, z, p = (signal.double()[:, None] for signal in (m, z, p))
-    span = torch.linspace(-30, 30, 2001, dtype=torch.float64)
+    span = torch.linspace(-30, 30, 801, dtype=torch.float64)
     places = torch.cat([span.expand(len(m), -1), m + span / 3, m, (m + ratio * z * p) / (1 + ratio * z.square())], dim=1)
     width = float(span[1] - span[0])
     for _ in range(rounds + 1):
@@ -63,43 +64,14 @@ def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, cur
     )
 
 
-every_curve = pytest.mark.parametrize(
-    "curve", {id(curve): curve for curve in ACTIVATION_FUNCTIONS.values()}.values(), ids=CURVE_NAMES
+@pytest.mark.parametrize(
+    ("curve", "ratio"),
+    [
+        long_unless((place + number) % 2 == 0, curve, ratio)
+        for place, curve in enumerate(CURVES)
+        for number, ratio in enumerate((0.1, 1.0, 10.0, 100.0))
+    ],
 )
-
-
-@every_curve
-def test_constants_of_the_curves(curve: ActivationFunction) -> None:
-    """Each is lowest where stated, nowhere steeper or sharper than stated, and its bends are its derivatives."""
-    s = torch.linspace(-20, 20, 400_001, dtype=torch.float64, requires_grad=True)
-    value = curve.value(s)
-    (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
-    (bend,) = torch.autograd.grad(slope.sum(), s)
-    for got, wanted in zip(curve.curvature(s.detach()), (value, slope, bend), strict=True):
-        torch.testing.assert_close(got, wanted.detach(), rtol=1e-9, atol=1e-9)
-    value, slope, s = value.detach(), slope.detach(), s.detach()
-    assert float(value.min()) == pytest.approx(curve.floor, abs=1e-6)
-    assert float(s[value.argmin()]) == pytest.approx(curve.lowest, abs=1e-4)
-    assert 0.999 * curve.steepest < float(slope.abs().max()) <= curve.steepest
-    assert 0.999 * curve.sharpest < float(bend.abs().max()) <= curve.sharpest
-
-
-@every_curve
-def test_meetings(curve: ActivationFunction) -> None:
-    """Right and left of the lowest place, the curve is there what was asked for, or the place is the lowest itself."""
-    right = torch.linspace(curve.floor + 1e-3, 40, 500, dtype=torch.float64)
-    torch.testing.assert_close(curve.value(curve.right_meeting(right)), right, rtol=1e-2, atol=2e-3)
-    left = torch.linspace(curve.floor + 1e-3, -1e-6, 500, dtype=torch.float64)
-    met = curve.left_meeting(left)
-    assert bool((met <= curve.lowest).all())
-    torch.testing.assert_close(curve.value(met), left, rtol=0.05, atol=1e-3)
-    beyond = torch.tensor([curve.floor - 1, -50.0], dtype=torch.float64)
-    assert bool((curve.left_meeting(beyond) == curve.lowest).all())
-    torch.testing.assert_close(curve.right_meeting(beyond), torch.full_like(beyond, curve.lowest), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("ratio", [0.1, 1.0, 10.0, 100.0])
-@every_curve
 def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> None:
     """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
     for size in SCALES:
@@ -141,7 +113,7 @@ def test_around_the_two_valleys(ratio: float) -> None:
         assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
 
 
-def test_slow_entries() -> None:
+def test_flat_valleys_are_followed_to_the_bottom() -> None:
     """Entries found by a search, where Newton steps creep along a flat, crooked valley: they end at its bottom too.
 
     Handed the bottom as the present gate, the result is no worse than it.
@@ -160,7 +132,7 @@ def test_slow_entries() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_zeros(ratio: float, dtype: torch.dtype) -> None:
+def test_minimiser_where_arguments_are_zero(ratio: float, dtype: torch.dtype) -> None:
     """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
     m, z, p = draws(300, (5, 5, 5), dtype=dtype)
     zero = torch.zeros_like(m)
@@ -186,8 +158,14 @@ def test_huge_and_tiny_values(ratio: float, dtype: torch.dtype) -> None:
         assert bool((cost(s, m, z, p, ratio) <= there * (1 + 1e-5) + 1e-12).all())
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("scale", "ratio"),
+    [
+        long_unless((place + number) % 2 == 0, scale, ratio)
+        for place, scale in enumerate(SCALES)
+        for number, ratio in enumerate(RATIOS)
+    ],
+)
 def test_never_worse_than_present(scale: float, ratio: float) -> None:
     """In float64, whatever the present gate, the result costs no more; starting from the result changes nothing."""
     m, z, p = draws(300, (scale, scale, scale), seed=3)
@@ -199,7 +177,7 @@ def test_never_worse_than_present(scale: float, ratio: float) -> None:
         assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
 
 
-def test_stationary() -> None:
+def test_gradient_vanishes_at_the_minimiser() -> None:
     """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
     for ratio in (0.1, 1.0, 10.0):
         m, z, p = draws(2000, (2, 1, 1), seed=5)
@@ -247,7 +225,7 @@ number = st.floats(-20, 20, allow_nan=False, width=32)
     ratio=st.sampled_from(RATIOS),
     double=st.booleans(),
 )
-def test_any_entries(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
+def test_any_entries_reach_the_grid(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
     """Whatever hypothesis thinks of: as good as the grid."""
     m, z, p = torch.tensor(entries, dtype=torch.float64 if double else torch.float32).unbind(1)
     assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)

@@ -229,9 +229,12 @@ def test_alps_solves_its_mask(kind: str, text: str, shape: tuple[int, int], solv
 @pytest.mark.parametrize(
     ("shape", "text", "blind"),
     [
-        ((3, 4), "50%", 2.0), ((2, 6), "50%", 4.0), ((3, 4), "2:4", 1.2), ((2, 8), "2:4", 4.0),
+        ((3, 4), "50%", 2.0),
+        pytest.param((2, 6), "50%", 4.0, marks=pytest.mark.long),
+        pytest.param((3, 4), "2:4", 1.2, marks=pytest.mark.long),
+        ((2, 8), "2:4", 4.0),
     ],
-)  # fmt: skip
+)
 def test_small_cases_against_every_mask(shape: tuple[int, int], text: str, blind: float) -> None:
     """No solver beats the best of all masks; ALPS typically (60 draws, geometric mean) loses 1.32 to 1.53 times that.
 

@@ -14,20 +14,24 @@ from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
-from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
-from sparsellm.solvers.statistics import CrossMoment, Gram, InputRMS, TokenCount
+from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
 SOLVERS: list[LayerSolver] = [Magnitude(), Wanda(), SparseGPT(), FastADMM(), ALPS()]
 PATTERNS = ["0%", "1%", "50%", "70%", "90%", "2:4", "3:4", "4:8"]
-SHAPES = [(1, 40), (5, 12), (7, 13), (17, 136), (96, 256)]
+SHAPES = [(1, 40), (5, 12), (7, 13), (17, 136), (24, 256)]
 
 CASES = [
-    pytest.param(parse_pattern(text), shape, id=f"{text}-{shape[0]}x{shape[1]}")
+    pytest.param(
+        parse_pattern(text),
+        shape,
+        id=f"{text}-{shape[0]}x{shape[1]}",
+        marks=pytest.mark.long if shape[1] == 256 and text not in ("50%", "2:4") else (),
+    )
     for text, shape in itertools.product(PATTERNS, SHAPES)
-    if (":" not in text or shape[1] % int(text[-1]) == 0) and (text not in ("1%", "70%") or shape[0] < 96)
+    if (":" not in text or shape[1] % int(text[-1]) == 0) and (text not in ("1%", "70%") or shape[1] < 256)
 ]
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
@@ -116,17 +120,6 @@ def test_never_better_than_least_squares(
     assert problem.error(answer) == pytest.approx(lost, rel=1e-3 if dtype == torch.float32 else 1e-9, abs=1e-10)
 
 
-@every_case
-@pytest.mark.parametrize(("damping", "steps", "factor"), [(0.01, 10, 1.01), (1e-6, 200, 1.05)])
-def test_alps_solves_its_mask(pattern: Pattern, shape: tuple[int, int], damping: float, steps: int, factor: float) -> None:
-    """By default within 1 % of the best on its mask for the damped problem; hardly damped, 5 % for the problem itself."""
-    problem = problem_of(shape)
-    answer = ALPS(damping=damping, refit_steps=steps).solve(problem, pattern)
-    gram = add_diagonal(problem.gram, damping) if factor == 1.01 else problem.gram
-    best = error(least_squares(problem, answer != 0, gram), problem, gram)
-    assert error(answer, problem, gram) <= factor * best + 1e-12
-
-
 @every_dtype
 @every_solver
 @pytest.mark.parametrize("text", ["1%", "50%", "90%", "2:4", "4:8"])
@@ -156,71 +149,6 @@ def test_no_live_input_at_all(solver: LayerSolver, text: str) -> None:
     assert problem.error(answer) == 0
 
 
-@every_solver
-@pytest.mark.parametrize("text", PATTERNS)
-def test_rows_in_another_order(solver: LayerSolver, text: str) -> None:
-    """Permuting the rows permutes the answer (every count divides by the rows, as Wanda's remainder goes by place)."""
-    pattern = parse_pattern(text)
-    problem = problem_of((10, 200))
-    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
-    moved = LayerProblem(problem.weight[order], problem.inputs)
-    torch.testing.assert_close(solver.solve(moved, pattern), solver.solve(problem, pattern)[order], rtol=1e-9, atol=1e-9)
-
-
-@every_dtype
-@every_solver
-@pytest.mark.parametrize("text", PATTERNS)
-def test_scaled_inputs_change_nothing(solver: LayerSolver, text: str, dtype: torch.dtype) -> None:
-    """Inputs scaled by a power of two give the same bits; by another number, the same to rounding (in float64)."""
-    pattern = parse_pattern(text)
-    answer = solver.solve(problem_of((16, 48), dtype), pattern)
-    for scale in (2.0**-12, 1024.0):
-        assert torch.equal(solver.solve(problem_of((16, 48), dtype, scale=scale), pattern), answer)
-    if dtype == torch.float64:
-        other = solver.solve(problem_of((16, 48), dtype, scale=3.7), pattern)
-        torch.testing.assert_close(other, answer, rtol=1e-6, atol=1e-6)
-
-
-@every_solver
-@pytest.mark.parametrize("text", ["60%", "2:4"])
-def test_scaled_weights_scale_the_answer(solver: LayerSolver, text: str) -> None:
-    """The problem is linear in the weight: 8 W gives 8 times the answer, bit for bit."""
-    problem, pattern = problem_of((16, 48)), parse_pattern(text)
-    scaled = LayerProblem(8 * problem.weight, problem.inputs)
-    assert torch.equal(solver.solve(scaled, pattern), 8 * solver.solve(problem, pattern))
-
-
-def smallest_error(problem: LayerProblem, pattern: NM) -> float:
-    """The optimum over all N:M masks with exact values: rows are independent, every mask of a row is tried."""
-    gram, width = problem.gram, problem.weight.shape[1]
-    group = list(itertools.combinations(range(pattern.group), pattern.group - pattern.zeros))
-    starts = torch.arange(0, width, pattern.group)[:, None]
-    supports = torch.stack([(starts + torch.tensor(c)).flatten() for c in itertools.product(group, repeat=len(starts))])
-    blocks = gram[supports[:, :, None], supports[:, None, :]]
-    lost = 0.0
-    for row in problem.weight:
-        products = (row @ gram)[supports]
-        gained = (torch.linalg.solve(blocks, products) * products).sum(1)
-        lost += float(row @ gram @ row - gained.max())
-    return lost / float(torch.einsum("ij,jk,ik->", problem.weight, gram, problem.weight))
-
-
-@pytest.mark.parametrize(("text", "shape"), [("2:4", (4, 12)), ("3:4", (4, 12)), ("1:2", (4, 12)), ("4:8", (4, 16))])
-def test_small_cases_against_every_mask(text: str, shape: tuple[int, int]) -> None:
-    """No solver beats the best of all masks; ALPS loses at most twice that on any draw, and 1.3 times on average."""
-    pattern = parse_pattern(text)
-    assert isinstance(pattern, NM)
-    ratios = []
-    for seed in range(10):
-        problem = problem_of(shape, seed=seed)
-        best = smallest_error(problem, pattern)
-        for solver in SOLVERS:
-            assert error(solver.solve(problem, pattern), problem) >= best * (1 - 1e-9)
-        ratios.append(error(ALPS().solve(problem, pattern), problem) / best)
-    assert max(ratios) <= 2
-    assert sum(ratios) / len(ratios) <= 1.3
-
-
 @pytest.mark.parametrize("text", ["50%", "2:4"])
 def test_criteria_by_their_definitions(text: str) -> None:
     """Magnitude keeps the layer's largest |W|, Wanda each row's largest |W| times the input's size; values unchanged."""
@@ -243,58 +171,3 @@ def test_less_knowledge_than_needed_is_refused(solver: LayerSolver) -> None:
         else:
             with pytest.raises(InvalidSetting, match=kind.__name__):
                 solver.solve(problem, parse_pattern("50%"))
-
-
-def test_error_by_what_is_known() -> None:
-    """With norms the inputs count as uncorrelated, without as white; the target itself has none, zero has all of it."""
-    weight, x = signals((4, 12), 0, ())
-    pruned = weight * (weight.abs() > 0.5)
-    norms, nothing = InputRMS(12), TokenCount(12)
-    norms.update(x)
-    change = pruned - weight
-    sizes = x.square().mean(0)
-    by_norms = float((change.square() * sizes).sum() / (weight.square() * sizes).sum())
-    assert LayerProblem(weight, norms).error(pruned) == pytest.approx(by_norms, rel=1e-5)
-    white = float(change.square().sum() / weight.square().sum())
-    assert LayerProblem(weight, nothing).error(pruned) == pytest.approx(white, rel=1e-12)
-    for inputs in (norms, nothing, problem_of((4, 12)).inputs):
-        problem = LayerProblem(weight, inputs)
-        assert problem.error(weight) == 0
-        assert problem.error(torch.zeros_like(weight)) == pytest.approx(1)
-
-
-@every_dtype
-@pytest.mark.parametrize("ridge", [0.0, 1e-3, 0.5])
-def test_toward_is_ridge_regression(ridge: float, dtype: torch.dtype) -> None:
-    """The target weight is (C + λ W0)(G + λ I)⁻¹ as a dense float64 solve gives it; dead inputs keep the prior."""
-    prior, x = signals((6, 30), 0, (4, 17))
-    y = x @ torch.randn(30, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    gram, cross = Gram(30, dtype=dtype), CrossMoment(6, 30)
-    gram.update(x.to(dtype))
-    cross.update(y, x)
-    problem = LayerProblem.from_targets(cross.matrix, gram, prior.to(dtype), ridge=ridge)
-    live = [j for j in range(30) if j not in (4, 17)]
-    exact, products = x.T @ x / len(x), y.T @ x / len(x)
-    shifted = exact + ridge * exact.diagonal().mean() * torch.eye(30, dtype=torch.float64)
-    aim = products + ridge * exact.diagonal().mean() * prior
-    wanted = torch.linalg.solve(shifted[live][:, live], aim[:, live].T).T
-    torch.testing.assert_close(problem.weight[:, live].double(), wanted, rtol=2e-3, atol=2e-4)
-    assert torch.equal(problem.weight[:, [4, 17]], prior[:, [4, 17]].to(dtype))
-    assert problem.weight.dtype == dtype
-
-
-@every_dtype
-@pytest.mark.parametrize("ridge", [0.0, 1e-3])
-def test_toward_the_prior_itself(ridge: float, dtype: torch.dtype) -> None:
-    """Where y = W0 x the target is W0: to the bit from C = W0 G, to rounding from streamed products."""
-    problem = problem_of((6, 30), dtype)
-    prior, gram = problem.weight, problem.inputs
-    assert isinstance(gram, Gram)
-    assert torch.equal(LayerProblem.from_targets(prior @ gram.matrix, gram, prior, ridge=ridge).weight, prior)
-    _, x = signals((6, 30), 0, ())
-    cross = CrossMoment(6, 30)
-    cross.update(x.to(dtype) @ prior.T, x.to(dtype))
-    streamed = LayerProblem.from_targets(cross.matrix, gram, prior, ridge=ridge).weight
-    assert 0 < error(streamed, problem) < 1e-9  # of the output's energy; Cross sums in float32
-    if ridge:
-        torch.testing.assert_close(streamed, prior, rtol=1e-2, atol=1e-3)

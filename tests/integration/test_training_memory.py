@@ -60,7 +60,7 @@ WEAK = ("--solver", "magnitude", "--gauss-newton-steps", 0)
 PAGES = """
 import sys
 from pathlib import Path
-import sparsellm.runs.run, torch
+import torch
 from sparsellm.cli.allocator import keep_pages
 if "keep" in sys.argv:
     keep_pages()

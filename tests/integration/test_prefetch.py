@@ -27,7 +27,7 @@ from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
-from tests.integration.test_weights import saved, windows
+from tests.integration.test_block_loader import saved, windows
 from tests.meter import Meter
 from tests.pruning import loaded, prune_blocks
 
@@ -56,7 +56,9 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("solver", [Magnitude(), Wanda()], ids=["nothing travels", "streams travel"])
 @pytest.mark.parametrize("form", ["shards", "bin", "bf16"])
-def test_the_same_bits(form: str, solver: Magnitude | Wanda, tmp_path: Path, readers: list[tuple[str, str]]) -> None:
+def test_prefetch_gives_the_same_bits(
+    form: str, solver: Magnitude | Wanda, tmp_path: Path, readers: list[tuple[str, str]]
+) -> None:
     """Whether read ahead or not; every block but the first is, each once, and nothing else."""
     folder, written = saved("llama", tmp_path / "model", form), []
     for ahead in (False, True):
@@ -110,7 +112,7 @@ def test_errors_are_told_when_their_turn_comes(spoil: str, part: str, tmp_path: 
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_prefetch_ends_and_reads_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a block is worked on: reading ends after the tensor at hand, and the next visit reads anew."""
     folder = saved("llama", tmp_path / "model", "single")
     model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
@@ -142,7 +144,7 @@ def test_what_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert two.layer("mlp.up_proj").weight.device.type == "cpu"
 
 
-def test_another_block_than_was_announced(tmp_path: Path, readers: list[tuple[str, str]]) -> None:
+def test_a_block_that_was_not_announced_is_read(tmp_path: Path, readers: list[tuple[str, str]]) -> None:
     folder = saved("llama", tmp_path / "model", "single")
     model, weights = open_checkpoint(str(folder)).stream(prefetch=True)
     one, two, three = blocks_of(model)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,9 @@ from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.records import WORK
+from tests import processes
 from tests.cli.test_bad_input import refused
+from tests.conftest import long_unless
 
 Command = Callable[..., Result]
 Ends = Callable[[int, type[BaseException] | BaseException], None]
@@ -72,8 +74,14 @@ def same(one: Path, other: Path) -> bool:
     return card and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("memory", [(), STREAMED], ids=["in memory", "streamed"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "memory"),
+    [
+        long_unless((place + number) % 2 == 0, method, memory)
+        for place, method in enumerate(METHODS)
+        for number, memory in enumerate(((), STREAMED))
+    ],
+)
 def test_interrupted_and_resumed(
     method: str,
     memory: tuple[str, ...],
@@ -318,19 +326,20 @@ def test_a_crash_between_the_two_renames(
 
 
 @pytest.mark.parametrize("memory", [(), STREAMED], ids=["in memory", "streamed"])
-def test_killed_at_once(memory: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command) -> None:
+def test_a_killed_run_resumes_to_the_same_bytes(
+    memory: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command, server: ForkServerContext
+) -> None:
     """SIGKILL from outside, as soon as the journal names a first block: the lock is free, and the end is the same."""
     model, *rest = words
     out, base = tmp_path / "out", [*rest, "--method", "alps", *memory]
     assert command("prune", model, tmp_path / "whole", *base).exit_code == 0
-    line = [sys.executable, "-m", "sparsellm", *map(str, ("prune", model, out, *base))]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = processes.started(server, ["prune", model, out, *base], Path(os.devnull))
     journal, deadline = out / WORK / JOURNAL, time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         if journal.exists() and b'"block"' in journal.read_bytes():
             break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     ran = command("prune", model, out, *base, "--resume")
     assert ran.exit_code == 0, ran.stderr
     assert same(out, tmp_path / "whole")
@@ -367,7 +376,7 @@ app(sys.argv[2:])
         (70_000, (), 3),  # the finished checkpoint
     ],
 )
-def test_a_full_disk(
+def test_a_full_disk_is_one_message_and_the_run_resumes(
     limit: int, more: tuple[str, ...], kept: int, words: tuple[object, ...], tmp_path: Path, command: Command
 ) -> None:
     """One message in the system's words wherever it happens, nothing half-written, and the run goes on once there is room."""

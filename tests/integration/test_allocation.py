@@ -72,7 +72,7 @@ def curve(scale: float, power: float, levels: list[float]) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("asked", [0.1, 0.3, 0.6])
-def test_balanced(layers: list[tuple[int, float, float]], asked: float) -> None:
+def test_split_by_curves_has_the_least_error(layers: list[tuple[int, float, float]], asked: float) -> None:
     """The sum of the errors is that of the best of all splits on a fine grid, and the mean density is the one asked for."""
     levels = sorted({min(asked * level, 0.95) for level in (0.33, 0.5, 1.0, 1.5, 2.0)})
     curves = {str(i): (size, curve(scale, power, levels)) for i, (size, scale, power) in enumerate(layers)}
@@ -125,7 +125,7 @@ def half_way(plan: Plan) -> dict[str, object]:
 @pytest.mark.parametrize("sparsity", ["53.7%", "90%"])
 @pytest.mark.parametrize("rule", ["owl", "fisher"])
 @two_families
-def test_totals(family: str, rule: str, sparsity: str) -> None:
+def test_allocated_sparsity_adds_up_exactly(family: str, rule: str, sparsity: str) -> None:
     """All layers together lose what was asked, to one weight; not each the same; N:M cannot be shared out."""
     model = heavy(family)
     sizes = {name: model.get_submodule(name).weight.numel() for name in uniform_plan(blocks_of(model), Unstructured(0))}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
 from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, FeedForwardProblem, Weights, weights_of
-from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.architectures import ARCHITECTURES
+from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
 from sparsellm.solvers.linalg import add_diagonal
 
@@ -23,21 +23,28 @@ MODEL, HIDDEN, TOKENS = 6, 9, 50
 every_family = pytest.mark.parametrize("family", ["opt", "llama", "llama-bias"])
 
 
+class Gated(nn.Module):
+    """A gated feed-forward part, as Llama's."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(MODEL, HIDDEN, bias) for _ in range(2))
+        self.down_proj = nn.Linear(HIDDEN, MODEL, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
 @cache
 def block_of(family: str) -> Block:
-    """The only block of a random model, with random biases where there are any."""
+    """A random block that has a feed-forward part only, with random biases where there are any."""
     torch.manual_seed(0)
-    shared = {"vocab_size": 16, "hidden_size": MODEL, "num_hidden_layers": 1, "max_position_embeddings": 16}
-    if family == "opt":
-        sizes = {"ffn_dim": HIDDEN, "num_attention_heads": 2, "word_embed_proj_dim": MODEL, "init_std": 0.5}
-        model: PreTrainedModel = OPTForCausalLM(OPTConfig(**shared, **sizes))
-    else:
-        sizes = {"num_attention_heads": 1, "intermediate_size": HIDDEN, "initializer_range": 0.5}
-        model = LlamaForCausalLM(LlamaConfig(**shared, **sizes, mlp_bias=family.endswith("bias")))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.3)
-    return blocks_of(model.eval())[0]
+    plain = {"fc1": nn.Linear(MODEL, HIDDEN), "fc2": nn.Linear(HIDDEN, MODEL)}
+    module = nn.ModuleDict(plain if family == "opt" else {"mlp": Gated(family.endswith("bias"))}).eval()
+    for name, parameter in module.named_parameters():
+        nn.init.normal_(parameter, std=0.3 if name.endswith("bias") else 0.5)
+    architecture = ARCHITECTURES[family.removesuffix("-bias")]
+    return Block(0, "block", module, architecture, {name: tensor.dtype for name, tensor in module.named_parameters()})
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -47,7 +54,8 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 def forward(block: Block, x: Tensor) -> Tensor:
     """What the block's own modules compute of the feed-forward part."""
-    mlp = block.module.fc2(relu(block.module.fc1(x))) if hasattr(block.module, "fc1") else block.module.mlp(x)  # type: ignore[operator]
+    parts = dict(block.module.named_children())
+    mlp = parts["fc2"](relu(parts["fc1"](x))) if "fc1" in parts else parts["mlp"](x)
     return mlp.detach()  # type: ignore[no-any-return]
 
 
