@@ -14,8 +14,12 @@ from pydantic_core import PydanticCustomError
 
 from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
+from sparsellm.models.feedforward import FeedForward
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.statistics import TokenCount
+
+UNKNOWN = "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
+"""Note of SparseLLM for a block of a family that is not in the table."""
 
 Plan = dict[str, Pattern]
 """The pattern of each layer, by the layer's full name. Layers that are not in the plan are not changed."""
@@ -169,3 +173,21 @@ class BlockMethod(Protocol):
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
         """Prune the planned layers of the block in place, yielding each result as soon as it is available."""
         ...
+
+
+def planned_layers(block: Block, plan: Plan) -> list[str]:
+    """The block's layers that are in the plan, in running order."""
+    return [name for name in block.layers if block.full_name(name) in plan]
+
+
+def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
+    """The block's feed-forward parts whose layers are all planned, so that they can be pruned as one problem."""
+    planned = set(planned_layers(block, plan))
+    return [part for part in block.architecture.feed_forward_parts if {*part.in_proj, part.out_proj} <= planned]
+
+
+def unplanned_layers(block: Block, plan: Plan) -> list[str]:
+    """The layers missing from the plan in feed-forward parts that are only partly planned."""
+    planned = set(planned_layers(block, plan))
+    parts = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
+    return sorted(set().union(*(names - planned for names in parts if names & planned)))

@@ -11,21 +11,18 @@ from torch import Tensor
 from sparsellm.activations.hooks import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
-from sparsellm.methods import EpochResult, LayerResult, Plan
+from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
-from sparsellm.methods.layerwise import (
-    UNKNOWN,
-    LayerWise,
-    collect_statistics,
-    coupled_parts,
-    layer_result,
-    planned_layers,
+from sparsellm.methods.layer_solve import (
+    assign_owners,
+    broadcast_results,
+    measure_layer,
     problem_of,
     prune_layer,
     solve,
-    unplanned_layers,
+    solve_in_parallel,
 )
-from sparsellm.methods.parallel_solve import assign_owners, broadcast_results, solve_in_parallel
+from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -137,7 +134,15 @@ class PublishedSparseLLM:
         owners = assign_owners(block, [name for name in problems if name not in coupled])
         local = [name for name, owner in owners.items() if owner == collectives.rank()]
         results = (
-            prune_layer(block, name, self.solver, problems[name], plan, inputs.expert_tokens(block, name)) for name in local
+            prune_layer(
+                block,
+                name,
+                problems[name],
+                solver=self.solver,
+                plan=plan,
+                routed_tokens=inputs.expert_tokens(block, name),
+            )
+            for name in local
         )
         yield from broadcast_results(block, owners, results)
         for part, part_signals in zip(parts, signals, strict=True):
@@ -176,14 +181,14 @@ class PublishedSparseLLM:
         for name, weight in best.weights.items():
             block.write(name, weight)
             damping, seconds = best.spent[name]
-            yield layer_result(block, name, plan, problems[name], damping, best.epoch, seconds)
+            yield measure_layer(block, name, problems[name], plan=plan, damping=damping, seconds=seconds, epoch=best.epoch)
 
     def _solve_all(self, block: Block, problems: dict[str, LayerProblem], plan: Plan, epoch: int) -> PartSolution:
         """Solve the current problem of every layer of a part; the error is not computed yet."""
 
         def solve_layer(name: str) -> tuple[Tensor, list[float | None]]:
             started, full_name = time.perf_counter(), block.full_name(name)
-            weight, damping = solve(self.solver, problems[name], plan[full_name], full_name)
+            weight, damping = solve(self.solver, problems[name], plan[full_name], name=full_name)
             return weight, [damping, time.perf_counter() - started]
 
         solution = PartSolution({}, {}, epoch, float("inf"))

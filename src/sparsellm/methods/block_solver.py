@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.walk import Activations
-from sparsellm.errors import NonFinite
-from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan
-from sparsellm.methods.feedforward_problem import METRIC_LIFT, FeedForwardProblem, Weights, weights_of
-from sparsellm.methods.layerwise import planned_layers, solve, zero_mask
-from sparsellm.methods.parallel_solve import solve_in_parallel
-from sparsellm.methods.settings import Settings
+from sparsellm.errors import InvalidSetting, NonFinite
+from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers
+from sparsellm.methods.feedforward_problem import METRIC_LIFT, SAMPLED, FeedForwardProblem, Weights, weights_of
+from sparsellm.methods.layer_solve import layer_result, solve, solve_in_parallel, zero_mask
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime.offload import TensorList
+from sparsellm.solvers import LayerSolver
+from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.linalg import add_curvature_diagonal, add_diagonal_, conjugate_gradient_refit, count_zeros
 from sparsellm.solvers.problem import relative_error
 from sparsellm.solvers.regression import Regression
-from sparsellm.solvers.statistics import Gram
 
 NEWTON_STEPS = 8
 """Conjugate gradient steps in one Gauss-Newton round."""
@@ -35,6 +34,27 @@ SHORTEST_STEP = 0.1
 
 WRITER_STEPS = 20
 """Conjugate gradient steps in one refit of the output projection."""
+
+
+Scope = Literal["none", "feedforward"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `sparsellm.methods.sparsellm.SparseLLM`, documented there."""
+
+    solver: LayerSolver = field(default_factory=ALPS.accurate)
+    gauss_newton_steps: int = 3
+    sampled: int = SAMPLED
+    scope: Scope = "feedforward"
+    ridge: float = 1e-3
+    keep_zeros: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ridge >= 0 or self.gauss_newton_steps < 0:
+            raise InvalidSetting(
+                f"SparseLLM needs ridge >= 0 and gauss_newton_steps >= 0, got {self.ridge} and {self.gauss_newton_steps}."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,22 +207,20 @@ class BlockSolver:
         problem = replace(
             regression.problem(dense, self._settings.ridge, task.curvature), pruned_mask=self._pruned_masks[task.name]
         )
-        weight, damping = solve(self._settings.solver, problem, self._plan[full_name], full_name)
+        weight, damping = solve(self._settings.solver, problem, self._plan[full_name], name=full_name)
         try:
             error = relative_error(regression.error(weight), regression.power)
         except NonFinite as failure:
             failure.add_note(f"in layer {full_name}")
             raise
-        return weight, LayerResult(
-            name=full_name,
-            pattern=self._plan[full_name],
-            shape=(weight.shape[0], weight.shape[1]),
+        return weight, layer_result(
+            self._block,
+            task.name,
+            regression.inputs,
+            plan=self._plan,
             zeros=count_zeros(weight),
             error=error,
-            known=Gram.__name__,
             damping=damping,
-            tokens=regression.inputs.tokens,
-            epoch=1,
             seconds=time.perf_counter() - started,
             routed_tokens=self._inputs.expert_tokens(self._block, task.name),
         )

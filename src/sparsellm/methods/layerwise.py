@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparsellm.activations.hooks import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
-from sparsellm.errors import NonFinite, SingularGram
-from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.parallel_solve import assign_owners, broadcast_results
+from sparsellm.methods import EpochResult, LayerResult, Plan, planned_layers
+from sparsellm.methods.layer_solve import assign_owners, broadcast_results, layer_result, problem_of, prune_layer
 from sparsellm.models.blocks import Block
-from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
-from sparsellm.solvers.linalg import all_finite, count_zeros
-from sparsellm.solvers.patterns import Pattern
-from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
-from sparsellm.solvers.statistics import InputRMS, TokenCount
-
-LARGEST_DAMPING = 1.0
-"""Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
+from sparsellm.solvers.problem import MIN_ENERGY, is_finite_pair, relative_error
+from sparsellm.solvers.statistics import TokenCount
 
 FOUND = "its model family is not known; the linear layers found in its blocks were pruned (docs/families.md)"
 """Note of a layer-wise method for a block of a family that is not in the table."""
-
-UNKNOWN = "its layers were pruned one by one, since its model family is not known (docs/families.md says how to describe one)"
-"""Note of SparseLLM for a block of a family that is not in the table."""
 
 
 @dataclass(frozen=True)
@@ -72,34 +60,16 @@ class LayerWise:
         owners = assign_owners(block, names)
         local = {name: statistics[name] for name in names if owners[name] == collectives.rank()}
         if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not self.keep_zeros:
-            results = _prune_non_blocking(block, inputs, self.solver, local, plan)
+            results = _prune_non_blocking(block, inputs, local, solver=self.solver, plan=plan)
         else:
-            results = (self._prune_one(block, inputs, name, layer_stats, plan) for name, layer_stats in local.items())
+            results = (self._prune_one(block, inputs, name, layer_stats, plan=plan) for name, layer_stats in local.items())
         yield from broadcast_results(block, owners, results)
 
-    def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, plan: Plan) -> LayerResult:
+    def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, *, plan: Plan) -> LayerResult:
         """Prune one layer."""
         statistics.finalize()
-        problem = problem_of(block, name, statistics, self.keep_zeros)
-        return prune_layer(block, name, self.solver, problem, plan, inputs.expert_tokens(block, name))
-
-
-def coupled_parts(block: Block, plan: Plan) -> list[FeedForward]:
-    """The block's feed-forward parts whose layers are all planned, so that they can be pruned as one problem."""
-    planned = set(planned_layers(block, plan))
-    return [part for part in block.architecture.feed_forward_parts if {*part.in_proj, part.out_proj} <= planned]
-
-
-def unplanned_layers(block: Block, plan: Plan) -> list[str]:
-    """The layers missing from the plan in feed-forward parts that are only partly planned."""
-    planned = set(planned_layers(block, plan))
-    parts = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
-    return sorted(set().union(*(names - planned for names in parts if names & planned)))
-
-
-def planned_layers(block: Block, plan: Plan) -> list[str]:
-    """The block's layers that are in the plan, in running order."""
-    return [name for name in block.layers if block.full_name(name) in plan]
+        problem, routed = problem_of(block, name, statistics, self.keep_zeros), inputs.expert_tokens(block, name)
+        return prune_layer(block, name, problem, solver=self.solver, plan=plan, routed_tokens=routed)
 
 
 def collect_statistics(
@@ -147,36 +117,13 @@ def collect_statistics(
     return statistics
 
 
-def problem_of(block: Block, name: str, moments: TokenCount, keep_zeros: bool = False) -> LayerProblem:
-    """The local problem of a layer, with a float32 copy of its current weight."""
-    weight = block.layer(name).weight.detach().to(torch.float32, copy=True)
-    return LayerProblem(weight, moments, pruned_mask=zero_mask(weight, keep_zeros))
-
-
-def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
-    """True where a weight is zero; None if there are no zeros or they need not stay."""
-    pruned_mask = weight == 0 if keep_zeros else None
-    return None if pruned_mask is None or not bool(pruned_mask.any()) else pruned_mask
-
-
-def prune_layer(
-    block: Block, name: str, solver: LayerSolver, problem: LayerProblem, plan: Plan, routed: int | None = None
-) -> LayerResult:
-    """Solve one layer and write the weight. `routed`: see `LayerResult.routed_tokens`."""
-    started = time.perf_counter()
-    full_name = block.full_name(name)
-    weight, damping = solve(solver, problem, plan[full_name], full_name)
-    block.write(name, weight)
-    return layer_result(block, name, plan, problem, damping, 1, time.perf_counter() - started, routed)
-
-
 def _prune_non_blocking(
-    block: Block, inputs: Activations, solver: NonBlockingSolver, statistics: Mapping[str, TokenCount], plan: Plan
+    block: Block, inputs: Activations, statistics: Mapping[str, TokenCount], *, solver: NonBlockingSolver, plan: Plan
 ) -> Iterator[LayerResult]:
     """Solve all layers with one device synchronisation, then write them. Layers that fail are solved by `prune_layer`."""
     clock = devices.Clock(block.device)
     weights: list[Tensor] = []
-    scalars: list[Tensor] = []  # per layer: success, zeros, lost energy, total energy
+    scalars: list[Tensor] = []  # for each layer: success, zeros, lost energy, total energy
     for name, layer_stats in statistics.items():
         layer_stats.finalize()
         problem, pattern = problem_of(block, name, layer_stats), plan[block.full_name(name)]
@@ -188,111 +135,24 @@ def _prune_non_blocking(
         rounded = weights[-1].float()
         scalars += [success & rounded.isfinite().all(), (rounded == 0).sum(), *problem.energies(rounded)]
         clock.mark()
-    values = devices.to_python(scalars)
-    for number, ((name, layer_stats), weight, seconds) in enumerate(
-        zip(statistics.items(), weights, clock.seconds(), strict=True)
-    ):
-        succeeded, zeros, lost, total = values[4 * number : 4 * number + 4]
+    values = iter(devices.to_python(scalars))
+    for (name, layer_stats), weight, seconds in zip(statistics.items(), weights, clock.seconds(), strict=True):
+        succeeded, zeros, lost, total = (next(values) for _ in range(4))
         routed = inputs.expert_tokens(block, name)
         if not succeeded or not is_finite_pair(lost, total) or total < MIN_ENERGY:
-            yield prune_layer(block, name, solver, problem_of(block, name, layer_stats), plan, routed)
+            problem = problem_of(block, name, layer_stats)
+            yield prune_layer(block, name, problem, solver=solver, plan=plan, routed_tokens=routed)
             continue
         block.assign(name, weight)
-        damping = getattr(solver, "damping", None) if plan[block.full_name(name)].count_removed(weight.numel()) else None
-        yield _result(block, name, plan, layer_stats, int(zeros), relative_error(lost, total), damping, 1, seconds, routed)
-
-
-def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, name: str) -> tuple[Tensor, float | None]:
-    """Solve a layer problem, raising the damping tenfold as often as a factorisation fails.
-
-    A layer that received no token, as experts of an unknown model family may, loses its smallest weights.
-
-    Args:
-        solver: The solver.
-        problem: The problem.
-        pattern: The pattern that the weight must satisfy.
-        name: Full name of the layer, for errors.
-
-    Returns:
-        The weight, (out, in), and the damping used; None for solvers without damping.
-
-    Raises:
-        SingularGram: If a factorisation fails even with `LARGEST_DAMPING`.
-        NonFinite: If the weight is not finite.
-    """
-    if pattern.count_removed(problem.weight.numel()) == 0:
-        return problem.weight.clone() if problem.pruned_mask is None else problem.weight.masked_fill(
-            problem.pruned_mask, 0
-        ), None
-    if problem.inputs.tokens == 0:
-        score = problem.weight.abs() if problem.row_scale is None else problem.weight.abs() * problem.row_scale
-        return problem.weight * problem.keep(pattern, score), None
-    try:
-        while True:
-            damping: float | None = getattr(solver, "damping", None)
-            try:
-                weight = solver.solve(problem, pattern)
-                break
-            except SingularGram:
-                if damping is None or damping >= LARGEST_DAMPING:
-                    raise
-                raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
-                solver = replace(solver, **raised)  # type: ignore[type-var]
-        if not all_finite(weight):
-            raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
-    except (SingularGram, NonFinite) as error:
-        if isinstance(problem.inputs, InputRMS) and not all_finite(problem.rms):
-            message = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."
-            raise NonFinite(message) from error
-        error.add_note(f"in layer {name}, {problem.inputs.tokens:,} calibration tokens")
-        raise
-    return weight, damping
-
-
-def layer_result(
-    block: Block,
-    name: str,
-    plan: Plan,
-    problem: LayerProblem,
-    damping: float | None,
-    epoch: int,
-    seconds: float,
-    routed: int | None = None,
-) -> LayerResult:
-    """The `LayerResult` of a layer whose weight is written. `problem`: the problem with the dense weight, for the error."""
-    weight = block.layer(name).weight.float()
-    try:
-        zeros, error = count_zeros(weight), problem.error(weight)
-    except NonFinite as failure:
-        failure.add_note(f"in layer {block.full_name(name)}")
-        raise
-    return _result(block, name, plan, problem.inputs, zeros, error, damping, epoch, seconds, routed)
-
-
-def _result(
-    block: Block,
-    name: str,
-    plan: Plan,
-    statistics: TokenCount,
-    zeros: int,
-    error: float,
-    damping: float | None,
-    epoch: int,
-    seconds: float,
-    routed: int | None,
-) -> LayerResult:
-    """Build the `LayerResult`."""
-    layer, full_name = block.layer(name), block.full_name(name)
-    return LayerResult(
-        name=full_name,
-        pattern=plan[full_name],
-        shape=(layer.out_features, layer.in_features),
-        zeros=zeros,
-        error=error,
-        known=type(statistics).__name__,
-        damping=damping,
-        tokens=statistics.tokens,
-        epoch=epoch,
-        seconds=seconds,
-        routed_tokens=routed,
-    )
+        is_pruned = plan[block.full_name(name)].count_removed(weight.numel())
+        yield layer_result(
+            block,
+            name,
+            layer_stats,
+            plan=plan,
+            zeros=int(zeros),
+            error=relative_error(lost, total),
+            damping=getattr(solver, "damping", None) if is_pruned else None,
+            seconds=seconds,
+            routed_tokens=routed,
+        )

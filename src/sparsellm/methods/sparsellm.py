@@ -9,10 +9,8 @@ from torch import Tensor
 
 from sparsellm.activations.sensitivity import layer_sensitivities
 from sparsellm.activations.walk import Activations
-from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.block_solver import BlockSolver
-from sparsellm.methods.layerwise import UNKNOWN, coupled_parts, planned_layers, unplanned_layers
-from sparsellm.methods.settings import Settings
+from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
+from sparsellm.methods.block_solver import BlockSolver, Settings
 from sparsellm.models.blocks import Block
 from sparsellm.solvers.statistics import Gram, TokenCount
 

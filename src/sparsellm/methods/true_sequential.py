@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.walk import Activations
-from sparsellm.methods import EpochResult, LayerResult, Plan
-from sparsellm.methods.layerwise import LayerWise, planned_layers
+from sparsellm.methods import EpochResult, LayerResult, Plan, planned_layers
+from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import Block
 
 

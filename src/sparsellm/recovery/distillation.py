@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.methods import Plan, TrainingResult
-from sparsellm.methods.layerwise import planned_layers
+from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode, gradient_checkpointing, require_grad_only
 from sparsellm.recovery.masked_training import MaskedAdam
@@ -140,7 +139,7 @@ def distill(
     r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ over the planned blocks' parameters, in place.
 
     The loss is the mean over tokens, in nats. The blocks' activations are recomputed in the backward pass. Memory: see
-    `sparsellm.recovery.training_memory`.
+    `sparsellm.recovery.masked_training.predictions_bytes`.
 
     Args:
         model: The pruned model.

@@ -178,7 +178,7 @@ def refine_block(
     r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
 
     h is the dense block's output and $\hat x$ the pruned stream's input. A step uses `windows_a_step` sequences, or one batch
-    if that is more. Memory: seven float32 copies of the block (`sparsellm.recovery.training_memory`), and the activations of
+    if that is more. Memory: seven float32 copies of the block (`trained_bytes`), and the activations of
     one batch.
 
     Args:
@@ -242,3 +242,27 @@ def _square_root(metric: Tensor) -> Tensor:
 def _apply_root(root: Tensor | None, states: Tensor) -> Tensor:
     """Hidden states, (..., model), times the root of the metric, if there is one."""
     return states if root is None else states @ root
+
+
+COPIES = 7
+"""float32 copies of the trained parameters: the weights, Adam's two moments, the best state so far, the gradient of a batch,
+and the float64 sum of all batches' gradients, which counts as two."""
+
+
+def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
+    """Bytes for the training of the largest block, or of all blocks at once if `together`."""
+    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
+    return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
+
+
+def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
+    """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs.
+
+    Args:
+        tokens: Number of tokens over all sequences.
+        width: Size of the hidden states.
+        batch_tokens: Number of tokens in a batch.
+        vocabulary: Size of the vocabulary.
+        depth: Number of blocks.
+    """
+    return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)

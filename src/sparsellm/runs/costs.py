@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from sparsellm.activations.sensitivity import TOKENS
 from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS
 from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
-from sparsellm.methods.layerwise import LayerWise, coupled_parts, planned_layers
+from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.runs.preparation import Prepared

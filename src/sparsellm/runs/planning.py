@@ -18,7 +18,7 @@ from sparsellm.activations.sensitivity import TOKENS
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
-from sparsellm.methods.layerwise import planned_layers
+from sparsellm.methods import planned_layers
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shapes, rates, work
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer

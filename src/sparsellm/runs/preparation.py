@@ -18,8 +18,7 @@ from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.plan import plan_from_file, select_blocks, uniform_plan
-from sparsellm.recovery.masked_training import windows_a_step
-from sparsellm.recovery.training_memory import predictions_bytes, trained_bytes
+from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
 from sparsellm.runs.events import Note, Observer, Stage, add_note
 from sparsellm.runs.loading import OpenedModel, check_names
 from sparsellm.runs.recipe import Recipe, RunRecipe

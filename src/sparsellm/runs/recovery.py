@@ -14,8 +14,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult
-from sparsellm.methods.layerwise import planned_layers
+from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block
 from sparsellm.runs.recipe import RecoveryRecipe
