@@ -80,7 +80,7 @@ def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     groups, back = group_batches(
         windows(16, 1), more, 2, 1
     )  # one by one, so that each product has the same shape in every process
-    distill(result.model, groups, last_states(dense, groups), plan, MaskedAdam(8, 1e-3), back)
+    distill(result.model, groups, last_states(dense, groups), plan=plan, adam=MaskedAdam(8, 1e-3), held_out=back)
     return result.model
 
 

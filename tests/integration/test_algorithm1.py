@@ -150,7 +150,7 @@ def algorithm_1(
         else:
             gate = silu(hidden[0])
             up = (alpha * reached[1] + beta * gate * p) / (alpha + beta * gate.square())
-            hidden = [solve_gate(reached[0], up, p, beta / alpha), up]
+            hidden = [solve_gate(reached[0], up, p, ratio=beta / alpha), up]
         row.append(objective(weights, hidden, p))
         trace.append([*row, float((y - phi(reached) @ out.T).square().sum() / y.square().sum())])
         aims = {name: aim(name, signal - bias[name], x) for name, signal in zip(names, hidden, strict=True)}

@@ -54,7 +54,7 @@ def test_owl(family: str, skip: list[str], sparsity: str) -> None:
     for block, density in zip(blocks_of(model), wanted, strict=True):
         mine = [found[name] for name in plan if name.startswith(f"{block.name}.")]
         assert mine == pytest.approx([density] * len(mine), abs=1e-6)
-    alone = uniform_plan(blocks_of(model), parse_pattern(sparsity), frozenset({1}))
+    alone = uniform_plan(blocks_of(model), parse_pattern(sparsity), chosen=frozenset({1}))
     assert owl(model, batches(), alone) == pytest.approx(dict.fromkeys(alone, asked))
 
 

@@ -147,7 +147,7 @@ def test_an_output_that_is_not_finite(queued: Callable[[], None]) -> None:
         model = model_of("llama")
         with torch.no_grad():
             model.model.layers[0].post_attention_layernorm.weight.fill_(float("inf"))
-        plan = uniform_plan(blocks_of(model), parse_pattern("50%"), frozenset({1}))
+        plan = uniform_plan(blocks_of(model), parse_pattern("50%"), chosen=frozenset({1}))
         with pytest.raises(NonFinite) as error:
             list(prune_blocks(model, batches(), LayerWise(SparseGPT()), plan))
         told.append(str(error.value))

@@ -73,7 +73,7 @@ def distilled(
     states = last_states(model, alone(batches()), torch.float32)
     list(prune_blocks(model, batches(), LayerWise(Wanda()), plan, torch.float32))
     before = copy.deepcopy(model)
-    found, moved = distill(model, alone(batches()), states, plan, descent)
+    found, moved = distill(model, alone(batches()), states, plan=plan, adam=descent)
     return before, model, plan, found, moved
 
 
@@ -141,7 +141,7 @@ def test_one_group_is_told() -> None:
     dense = copy.deepcopy(model)
     states = last_states(model, alone(batches()[:1]))
     plan = uniform_plan(blocks_of(model), parse_pattern("50%"))
-    found, moved = distill(model, alone(batches()[:1]), states, plan, MaskedAdam(5, 1e-2))
+    found, moved = distill(model, alone(batches()[:1]), states, plan=plan, adam=MaskedAdam(5, 1e-2))
     assert "only one group" in found.note
     assert moved == ()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), dense.parameters(), strict=True))
@@ -167,14 +167,14 @@ def test_the_dense_model_writes(family: str) -> None:
     caller's own random numbers and the model are as before."""
     model, given = tiny(family).train(), torch.cat(batches())
     state = torch.get_rng_state()
-    one, again, other = (generate_samples(model, given, 70, seed) for seed in (5, 5, 6))
+    one, again, other = (generate_samples(model, given, 70, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert one.shape == (70, 12)
     assert one.dtype == given.dtype
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
-    long = generate_samples(model, given[:2].repeat(1, 2)[:, :24], 40, 1)  # three tokens of each are given
+    long = generate_samples(model, given[:2].repeat(1, 2)[:, :24], 40, seed=1)  # three tokens of each are given
     stretches = {tuple(row[start : start + 3].tolist()) for row in given[:2].repeat(1, 2) for start in range(22)}
     assert {tuple(row[:3].tolist()) for row in long} <= stretches
     assert len({tuple(row[:3].tolist()) for row in long}) > 10
@@ -192,7 +192,7 @@ def test_what_is_written_follows_the_predictions() -> None:
         model.model.norm.weight.fill_(1)
         model.model.embed_tokens.weight = nn.Parameter(torch.ones(48, 16))
         model.lm_head.weight[[2, 9]] = 2.0  # 2 ends a text in this family
-    text = generate_samples(model, torch.full((1, 16), 7), 200, 0)
+    text = generate_samples(model, torch.full((1, 16), 7), 200)
     assert (text[:, :2] == 7).all()
     assert set(text[:, 2:].unique().tolist()) == {2, 9}
     assert abs(float((text[:, 2:] == 9).double().mean()) - 0.5) < 0.05
@@ -221,7 +221,7 @@ def test_a_step_in_pieces() -> None:
         dense, pruned = tiny("llama"), tiny("llama")
         plan = shrunk(pruned)
         groups, back = group_batches(torch.cat(batches()), torch.cat(batches())[:0], 6, batch)
-        result, _ = distill(pruned, groups, last_states(dense, groups), plan, MaskedAdam(20, 1e-3), back)
+        result, _ = distill(pruned, groups, last_states(dense, groups), plan=plan, adam=MaskedAdam(20, 1e-3), held_out=back)
         assert result.after < result.before
         found.append((result, pruned.state_dict()))
     (one, wanted), *others = found
@@ -236,9 +236,9 @@ def test_how_many_are_held_back(back: int) -> None:
     dense, pruned = tiny("llama"), tiny("llama")
     plan = shrunk(pruned)
     states = last_states(dense, alone(batches()))
-    found, _ = distill(pruned, alone(batches()), states, plan, MaskedAdam(0, 1e-3), back)
+    found, _ = distill(pruned, alone(batches()), states, plan=plan, adam=MaskedAdam(0, 1e-3), held_out=back)
     assert found.steps == 0
-    found, _ = distill(pruned, alone(batches()), states, plan, MaskedAdam(1, 1e-30), back)
+    found, _ = distill(pruned, alone(batches()), states, plan=plan, adam=MaskedAdam(1, 1e-30), held_out=back)
     wanted = sum(divergence(dense, pruned, batch) for batch in batches()[-back:]) / back
     assert found.before == pytest.approx(wanted, rel=1e-4)
 

@@ -363,7 +363,7 @@ def test_gradient_steps_hold_the_masks_of_pieces(name: str) -> None:
     list(prune_blocks(model, list(windows.split(3)), block_recovery(pruned, results, MaskedAdam(4, 1e-2)), plan))
     held = [(windows[:3],), (windows[3:6],), (windows[6:],)]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    distill(model, held, last_states(dense, held), plan, MaskedAdam(10, 1e-3))
+    distill(model, held, last_states(dense, held), plan=plan, adam=MaskedAdam(10, 1e-3))
     moved = {key for key, tensor in model.state_dict().items() if not torch.equal(tensor, before[key])}
     assert moved
     for block, other in zip(blocks_of(model), blocks_of(dense), strict=True):

@@ -119,7 +119,7 @@ def opened(folder: Path) -> None:
     """A model opened as a run opens it, as far as its blocks and their layers."""
     checkpoint = open_checkpoint(str(folder))
     blocks = blocks_of(checkpoint.skeleton())
-    uniform_plan(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
+    uniform_plan(blocks, parse_pattern("2:4"))
     assert checkpoint.length > 0
 
 
@@ -219,7 +219,7 @@ def test_architectures(copied: Path, tmp_path: Path) -> None:
     def read() -> None:
         described = read_architecture(file)
         blocks = blocks_of(open_checkpoint(str(copied), None, False, described).skeleton())
-        uniform_plan(blocks, parse_pattern("2:4"), frozenset(range(len(blocks))), (), ())
+        uniform_plan(blocks, parse_pattern("2:4"))
 
     fuzz(file, both(texts), read)
 

@@ -287,7 +287,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
             return count(block(inputs.pruned[-1], inputs.calls(block)[-1]) - targets[-1]) / power
 
     before, start = missed(), copy.deepcopy(block.module.state_dict())
-    found = refine_block(block, inputs, keep, parameters, metric if weighed else None, MaskedAdam(40, 3e-3))
+    found = refine_block(block, inputs, keep, names=parameters, metric=metric if weighed else None, adam=MaskedAdam(40, 3e-3))
     assert found.before == pytest.approx(before, rel=1e-4)
     assert found.after == pytest.approx(missed(), rel=1e-4)
     assert found.after < 0.95 * found.before
@@ -295,7 +295,7 @@ def test_what_is_told_of_a_block(family: str, weighed: bool) -> None:
         assert torch.equal(tensor, start[name]) == (name not in parameters), name
     assert all(bool((block.layer(name).weight[~keep[name]] == 0).all()) for name in names)
     with pytest.raises(TypeError, match="needs_dense_stream=True"):
-        refine_block(block, Activations(list(inputs.pruned), []), keep, parameters, None, MaskedAdam(1, 1e-3))
+        refine_block(block, Activations(list(inputs.pruned), []), keep, names=parameters, metric=None, adam=MaskedAdam(1, 1e-3))
 
 
 @pytest.mark.parametrize("samples", [64, 50, 7])

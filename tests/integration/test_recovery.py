@@ -106,7 +106,9 @@ def test_recovery_of_the_whole_model_equals_its_parts(
     more = generate_samples(dense, TOKENS[: -count_held_out(TOKENS)], count, seed=0, compute=compute)
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
     plan = {layer.name: layer.pattern for layer in result.report.layers}
-    found, moved = distill(model, groups, last_states(dense, groups, compute), plan, model_training(model, 20), back)
+    found, moved = distill(
+        model, groups, last_states(dense, groups, compute), plan=plan, adam=model_training(model, 20), held_out=back
+    )
     assert result.report.recovered == found
     assert alike(model, out)
     assert set(moved) <= {name for block in result.report.blocks for name in block.changed_parameters}

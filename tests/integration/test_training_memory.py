@@ -178,7 +178,7 @@ def test_copies_of_what_is_trained() -> None:
 
     with Meter() as meter:
         meter.hold(parameters.values())
-        MaskedAdam(3, 1e-3).run(parameters, {}, loss, 4, 0)
+        MaskedAdam(3, 1e-3).run(parameters, {}, loss, groups=4, seed=0)
     assert meter.peak["cpu"] == pytest.approx(COPIES * 4 * 1_000_000, rel=0.01)
 
 
@@ -193,7 +193,7 @@ def test_bytes_by_hand(tiny: dict[str, Path]) -> None:
     assert trained_bytes(blocks, together=False) == 7 * 4 * larger
     assert trained_bytes(blocks, together=True) == 7 * 4 * (2 * BLOCK + larger)
     assert trained_bytes([], together=False) == trained_bytes([], together=True) == 0
-    assert predictions_bytes(10, 3, 4, 7, 2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
+    assert predictions_bytes(tokens=10, width=3, batch_tokens=4, vocabulary=7, depth=2) == 4 * (10 * 3 + 3 * 4 * 7 + 4 * 3 * 2)
 
 
 @pytest.fixture(scope="module")

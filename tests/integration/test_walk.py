@@ -307,7 +307,7 @@ def test_pruning_leaves_the_tied_head_alone(name: str) -> None:
 def test_magnitude_needs_no_text() -> None:
     """A method without needs prunes without batches, and its results say that nothing was known."""
     model = tiny("llama")
-    plan = uniform_plan(blocks_of(model), Unstructured(0.5), frozenset({1}))
+    plan = uniform_plan(blocks_of(model), Unstructured(0.5), chosen=frozenset({1}))
     steps = list(prune_blocks(model, [], LayerWise(Magnitude()), plan))
     assert len(steps) == 8
     assert {step.known for step in steps[:-1]} == {"TokenCount"}
@@ -351,7 +351,7 @@ def test_plans_by_name() -> None:
     assert set(uniform_plan(blocks, pattern, include=["model.layers.1.self_attn.*"], exclude=["q_proj"])) == {
         f"model.layers.1.self_attn.{name}_proj" for name in "kvo"
     }
-    assert len(uniform_plan(blocks, pattern, frozenset({2}), exclude=["mlp.*"])) == 4
+    assert len(uniform_plan(blocks, pattern, chosen=frozenset({2}), exclude=["mlp.*"])) == 4
     assert set(uniform_plan(blocks, pattern).values()) == {pattern}
 
 
@@ -365,7 +365,7 @@ def test_plans_refused() -> None:
     with pytest.raises(InvalidSetting, match=r"model\.layers\.0\.self_attn\.q_proj \(and 20 more layers\): 3:5 needs"):
         uniform_plan(blocks, NM(3, 5))
     with pytest.raises(InvalidSetting, match=r"^model\.layers\.2\.mlp\.down_proj: 5:48 needs .* got 64"):
-        uniform_plan(blocks, NM(5, 48), frozenset({2}), include=["down_proj"])
+        uniform_plan(blocks, NM(5, 48), chosen=frozenset({2}), include=["down_proj"])
     for nothing in ({"chosen": frozenset()}, {"exclude": ["*"]}, {"include": ["mlp.*"], "exclude": ["mlp.*"]}):
         with pytest.raises(InvalidSetting, match="Nothing is left to prune"):
             uniform_plan(blocks, Unstructured(0.5), **nothing)  # type: ignore[arg-type]

@@ -88,6 +88,7 @@ class BlockSolver:
         settings: Settings,
         block: Block,
         inputs: Activations,
+        *,
         plan: Plan,
         sensitivities: Mapping[str, Tensor],
     ) -> None:

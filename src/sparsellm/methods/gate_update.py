@@ -18,6 +18,8 @@ The tests compare the result with a grid search.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -31,10 +33,39 @@ CHUNK = 1 << 17
 """Number of entries solved at a time, so that a dozen temporaries fit in the processor's cache."""
 
 
+@dataclass(frozen=True)
+class _Gate:
+    """The problem of some entries; all tensors are (entries,). Symbols as in the module's docstring."""
+
+    m: Tensor
+    z: Tensor
+    p: Tensor
+    ratio: float
+    curve: ActivationFunction
+
+    def cost(self, s: Tensor) -> Tensor:
+        """The objective f, elementwise."""
+        return (s - self.m).square() + self.ratio * (self.p - self.curve.value(s) * self.z).square()
+
+    def newton_step(self, s: Tensor) -> Tensor:
+        """Gradient over second derivative; over its Gauss-Newton part, which is always positive, where the sum is too small."""
+        value, slope, curvature = self.curve.curvature(s)
+        residual = self.z * value - self.p
+        gradient = (s - self.m) + self.ratio * residual * self.z * slope
+        gauss_newton = 1 + self.ratio * (self.z * slope).square()
+        second = gauss_newton + self.ratio * residual * self.z * curvature
+        return gradient / torch.where(second > 0.01 * gauss_newton, second, gauss_newton)
+
+    def rows(self, indices: Tensor) -> _Gate:
+        """The problem of these entries."""
+        return replace(self, m=self.m[indices], z=self.z[indices], p=self.p[indices])
+
+
 def solve_gate(
     reached: Tensor,
     up: Tensor,
     activated: Tensor,
+    *,
     ratio: float,
     present: Tensor | None = None,
     curve: ActivationFunction = SILU,
@@ -54,28 +85,30 @@ def solve_gate(
     """
     chunks = [signal.reshape(-1).split(CHUNK) for signal in (reached, up, activated)]
     starts = present.reshape(-1).split(CHUNK) if present is not None else chunks[0]
-    solutions = [_solve(m, z, p, start, ratio, curve) for m, z, p, start in zip(*chunks, starts, strict=True)]
+    solutions = [_solve(_Gate(m, z, p, ratio, curve), start) for m, z, p, start in zip(*chunks, starts, strict=True)]
     return torch.cat(solutions).view_as(reached)
 
 
-def _solve(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """Solve one chunk of entries; all tensors are (entries,)."""
+def _solve(gate: _Gate, present: Tensor) -> Tensor:
+    """Solve one chunk of entries."""
+    m, z, ratio, curve = gate.m, gate.z, gate.ratio, gate.curve
     best = m
     for _ in range(EASY_STEPS):
-        best = best - _newton_step(best, m, z, p, ratio, curve)
-    cost = _cost(best, m, z, p, ratio, curve)
+        best = best - gate.newton_step(best)
+    cost = gate.cost(best)
     radius = cost.sqrt()
     residual = radius / ratio**0.5 + (2 * curve.steepest) * z.abs() * radius
     convex = curve.sharpest * ratio * z.abs() * residual < 1
-    solved = convex & (cost <= _cost(present, m, z, p, ratio, curve)) & (cost <= _cost(m, m, z, p, ratio, curve))
+    solved = convex & (cost <= gate.cost(present)) & (cost <= gate.cost(m))
     (hard,) = torch.where(~solved)
     if len(hard):
-        best[hard] = _solve_hard(m[hard], z[hard], p[hard], present[hard], ratio, curve)
+        best[hard] = _solve_hard(gate.rows(hard), present[hard])
     return best
 
 
-def _solve_hard(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
+def _solve_hard(gate: _Gate, present: Tensor) -> Tensor:
     """Return the best of the local minima, or `present` where it is better."""
+    m, z, p, ratio, curve = gate.m, gate.z, gate.p, gate.ratio, gate.curve
     target = torch.where(z == 0, 0, p / z).nan_to_num_(posinf=1e30, neginf=-1e30)
     right, left = m.clamp(min=curve.lowest), m.clamp(max=curve.lowest)
     linear = ((m + ratio * z * p) / (1 + ratio * z.square())).clamp_(min=curve.lowest)  # the minimiser for φ(s) = s
@@ -85,40 +118,25 @@ def _solve_hard(m: Tensor, z: Tensor, p: Tensor, present: Tensor, ratio: float, 
         (target_left, 0.5 * (left + target_left), target_left - 0.5),
         (target_right, linear, 0.5 * (right + linear), 0.25 * target_right + 0.75 * curve.lowest),
     )
-    best, cost = present, _cost(present, m, z, p, ratio, curve)
+    best, cost = present, gate.cost(present)
     for points in starts:
-        minimum = _descend(m, z, p, ratio, curve, points)
-        new_cost = _cost(minimum, m, z, p, ratio, curve)
+        minimum = _descend(gate, points)
+        new_cost = gate.cost(minimum)
         best, cost = torch.where(new_cost < cost, minimum, best), torch.minimum(new_cost, cost)
     return best
 
 
-def _descend(m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction, points: tuple[Tensor, ...]) -> Tensor:
+def _descend(gate: _Gate, points: tuple[Tensor, ...]) -> Tensor:
     """Take damped Newton steps from the best of the points, keeping only steps that lower the objective."""
-    best, cost = points[0], _cost(points[0], m, z, p, ratio, curve)
+    best, cost = points[0], gate.cost(points[0])
     for point in points[1:]:
-        new_cost = _cost(point, m, z, p, ratio, curve)
+        new_cost = gate.cost(point)
         best, cost = torch.where(new_cost < cost, point, best), torch.minimum(new_cost, cost)
     damping = torch.ones_like(best)
     for _ in range(HARD_STEPS):
-        step = best - damping * _newton_step(best, m, z, p, ratio, curve)
-        new_cost = _cost(step, m, z, p, ratio, curve)
+        step = best - damping * gate.newton_step(best)
+        new_cost = gate.cost(step)
         better = new_cost < cost
         best, cost = torch.where(better, step, best), torch.where(better, new_cost, cost)
         damping = torch.where(better, (2 * damping).clamp(max=1), 0.25 * damping)
     return best
-
-
-def _cost(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """Return the objective f, elementwise."""
-    return (s - m).square() + ratio * (p - curve.value(s) * z).square()
-
-
-def _newton_step(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, curve: ActivationFunction) -> Tensor:
-    """Return the Newton step; where the second derivative is too small, its Gauss-Newton part, always positive, replaces it."""
-    value, slope, curvature = curve.curvature(s)
-    residual = z * value - p
-    gradient = (s - m) + ratio * residual * z * slope
-    gauss_newton = 1 + ratio * (z * slope).square()
-    second = gauss_newton + ratio * residual * z * curvature
-    return gradient / torch.where(second > 0.01 * gauss_newton, second, gauss_newton)

@@ -50,11 +50,11 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
         gated = curve.value(hidden[0])
         up = (up_output + ratio * gated * activated) / (1 + ratio * gated.square())
         # `present` keeps the current gate where rounding would make the minimiser worse.
-        return solve_gate(gate_output, up, activated, ratio, present=hidden[0], curve=curve), up
+        return solve_gate(gate_output, up, activated, ratio=ratio, present=hidden[0], curve=curve), up
     (output,) = outputs
     if part.activation != "relu":
         curve = ACTIVATION_FUNCTIONS[part.activation]
-        return (solve_gate(output, torch.ones_like(output), activated, ratio, present=hidden[0], curve=curve),)
+        return (solve_gate(output, torch.ones_like(output), activated, ratio=ratio, present=hidden[0], curve=curve),)
     is_positive = activated.clamp(min=0).mul_(ratio / (1 + math.sqrt(1 + ratio))).add_(output) >= 0
     positive = torch.lerp(output, activated, ratio / (1 + ratio)).clamp_(min=0)
     return (torch.where(is_positive, positive, output),)

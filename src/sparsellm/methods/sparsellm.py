@@ -72,7 +72,7 @@ class SparseLLM(Settings):
         coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         separate = [name for name in names if name not in coupled]  # `FeedForwardProblem` computes S of the others exactly
         sensitivities = {} if output_fisher is None else _sensitivities(inputs, block, separate, output_fisher)
-        solver = BlockSolver(self, block, inputs, plan, sensitivities)
+        solver = BlockSolver(self, block, inputs, plan=plan, sensitivities=sensitivities)
         groups = [[name for name in group if name in separate] for group in block.architecture.groups]
         groups = [group for group in groups if group]
         for number, group in enumerate(groups, 1):

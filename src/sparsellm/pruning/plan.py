@@ -45,6 +45,7 @@ def select_blocks(text: str, count: int) -> frozenset[int]:
 def uniform_plan(
     blocks: Sequence[Block],
     pattern: Pattern,
+    *,
     chosen: frozenset[int] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),

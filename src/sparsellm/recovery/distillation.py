@@ -37,7 +37,7 @@ AT_A_TIME = 64
 
 @torch.no_grad()
 def generate_samples(
-    model: PreTrainedModel, windows: Tensor, count: int, seed: int = 0, compute: torch.dtype | None = None
+    model: PreTrainedModel, windows: Tensor, count: int, *, seed: int = 0, compute: torch.dtype | None = None
 ) -> Tensor:
     """Generate additional training sequences with the dense model.
 
@@ -132,9 +132,10 @@ def distill(
     model: PreTrainedModel,
     groups: Sequence[Group],
     states: Sequence[Group],
+    *,
     plan: Plan,
-    descent: MaskedAdam,
-    back: int | None = None,
+    adam: MaskedAdam,
+    held_out: int | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
     r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ over the planned blocks' parameters, in place.
 
@@ -146,8 +147,8 @@ def distill(
         groups: Token ids, (batch, seq) each, from `group_batches`.
         states: Hidden states of the dense model for the same batches, from `last_states`.
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
-        descent: The optimiser settings.
-        back: Number of held-out groups, the last ones; by default the fraction `descent.held`.
+        adam: The optimiser settings.
+        held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
 
     Returns:
         The losses before and after, and the full names of the biases, norms and routers that changed.
@@ -178,7 +179,7 @@ def distill(
                 logits = model(input_ids=batch.to(model.device), use_cache=False).logits
                 yield _divergence(head(state.float()), logits) * (len(batch) / sizes[number])
 
-        result = descent.run(parameters, keep, loss, len(groups), seed=0, back=back)
+        result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out)
         for block in blocks:
             block.round_to_storage_dtype()
     return result, _changed_names(initial, parameters)

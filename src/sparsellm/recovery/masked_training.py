@@ -67,9 +67,10 @@ class MaskedAdam:
         parameters: Mapping[str, nn.Parameter],
         keep: Mapping[str, Tensor],
         loss: Pieces,
+        *,
         groups: int,
         seed: int,
-        back: int | None = None,
+        held_out: int | None = None,
     ) -> TrainingResult:
         """Train the parameters in place and keep the state with the smallest mean loss of the held-out groups.
 
@@ -81,12 +82,12 @@ class MaskedAdam:
             loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
             groups: Number of groups; with fewer than two there is no training.
             seed: Seed of the order of the groups.
-            back: Number of held-out groups, the last ones; by default the fraction `held`.
+            held_out: Number of held-out groups, the last ones; by default the fraction `held`.
 
         Returns:
             The validation losses before and after, the number of the step whose state is kept, and a note on failures.
         """
-        held_out = min(back or max(1, round(self.held * groups)), groups - 1)
+        held_out = min(held_out or max(1, round(self.held * groups)), groups - 1)
         if self.steps == 0 or groups < 2 or not parameters:
             too_few = self.steps > 0 and groups < 2
             note = "not refined: there is only one group of sequences, and none can be held out" if too_few else ""
@@ -171,9 +172,10 @@ def refine_block(
     block: Block,
     inputs: Activations,
     keep: Mapping[str, Tensor],
+    *,
     names: Sequence[str],
     metric: Tensor | None,
-    descent: MaskedAdam,
+    adam: MaskedAdam,
 ) -> TrainingResult:
     r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
 
@@ -187,7 +189,7 @@ def refine_block(
         keep: Masks by layer name, (out, in).
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
-        descent: The optimiser settings.
+        adam: The optimiser settings.
 
     Returns:
         The result; losses are relative to $E\lVert h \rVert_F^2$.
@@ -219,7 +221,7 @@ def refine_block(
                 yield _apply_root(root, error).square().sum() * scale
 
         masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
-        return descent.run(parameters, masks, loss, len(groups), seed=block.index)
+        return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index)
 
 
 def _group_batches(sizes: Sequence[int], step: int) -> list[list[int]]:
@@ -255,7 +257,7 @@ def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
     return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
 
 
-def predictions_bytes(tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
+def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
     """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs.
 
     Args:

@@ -125,7 +125,8 @@ def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Pla
     selected = select_blocks(recipe.blocks, len(blocks))
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
     from_file = recipe.sharing not in ALLOCATIONS
-    plan = uniform_plan(blocks, Unstructured(0) if from_file else recipe.pattern, selected, recipe.include, recipe.exclude)
+    pattern = Unstructured(0) if from_file else recipe.pattern
+    plan = uniform_plan(blocks, pattern, chosen=selected, include=recipe.include, exclude=recipe.exclude)
     if from_file:
         layers = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
         shapes = {name: (layers[name].out_features, layers[name].in_features) for name in plan}
@@ -177,7 +178,9 @@ def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, *, 
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
     tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
-    return trained_bytes(blocks, together=True) + predictions_bytes(tokens, width, batch_tokens, vocabulary, len(blocks))
+    return trained_bytes(blocks, together=True) + predictions_bytes(
+        tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
+    )
 
 
 def window_length(recipe: RunRecipe, longest: int) -> int:

@@ -71,7 +71,7 @@ class BlockRecovery:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
             fixed = block.parameters_of(set(block.layers) - set(keep))
             names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-            yield refine_block(block, inputs, keep, names, inputs.output_fisher(block), self.training)
+            yield refine_block(block, inputs, keep, names=names, metric=inputs.output_fisher(block), adam=self.training)
             block.round_to_storage_dtype()
         for layer in self.layers[block.name]:
             weight = block.layer(layer.name.removeprefix(f"{block.name}.")).weight

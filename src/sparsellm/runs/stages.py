@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import iterate_output_sensitivities, output_sensitivities
-from sparsellm.methods import BlockMethod, BlockResult, Plan
+from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.allocation import allocate
@@ -39,8 +38,8 @@ from sparsellm.runs.events import (
     add_note,
     phase,
 )
-from sparsellm.runs.preparation import model_step, model_written
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
+from sparsellm.runs.preparation import Prepared, model_step, model_written
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
@@ -48,92 +47,89 @@ from sparsellm.solvers.patterns import Unstructured
 
 
 def prune_model(
-    recipe: RunRecipe,
     loaded: LoadedModel,
-    method: BlockMethod,
-    plan: Plan,
+    ready: Prepared,
     batches: Sequence[Tensor],
+    *,
     report: Report,
     observer: Observer,
     journal: Journal | None,
     facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Allocate sparsity, prune or recover block by block, and train the whole model, each if the recipe says so.
+    """Allocate sparsity, prune or recover block by block, and train the whole model, each if the report's recipe says so.
 
     Args:
-        recipe: The recipe of the run.
         loaded: The dense model, which is changed in place.
-        method: Method that prunes or recovers a block.
-        plan: Pattern of each layer to prune, by the layer's full name; an allocation rule replaces it.
+        ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
         batches: Calibration token ids, each (batch, length).
         report: Receives the results.
         observer: Receives the events.
         journal: Stores finished blocks; None for a run that cannot be resumed.
         facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """
-    model, compute = loaded.model, loaded.compute
-    blocks = blocks_of(model)
+    recipe, plan, blocks = report.recipe, ready.plan, blocks_of(loaded.model)
+    metrics: Sequence[Tensor] = []
     with facts or nullcontext(journal) as cache:
-        metrics, plan = _sense_and_allocate(recipe, loaded, method, plan, batches, report, observer, cache)
-    groups: list[Group] = []
-    states: list[Group] = []
-    held_out = 0
-    if recipe.model_steps:
-        windows = torch.cat(list(batches))
-        with phase(GENERATING, report, observer):
-            prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
-            generated = generate_samples(model, prompts, model_written(recipe, *windows.shape), recipe.seed, compute)
-        with phase(PREDICTING, report, observer):
-            per_step = model_step(*windows.shape)
-            groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
-            states = last_states(model, groups, compute)
+        if ready.method.needs_fisher:
+            with phase(SENSITIVITIES, report, observer):
+                metrics = _cached_sensitivities(loaded, batches, cache)
+        if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
+            with phase(f"{ALLOCATION} ({recipe.sharing})", report, observer):
+                plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
+    training = _training_data(loaded, batches, report=report, observer=observer) if recipe.model_steps else None
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, blocks=visited):
-        for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, journal=journal):
+        for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
-    if recipe.model_steps:
+    if training:
         with phase(TRAINING, report, observer):
-            training = model_training(model, recipe.model_steps)
-            report.recovered, changed = distill(model, groups, states, plan, training, held_out)
+            adam = model_training(loaded.model, recipe.model_steps)
+            report.recovered, changed = distill(
+                loaded.model, training.groups, training.states, plan=plan, adam=adam, held_out=training.held_out
+            )
             report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
         observer(report.recovered)
         if report.recovered.note:
             add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
 
 
-def _sense_and_allocate(
-    recipe: RunRecipe,
-    loaded: LoadedModel,
-    method: BlockMethod,
-    plan: Plan,
-    batches: Sequence[Tensor],
-    report: Report,
-    observer: Observer,
-    cache: Journal | None,
-) -> tuple[Sequence[Tensor], Plan]:
-    """Estimate on the dense model the sensitivity to errors of each block's output, and allocate the plan's sparsity."""
-    metrics: Sequence[Tensor] = []
-    if method.needs_fisher:
-        with phase(SENSITIVITIES, report, observer):
-            if cache is None:
-                metrics = output_sensitivities(loaded, batches)
-            else:
-                find = partial(iterate_output_sensitivities, loaded, batches)
-                metrics = _cached_sensitivities(cache, len(blocks_of(loaded.model)), find)
-    if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
-        with phase(f"{ALLOCATION} ({recipe.sharing})", report, observer):
-            layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
-            fact = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {layers}"
-            sparsities = cache.fact(fact) if cache else None
-            if sparsities is None:
-                plan = allocate(recipe.sharing, loaded, batches, plan, bounds=recipe.bounds)
-                if cache:
-                    cache.note(fact, {name: pattern.sparsity for name, pattern in plan.items()})
-            else:
-                plan = {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
-    return metrics, plan
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """What whole-model training reads: the arguments of `distill` that are made with the dense model."""
+
+    groups: list[Group]
+    states: list[Group]
+    held_out: int
+
+
+def _training_data(loaded: LoadedModel, batches: Sequence[Tensor], *, report: Report, observer: Observer) -> TrainingData:
+    """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
+    recipe, windows = report.recipe, torch.cat(list(batches))
+    with phase(GENERATING, report, observer):
+        prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
+        count = model_written(recipe, *windows.shape)
+        generated = generate_samples(loaded.model, prompts, count, seed=recipe.seed, compute=loaded.compute)
+    with phase(PREDICTING, report, observer):
+        per_step = model_step(*windows.shape)
+        groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
+        return TrainingData(groups, last_states(loaded.model, groups, loaded.compute), held_out)
+
+
+def _cached_allocation(
+    recipe: Recipe, loaded: LoadedModel, batches: Sequence[Tensor], *, plan: Plan, cache: Journal | None
+) -> Plan:
+    """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache."""
+    layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
+    fact = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {layers}"
+    sparsities = cache.fact(fact) if cache else None
+    if sparsities is not None:
+        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
+    allocated = allocate(recipe.sharing, loaded, batches, plan, bounds=recipe.bounds)
+    if cache:
+        cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
+    return allocated
 
 
 class JournalTensors(Sequence[Tensor]):
@@ -159,13 +155,15 @@ class JournalTensors(Sequence[Tensor]):
         return tensors["x"]
 
 
-def _cached_sensitivities(journal: Journal, count: int, find: Callable[[], Iterator[tuple[int, Tensor]]]) -> Sequence[Tensor]:
-    """The sensitivities by block, from the journal; computed and stored there unless all are present."""
-    name = "sensitivity"
-    if any(journal.fact(f"{name}-{number}") is None for number in range(count)):
-        for number, sensitivity in find():
-            journal.keep_tensors(f"{name}-{number}", {"x": sensitivity})
-    return JournalTensors(journal, name, count)
+def _cached_sensitivities(loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None) -> Sequence[Tensor]:
+    """The sensitivities by block, from the cache; computed and stored there unless all are present."""
+    if cache is None:
+        return output_sensitivities(loaded, batches)
+    name, count = "sensitivity", len(blocks_of(loaded.model))
+    if any(cache.fact(f"{name}-{number}") is None for number in range(count)):
+        for number, sensitivity in iterate_output_sensitivities(loaded, batches):
+            cache.keep_tensors(f"{name}-{number}", {"x": sensitivity})
+    return JournalTensors(cache, name, count)
 
 
 def _update_result(result: BlockResult, block: Block, changed: Sequence[str]) -> BlockResult:

@@ -76,9 +76,9 @@ def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> 
     """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
     for size in SCALES:
         m, z, p = draws(150, (2 * size, size, size * size), dtype=torch.float32)
-        assert_minimal(solve_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
+        assert_minimal(solve_gate(m, z, p, ratio=ratio, curve=curve), m, z, p, ratio, curve)
         one = torch.ones_like(m)
-        assert_minimal(solve_gate(m, one, p, ratio, curve=curve), m, one, p, ratio, curve)
+        assert_minimal(solve_gate(m, one, p, ratio=ratio, curve=curve), m, one, p, ratio, curve)
     m, z, share = torch.meshgrid(
         torch.linspace(-8, 1, 10, dtype=torch.float64),
         torch.tensor([-10.0, -1.0, 0.3, 1.0, 4.0], dtype=torch.float64),
@@ -86,7 +86,7 @@ def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> 
         indexing="ij",
     )
     p = share * curve.floor * z
-    assert_minimal(solve_gate(m, z, p, ratio, curve=curve), m, z, p, ratio, curve)
+    assert_minimal(solve_gate(m, z, p, ratio=ratio, curve=curve), m, z, p, ratio, curve)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -95,7 +95,7 @@ def test_against_a_grid(ratio: float, dtype: torch.dtype) -> None:
     """Over all sizes of m, z and p: as good as the grid."""
     every = [draws(12, (a, b, c), seed=17, dtype=dtype) for a in SCALES for b in SCALES for c in SCALES]
     m, z, p = (torch.cat(signals) for signals in zip(*every, strict=True))
-    assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)
+    assert_minimal(solve_gate(m, z, p, ratio=ratio), m, z, p, ratio)
 
 
 @pytest.mark.parametrize("ratio", [0.1, 5.0, 100.0])
@@ -110,7 +110,7 @@ def test_around_the_two_valleys(ratio: float) -> None:
     p = fraction * z
     for dtype in (torch.float32, torch.float64):
         signals = m.to(dtype), z.to(dtype), p.to(dtype)
-        assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
+        assert_minimal(solve_gate(*signals, ratio=ratio), *signals, ratio)
 
 
 def test_flat_valleys_are_followed_to_the_bottom() -> None:
@@ -125,9 +125,9 @@ def test_flat_valleys_are_followed_to_the_bottom() -> None:
     ):
         signals = [torch.tensor([value], dtype=torch.float64) for value in (m, z, p)]
         bottom = grid_best(*signals, ratio, rounds=5)
-        s = solve_gate(*signals, ratio, present=bottom)
+        s = solve_gate(*signals, ratio=ratio, present=bottom)
         assert float(cost(s, *signals, ratio)) <= float(cost(bottom, *signals, ratio)) * (1 + 1e-12)
-        assert_minimal(solve_gate(*signals, ratio), *signals, ratio)
+        assert_minimal(solve_gate(*signals, ratio=ratio), *signals, ratio)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -136,11 +136,11 @@ def test_minimiser_where_arguments_are_zero(ratio: float, dtype: torch.dtype) ->
     """With z = 0 the answer is m; with p = 0, or everything 0, it is still the minimiser."""
     m, z, p = draws(300, (5, 5, 5), dtype=dtype)
     zero = torch.zeros_like(m)
-    assert torch.equal(solve_gate(m, zero, p, ratio), m)
-    assert torch.equal(solve_gate(m, zero, zero, ratio), m)
-    assert torch.equal(solve_gate(zero, zero, zero, ratio), zero)
-    assert_minimal(solve_gate(m, z, zero, ratio), m, z, zero, ratio)
-    assert_minimal(solve_gate(zero, z, p, ratio), zero, z, p, ratio)
+    assert torch.equal(solve_gate(m, zero, p, ratio=ratio), m)
+    assert torch.equal(solve_gate(m, zero, zero, ratio=ratio), m)
+    assert torch.equal(solve_gate(zero, zero, zero, ratio=ratio), zero)
+    assert_minimal(solve_gate(m, z, zero, ratio=ratio), m, z, zero, ratio)
+    assert_minimal(solve_gate(zero, z, p, ratio=ratio), zero, z, p, ratio)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -149,10 +149,10 @@ def test_huge_and_tiny_values(ratio: float, dtype: torch.dtype) -> None:
     """Sizes from 1e-6 to 1e4 in every mixture give no NaN, and nothing worse than m, `present` or the grid."""
     sizes = torch.tensor([-1e4, -100, -1, -1e-6, 0, 1e-6, 1, 100, 1e4], dtype=dtype)
     m, z, p = (signal.contiguous() for signal in torch.meshgrid(sizes, sizes, sizes, indexing="ij"))
-    s = solve_gate(m, z, p, ratio)
+    s = solve_gate(m, z, p, ratio=ratio)
     assert_minimal(s, m, z, p, ratio)
     for other in (m, torch.full_like(m, -2), torch.full_like(m, 1.5)):
-        s = solve_gate(m, z, p, ratio, present=other)
+        s = solve_gate(m, z, p, ratio=ratio, present=other)
         assert bool(s.isfinite().all())
         there = cost(other, m, z, p, ratio)
         assert bool((cost(s, m, z, p, ratio) <= there * (1 + 1e-5) + 1e-12).all())
@@ -171,9 +171,9 @@ def test_never_worse_than_present(scale: float, ratio: float) -> None:
     m, z, p = draws(300, (scale, scale, scale), seed=3)
     p[:100] = -0.2 * z[:100]  # where valleys compete
     for present in (*draws(300, (scale, 3 * scale, 0.1), seed=4), m, grid_best(m, z, p, ratio, rounds=5)):
-        s = solve_gate(m, z, p, ratio, present=present)
+        s = solve_gate(m, z, p, ratio=ratio, present=present)
         assert bool((cost(s, m, z, p, ratio) <= cost(present, m, z, p, ratio) * (1 + 1e-12)).all())
-        again = solve_gate(m, z, p, ratio, present=s)
+        again = solve_gate(m, z, p, ratio=ratio, present=s)
         assert bool((cost(again, m, z, p, ratio) <= cost(s, m, z, p, ratio) * (1 + 1e-12)).all())
 
 
@@ -181,7 +181,7 @@ def test_gradient_vanishes_at_the_minimiser() -> None:
     """Where the answer is found in float64 the gradient vanishes, compared with the curvature's scale."""
     for ratio in (0.1, 1.0, 10.0):
         m, z, p = draws(2000, (2, 1, 1), seed=5)
-        s = solve_gate(m, z, p, ratio).requires_grad_()
+        s = solve_gate(m, z, p, ratio=ratio).requires_grad_()
         (gradient,) = torch.autograd.grad(cost(s, m, z, p, ratio).sum(), s)
         assert float((gradient.abs() / (1 + ratio * z.square())).max()) < 1e-4
 
@@ -190,8 +190,8 @@ def test_gradient_vanishes_at_the_minimiser() -> None:
 def test_float32_is_as_good_as_float64(ratio: float) -> None:
     """Both dtypes reach the same cost to rounding, on arguments that both hold exactly."""
     m, z, p = draws(3000, (3, 2, 2), seed=6, dtype=torch.float32)
-    single = cost(solve_gate(m, z, p, ratio), m, z, p, ratio)
-    double = cost(solve_gate(m.double(), z.double(), p.double(), ratio), m, z, p, ratio)
+    single = cost(solve_gate(m, z, p, ratio=ratio), m, z, p, ratio)
+    double = cost(solve_gate(m.double(), z.double(), p.double(), ratio=ratio), m, z, p, ratio)
     assert bool(((single - double).abs() <= 1e-4 * (1 + double)).all())
 
 
@@ -200,19 +200,19 @@ def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
     """Any shape comes back, empty ones and views that are not contiguous too; the arguments are not written to."""
     m, z, p = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     copies = [signal.clone() for signal in (m, z, p)]
-    s = solve_gate(m, z, p, 1.0, present=z)
+    s = solve_gate(m, z, p, ratio=1.0, present=z)
     assert s.shape == shape
     for signal, copy in zip((m, z, p), copies, strict=True):
         assert torch.equal(signal, copy)
-    turned = solve_gate(m.mT, z.mT, p.mT, 1.0, present=z.mT) if m.dim() > 1 else s
+    turned = solve_gate(m.mT, z.mT, p.mT, ratio=1.0, present=z.mT) if m.dim() > 1 else s
     torch.testing.assert_close(turned.mT if m.dim() > 1 else turned, s, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_do_not_matter() -> None:
     """Entries are solved one by one: more than a chunk of them equal the same entries in pieces."""
     m, z, p = draws(CHUNK + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
-    whole = solve_gate(m, z, p, 1.0)
-    tail = solve_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], 1.0)
+    whole = solve_gate(m, z, p, ratio=1.0)
+    tail = solve_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], ratio=1.0)
     torch.testing.assert_close(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
 
 
@@ -228,4 +228,4 @@ number = st.floats(-20, 20, allow_nan=False, width=32)
 def test_any_entries_reach_the_grid(entries: list[tuple[float, float, float]], ratio: float, double: bool) -> None:
     """Whatever hypothesis thinks of: as good as the grid."""
     m, z, p = torch.tensor(entries, dtype=torch.float64 if double else torch.float32).unbind(1)
-    assert_minimal(solve_gate(m, z, p, ratio), m, z, p, ratio)
+    assert_minimal(solve_gate(m, z, p, ratio=ratio), m, z, p, ratio)
