@@ -177,3 +177,12 @@ def test_import_is_light(name: str) -> None:
     code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not loaded, f"import {name} loads {loaded}"
+
+
+def test_functions_take_few_positional_arguments() -> None:
+    """At most four, and further ones by keyword; Triton's kernel and torch's hooks have signatures that are not ours."""
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.FunctionDef) and node.name not in ("_kernel", "__torch_function__"):
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                assert len([name for name in names if name not in ("self", "cls")]) <= 4, f"{file}: {node.name}"

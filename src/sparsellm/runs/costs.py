@@ -114,13 +114,13 @@ class BlockShapes:
         cost = solver_cost(solver, self.pattern, curved)
         return max(4 * ((1 + cost.matrices) * o * i + cost.squares * (i**2 + curved * o**2)) for o, i in shapes)
 
-    def solves(self, solver: object, shapes: Iterable[tuple[int, int]], extra: float, curved: bool = False) -> Work:
+    def solves(self, solver: object, shapes: Iterable[tuple[int, int]], *, extra: float, curved: bool = False) -> Work:
         """Work of solving layers; `extra` products of (out, in) by (in, in) besides, as for the reported error."""
         cost, total = solver_cost(solver, self.pattern, curved), work()
         for o, i in shapes:
             products, cubes = 2 * o * i * (i + curved * o), i**3 + curved * o**3
             factors, spectra, passes = cost.factors * cubes / 3, EIGH * cost.spectra * cubes, 4 * cost.passes * o * i
-            total += work((cost.products + extra) * products, factors, spectra, passes)
+            total += work((cost.products + extra) * products, factors=factors, spectra=spectra, passes=passes)
         return total
 
 
@@ -159,7 +159,7 @@ def block_shapes(recipe: Recipe, ready: Prepared, batch: int) -> BlockShapes:
     )
 
 
-def work(products: float = 0, factors: float = 0, spectra: float = 0, passes: float = 0) -> Work:
+def work(products: float = 0, *, factors: float = 0, spectra: float = 0, passes: float = 0) -> Work:
     """Build a `Work` vector; `passes` in bytes."""
     return np.array([products, factors, spectra, passes], dtype=float)
 
@@ -179,13 +179,13 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
             return SolverCost(4, 0, 0, 0, 0, 14 + (mask if isinstance(pattern, NM) else SORT_PASSES))
         case ALPS():  # mostly ends after the fewest iterations, later where the penalty rises more slowly
             steps = min(solver.iterations, MIN_ITERATIONS / solver.penalty_growth**0.85)
-            return _admm_cost(steps, solver.refit_steps, steps / CHECK_EVERY, 30 + mask, curved)
+            return _admm_cost(steps, solver.refit_steps, penalties=steps / CHECK_EVERY, passes=30 + mask, curved=curved)
         case FastADMM():
-            return _admm_cost(solver.steps, solver.refit_steps, 1, 30 + mask, curved)
+            return _admm_cost(solver.steps, solver.refit_steps, penalties=1, passes=30 + mask, curved=curved)
     return SolverCost(2.6, 1.8, 0.8, 1, 0, 50 + mask)
 
 
-def _admm_cost(steps: float, refit_steps: int, penalties: float, passes: float, curved: bool) -> SolverCost:
+def _admm_cost(steps: float, refit_steps: int, *, penalties: float, passes: float, curved: bool) -> SolverCost:
     """What a search and its refit take; each penalty takes a Cholesky factor and its inverse. `passes` is of each step."""
     passes = passes * steps + 10 * refit_steps
     if curved:  # one eigendecomposition serves all penalties, and a step takes two products
@@ -208,7 +208,7 @@ def _layerwise_cost(method: LayerWise, shapes: BlockShapes) -> Cost:
     """A pass for all statistics, then a solve for each layer."""
     grams = shapes.inputs if issubclass(method.needs, Gram) else []
     solved = shapes.solve_bytes(method.solver, shapes.layers)
-    done = shapes.solves(method.solver, shapes.layers, 1.5 if grams else 0)
+    done = shapes.solves(method.solver, shapes.layers, extra=1.5 if grams else 0)
     if method.needs is TokenCount:
         return Cost(solved, [], done)
     squares = sum(features**2 for features in grams)
@@ -234,7 +234,7 @@ def _algorithm1_cost(method: PublishedSparseLLM, shapes: BlockShapes) -> Cost:
     memory = 4 * sum(features**2 for features in shapes.inputs) + weights + signals
     gates = GATE_BYTES * tokens * hidden * (projections > 1)
     epoch = work(tokens * 2 * width * hidden * (2 * projections + 4), passes=gates) + shapes.parts * shapes.gram(hidden)
-    epoch += shapes.parts * shapes.solves(method.solver, layers, 4)
+    epoch += shapes.parts * shapes.solves(method.solver, layers, extra=4)
     memory += max(sums, shapes.solve_bytes(method.solver, layers))
     return Cost(memory, first.lists, first.work + (method.epochs - 1) * epoch)
 
@@ -249,7 +249,7 @@ def _sparsellm_cost(method: SparseLLM, shapes: BlockShapes) -> Cost:
     sums = 8 * STORED * widest**2 + max((8 + 8 * STORED) * width**2, 8 * width * widest)
     solved = 4 * widest**2 + shapes.solve_bytes(method.solver, shapes.layers, curved)
     memory = max(sums + shapes.batch * shapes.forward_bytes, solved)
-    done = 1.3 * shapes.forward(tokens) + shapes.solves(method.solver, shapes.layers, 3.5, curved)
+    done = 1.3 * shapes.forward(tokens) + shapes.solves(method.solver, shapes.layers, extra=3.5, curved=curved)
     for features in shapes.inputs:
         done += (4 if features == width else 2) * shapes.gram(features)
     lists = [2 * shapes.stream, shapes.stream, shapes.stream]  # the two streams, and what attention writes in each
@@ -276,7 +276,7 @@ def _gauss_newton_cost(method: SparseLLM, shapes: BlockShapes) -> tuple[float, W
     refit = WRITER_STEPS * product * (hidden + width)
     numbers = 4 * projections * hidden * (4 * tokens + 2 * NEWTON_STEPS * sampled)
     products = tokens * product * (4 * projections + 5) + steps + refit
-    rounds = work(products, hidden**3 / 3, passes=FORWARD_PASSES * numbers) + shapes.gram(hidden)
+    rounds = work(products, factors=hidden**3 / 3, passes=FORWARD_PASSES * numbers) + shapes.gram(hidden)
     return memory, work(once) + method.gauss_newton_steps * rounds
 
 
@@ -296,7 +296,7 @@ def rates(device: torch.device, seconds: float = 0.1) -> Work:
 
     return work(
         rate(2 * 1024**3, lambda: wide @ wide),
-        rate(512**3 / 3, lambda: torch.linalg.cholesky_ex(definite)),
-        rate(EIGH * 512**3, lambda: torch.linalg.eigh(definite)),
-        rate(2 * 4 * 2**22, lambda: long * 2.0),
+        factors=rate(512**3 / 3, lambda: torch.linalg.cholesky_ex(definite)),
+        spectra=rate(EIGH * 512**3, lambda: torch.linalg.eigh(definite)),
+        passes=rate(2 * 4 * 2**22, lambda: long * 2.0),
     )
