@@ -50,7 +50,7 @@ def test_the_table_names_every_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [one if one.id == "table1-opt" else pytest.param(*one.values, id=one.id, marks=pytest.mark.long) for one in HERE]
+    "path", [one if one.id == "time" else pytest.param(*one.values, id=one.id, marks=pytest.mark.long) for one in HERE]
 )
 def test_the_small_form_runs(path: Path, tmp_path: Path, command: Callable[..., Result]) -> None:
     changes = []

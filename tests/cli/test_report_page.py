@@ -51,6 +51,7 @@ def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytes
         "calibration": str(text_file),
         "sequence_length": 32,
         "evaluate": [str(text_file)],
+        "evaluate_limit": 2,
         "as_published": True,
         "epochs": 2,
     }

@@ -330,6 +330,7 @@ def test_a_machine_that_is_cut_off(
     assert not outputs[1].exists()
 
 
+@pytest.mark.long
 def test_a_sweep_and_a_measurement(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Processes of a launcher share a sweep's cells out, and the first one tells; a perplexity is the same by two as by one."""
     sweep, port = tmp_path / "sweep.yaml", free_port()
