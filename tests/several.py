@@ -16,14 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PreTrainedModel
 
 import sparsellm
+from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
+from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam, split_batches
 from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runtime import collectives, devices, watchdog
-from tests.pruning import prune_blocks
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 CONFIGS = {
@@ -74,12 +75,11 @@ def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     if not whole:
         layers = {block.name: block.layers for block in result.report.blocks}
         method = BlockRecovery(MaskedAdam(10, 1e-3), result.model.state_dict().__getitem__, layers)
-        list(prune_blocks(dense, batches, method, plan))
+        list(prune_blocks(dense, batches, method, plan, metrics=output_sensitivities(dense, batches)))
         return dense
     more = generate_samples(dense, windows(16, 1), 8)
-    groups, back = group_batches(
-        windows(16, 1), more, 2, 1
-    )  # one by one, so that each product has the same shape in every process
+    # One by one, so that each product has the same shape in every process.
+    groups, back = group_batches(windows(16, 1), more, 2, 1)
     distill(result.model, groups, last_states(dense, groups), plan=plan, adam=MaskedAdam(8, 1e-3), held_out=back)
     return result.model
 

@@ -37,7 +37,7 @@ def test_toward_is_ridge_regression(ridge: float, dtype: torch.dtype) -> None:
     gram, cross = Gram(30, dtype=dtype), CrossMoment(6, 30)
     gram.update(x.to(dtype))
     cross.update(y, x)
-    problem = LayerProblem.from_targets(cross.matrix, gram, prior.to(dtype), ridge)
+    problem = LayerProblem.from_targets(cross.matrix, gram, prior.to(dtype), ridge=ridge)
     live = [j for j in range(30) if j not in (4, 17)]
     exact, products = x.T @ x / len(x), y.T @ x / len(x)
     shifted = exact + ridge * exact.diagonal().mean() * torch.eye(30, dtype=torch.float64)
@@ -55,11 +55,11 @@ def test_toward_the_prior_itself(ridge: float, dtype: torch.dtype) -> None:
     problem = problem_of((6, 30), dtype)
     prior, gram = problem.weight, problem.inputs
     assert isinstance(gram, Gram)
-    assert torch.equal(LayerProblem.from_targets(prior @ gram.matrix, gram, prior, ridge).weight, prior)
+    assert torch.equal(LayerProblem.from_targets(prior @ gram.matrix, gram, prior, ridge=ridge).weight, prior)
     _, x = signals((6, 30), 0, ())
     cross = CrossMoment(6, 30)
     cross.update(x.to(dtype) @ prior.T, x.to(dtype))
-    streamed = LayerProblem.from_targets(cross.matrix, gram, prior, ridge).weight
+    streamed = LayerProblem.from_targets(cross.matrix, gram, prior, ridge=ridge).weight
     assert 0 < error(streamed, problem) < 1e-9  # of the output's energy; Cross sums in float32
     if ridge:
         torch.testing.assert_close(streamed, prior, rtol=1e-2, atol=1e-3)
