@@ -19,8 +19,8 @@ import yaml
 from rich.console import Console
 from typer.testing import Result
 
-from sparsellm.cli.display import show
-from sparsellm.cli.display import table as drawn
+from sparsellm.cli.console import show
+from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
 from sparsellm.reports.comparison import grid, table, to_csv, to_json, to_latex, to_markdown

@@ -171,12 +171,13 @@ def test_models_and_streams_know_no_solver_and_no_pattern(file: str) -> None:
             assert not imported_files(name) & (solvers - shared), f"{file}.py imports {name}"
 
 
-@pytest.mark.parametrize("name", ["sparsellm", "sparsellm.cli.app"])
-def test_import_is_light(name: str) -> None:
+@pytest.mark.parametrize("command", ["import sparsellm", "--help", "prune --help", "methods", "methods --json"])
+def test_commands_that_only_print_are_light(command: str) -> None:
     """What the heavy libraries cost is paid by the command that needs them."""
-    code = f"import sys, {name}; print(*sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert not loaded, f"import {name} loads {loaded}"
+    run = command if command.startswith("import") else f"from sparsellm.cli.app import app; app({command.split()}, 'sparsellm')"
+    code = f"import atexit, sys; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); {run}"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not {"torch", "transformers", "datasets", "numpy"} & set(done.stderr.split())
 
 
 def test_functions_take_few_positional_arguments() -> None:

@@ -1,4 +1,4 @@
-"""Consoles, error messages and JSON output, shared by all commands."""
+"""Consoles, error messages, tables and JSON output, shared by all commands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
@@ -54,6 +56,32 @@ def message_of_lost_process(why: str) -> None:
 def plural(count: int, noun: str) -> str:
     """A count with its noun, as "1 layer" or "1,024 layers"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
+    """Make a table without borders.
+
+    Args:
+        columns: Headings. The first column is aligned left, the others right and without wrapping.
+        rows: The cells, row by row.
+        title: Title above the table.
+        words: All columns hold text: align them left, and allow wrapping.
+    """
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        numeric = number > 0 and not words
+        result.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table at its full width, since a narrow console would drop its first column or truncate its numbers."""
+    width = console.width
+    console.width = max(width, Measurement.get(console, console.options.update(width=1000), made).maximum)
+    console.print(made)
+    console.width = width
 
 
 def _error_text(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The progress display of a run, and tables of results."""
+"""The progress display of a run, and its results in text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import statistics
 import time
 
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
-from sparsellm.cli.console import plural, print_line
+from sparsellm.cli.console import plural, print_line, show, table
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
@@ -74,32 +72,6 @@ class Progress:
         left = f", {_duration(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
         memory = f"peak {peak_memory() / GIB:.1f} GiB"
         return f"{self._stage}: block {self._done}/{self._blocks}  {_duration(elapsed)}{left}  {memory}  {detail}".rstrip()
-
-
-def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
-    """Make a table without borders.
-
-    Args:
-        columns: Headings. The first column is aligned left, the others right and without wrapping.
-        rows: The cells, row by row.
-        title: Title above the table.
-        words: All columns hold text: align them left, and allow wrapping.
-    """
-    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        numeric = number > 0 and not words
-        result.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
-    for row in rows:
-        result.add_row(*row)
-    return result
-
-
-def show(console: Console, made: Table) -> None:
-    """Print a table at its full width, since a narrow console would drop its first column or truncate its numbers."""
-    width = console.width
-    console.width = max(width, Measurement.get(console, console.options.update(width=1000), made).maximum)
-    console.print(made)
-    console.width = width
 
 
 def plus_minus(value: float, error: float | None) -> str:

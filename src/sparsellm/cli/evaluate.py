@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict
 from typing import Any
@@ -16,9 +17,11 @@ from sparsellm.cli.console import (
     print_json,
     print_line,
     report_errors,
+    show,
     silent,
     stderr,
     stdout,
+    table,
 )
 
 _TASKS = ("task", "task_data", "task_limit")
@@ -40,7 +43,7 @@ def evaluate(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import keep_pages
-        from sparsellm.cli.display import percent, plus_minus, show, table
+        from sparsellm.cli.display import percent, plus_minus
         from sparsellm.evaluation.zeroshot import mean
         from sparsellm.runs.measuring import measure
         from sparsellm.runtime import watchdog
@@ -202,11 +205,10 @@ def methods(context: typer.Context, as_json: options.Json = False) -> None:
     Example: sparsellm methods
     """
     with report_errors(context):
-        from sparsellm.cli.display import table
         from sparsellm.runs.recipe_fields import METHODS
 
         if as_json:
-            print_json(METHODS)
+            print(json.dumps(METHODS, indent=1))  # `print_json` would import torch
         else:
             stdout.print(table(["method", "what it does"], [[name, text] for name, text in METHODS.items()], words=True))
 
@@ -224,7 +226,7 @@ def demo(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.display import Progress, plus_minus, show, table
+        from sparsellm.cli.display import Progress, plus_minus
         from sparsellm.runs.demonstration import SPARSITY, demonstrate
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.export import check_output

@@ -9,7 +9,8 @@ from pathlib import Path
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import plural, print_error, print_json, print_line, report_errors, silent, stderr, stdout
+from sparsellm.cli.console import plural, print_error, print_json, print_line, report_errors, show, silent, stderr, stdout
+from sparsellm.cli.console import table as text_table
 
 
 @options.recipe_options("device")
@@ -35,8 +36,7 @@ def sweep(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.display import Progress, show
-        from sparsellm.cli.display import table as text_table
+        from sparsellm.cli.display import Progress
         from sparsellm.reports.comparison import grid, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
         from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
