@@ -23,6 +23,8 @@ HEAD = """# The command line
 Results go to stdout, progress and messages to stderr. `--json` prints one JSON document on stdout. The exit status is 0 for
 success, 1 for an error or if `inspect` or `verify` finds a difference, 2 for wrong usage, and 130 when interrupted. An error is
 one message; `sparsellm --debug COMMAND ...` shows its traceback.
+
+`--help` lists the options that most runs need, `--help-all` those of the tables below.
 """
 
 RECIPE = """## Recipe
@@ -55,7 +57,7 @@ def section(path: str, command: Any, title: str, usage: str | None = None) -> st
     """The section of a command: description, usage, arguments, options and example."""
     description, example = split_help(command.help or "")
     arguments = [param for param in command.params if param.param_type_name == "argument"]
-    options = [param for param in command.params if param.param_type_name == "option" and not param.hidden]
+    options = [param for param in command.params if param.param_type_name == "option"]
     options = [param for param in options if param.name not in ("install_completion", "show_completion")]
     usage = usage or " ".join([*(placeholder(param) for param in arguments), "[OPTIONS]"])
     lines = [title, "", description, "", "```text", f"{path} {usage}", "```", ""]
@@ -65,7 +67,7 @@ def section(path: str, command: Any, title: str, usage: str | None = None) -> st
         lines.append("")
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{', '.join(param.opts)}` | {option_default(param)} | {cell(param.help)} |" for param in options]
+        lines += [f"| `{', '.join(param.opts)}` | {option_default(param)} | {cell(meaning(param))} |" for param in options]
         lines.append("")
     if example:
         lines += ["Example:", "", "```bash", example, "```", ""]
@@ -82,6 +84,12 @@ def placeholder(param: Any) -> str:
     """An argument in the usage line."""
     name = param.metavar or param.name.upper()
     return name if param.required else f"[{name}]"
+
+
+def meaning(param: Any) -> str:
+    """The help of an option, and its values, which the terminal's help has in the placeholder."""
+    values = (param.metavar or "").removeprefix("[").removesuffix("]").split("|")
+    return param.help + (f" One of: {', '.join(values)}." if len(values) > 1 else "")
 
 
 def option_default(param: Any) -> str:

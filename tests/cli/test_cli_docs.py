@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 OWN = {("push", "revision"), ("sweep", "only"), ("recover", "model")}
 """Options that are named like a field of the recipe but mean something else."""
-NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json"}
+NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json", "help_all"}
 
 
 def test_page_is_up_to_date() -> None:
@@ -60,7 +60,7 @@ def test_options_for_fields_show_the_description_and_default_of_the_field(name: 
         field = (RecoveryRecipe if name == "recover" else Recipe).model_fields.get(parameter.name)
         if parameter.param_type_name == "option" and field is not None and (name, parameter.name) not in OWN:
             assert parameter.default is None
-            assert parameter.help.startswith(field.description), parameter.name
+            assert parameter.help == field.description, parameter.name
             if field.default not in (None, False, ()):
                 assert parameter.show_default == str(field.default), parameter.name
 
@@ -78,11 +78,53 @@ def test_gauss_newton_steps_default_to_the_method_s() -> None:
 
 def test_help_lists_the_values_of_a_field_and_completion_offers_them() -> None:
     parameters = {parameter.name: parameter for parameter in COMMANDS["prune"].params}
-    assert "One of: auto, float32, bfloat16, float16." in parameters["dtype"].help
+    assert parameters["dtype"].metavar == "[auto|float32|bfloat16|float16]"
     context = COMMANDS["prune"].make_context("prune", [])
     for name, start, expected in (("dtype", "b", ["bfloat16"]), ("task", "arc", ["arc_easy", "arc_challenge"])):
         assert [item.value for item in parameters[name].shell_complete(context, start)] == expected
     assert parameters["seed"].shell_complete(context, "") == []
+
+
+def test_help_of_prune_fits_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 60 lines of 80 columns, the essential options first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(app, ["prune", "--help"]).stdout.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 80
+    panels = ["Arguments:", "Options:", "Layers:", "Machine:", "Output:"]
+    assert [line for line in lines if line.endswith(":") and not line.startswith(" ")] == panels
+    text = "\n".join(lines[lines.index("Options:") :])
+    essentials = ["--method", "--sparsity", "--effort", "--calibration", "--samples", "--seed", "--evaluate", "--help-all"]
+    places = [text.index(f"\n  {option}") for option in essentials]
+    assert places == sorted(places)
+    assert places[-1] < text.index("\nLayers:")
+    assert "--beta" not in text
+    assert "One of:" not in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_help_and_summary_of_each_command_fit_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([name, "--help"], ["--help"]):
+        shown = CliRunner().invoke(app, words).stdout
+        assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in shown.partition("Commands:")[2]  # click cuts summaries that are too long
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("prune", Recipe), ("plan", Recipe), ("recover", RecoveryRecipe)])
+def test_help_all_lists_every_field(name: str, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [name, "--help-all"])
+    assert shown.exit_code == 0
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    for field in recipe.model_fields.keys() - {"model", "pruned"} - ({"dtype"} if name == "recover" else set()):
+        assert f"\n  --{field.replace('_', '-')}" in shown.stdout
+
+
+def test_completion_offers_options_that_help_does_not_list() -> None:
+    command = typer.main.get_command(app).commands["prune"]  # type: ignore[attr-defined]
+    context = command.make_context("prune", ["model", "out"])
+    assert "--beta" in [item.value for item in command.shell_complete(context, "--b")]
 
 
 def test_recipe_options_pass_on_only_what_was_given() -> None:

@@ -16,7 +16,7 @@ from sparsellm.cli.sweep import report, sweep
 app = typer.Typer(
     name="sparsellm",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -36,7 +36,7 @@ def root(
 
 
 for command in (prune, recover, plan, sweep, report, evaluate, inspect, verify, push, methods, demo):
-    app.command()(command)
+    app.command(cls=options.Command)(command)
 
 
 def main() -> None:

@@ -37,7 +37,9 @@ def evaluate(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Measure a model's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
+    """Measure perplexity on texts and accuracy on zero-shot tasks.
+
+    Each figure comes with its standard error.
 
     Example: sparsellm evaluate demo:opt --text demo
     """
@@ -90,7 +92,7 @@ def inspect(
     trust_remote_code: bool = False,
     architecture: str | None = None,
 ) -> None:
-    """Count the zeros in each layer of a checkpoint, and check its sparsity pattern.
+    """Count the zeros in each layer, and check the sparsity pattern.
 
     Example: sparsellm inspect demo:opt
     """
@@ -128,7 +130,9 @@ def verify(
     trust_remote_code: bool = False,
     architecture: str | None = None,
 ) -> None:
-    """Check that a pruned model is unchanged since `prune` wrote it: files, tensors, and each layer's zeros and pattern.
+    """Check that a pruned model is unchanged since `prune` wrote it.
+
+    Compares files, tensors, and each layer's zeros and pattern.
 
     Example: sparsellm verify opt-70 --against demo:opt
     """
@@ -220,7 +224,9 @@ def demo(
     family: options.Family = "opt",
     as_json: options.Json = False,
 ) -> None:
-    """Prune a bundled model with every method and compare the results, in under two minutes, without network or GPU.
+    """Prune a bundled model with every method and compare them.
+
+    Takes under two minutes, without network or GPU.
 
     Example: sparsellm demo --output pruned-demo
     """

@@ -4,17 +4,50 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import typer
+import typer.core
 from pydantic.fields import FieldInfo
 
 from sparsellm._version import __version__
-from sparsellm.runs.recipe_fields import RecipeFields, RecoveryFields, RunFields
+from sparsellm.runs.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+_METAVARS: dict[Any, str] = {str: "TEXT", list[str]: "TEXT", int: "N", float: "X"}
+"""Placeholder of an option's value in the help, by type; a flag has none."""
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose help lists its options by panel, without the hidden ones unless `--help-all` is given."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options of each panel. typer by itself does not know panels without rich's boxes."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            panel = getattr(parameter, "rich_help_panel", None)
+            panel = panel or ("Arguments" if parameter.param_type_name == "argument" else "Options")
+            if record := parameter.get_help_record(ctx):
+                name, text = record
+                panels.setdefault(panel, []).append((name, re.sub(r"  \[default: \((.*)\)\]$", r" [default: \1]", text)))
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records, col_max=24)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the names of all options."""
+        self.unhide()
+        return super().shell_complete(ctx, incomplete)
+
+    def unhide(self) -> None:
+        """Let the help list every option."""
+        for parameter in cast("list[Any]", self.params):
+            parameter.hidden = False
 
 
 def recipe_options(
@@ -33,11 +66,14 @@ def recipe_options(
     Returns:
         A decorator for the command's function.
     """
-    selected = {name: fields.model_fields[name] for name in names or fields.model_fields if name not in without}
+    chosen = [name for name in names or fields.model_fields if name not in without]
+    # In the order of the panels; within one, the fields that `prune` and `recover` do not share come first.
+    chosen.sort(key=lambda name: (PANELS.index(_extra(fields.model_fields[name])["panel"]), name in RunFields.model_fields))
+    selected = {name: fields.model_fields[name] for name in chosen}
 
     def add_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def with_settings(**values: Any) -> None:
+        def with_settings(help_all: bool, **values: Any) -> None:
             # An option that is not given is None, so that it does not override a recipe file.
             command(**{name: value for name, value in values.items() if name not in selected or value not in (None, [])})
 
@@ -47,6 +83,7 @@ def recipe_options(
             *(parameter for parameter in own if parameter.kind is _POSITIONAL),
             *(_option(name, field) for name, field in selected.items()),
             *(parameter for parameter in own if parameter.kind is _KEYWORD),
+            inspect.Parameter("help_all", _KEYWORD, default=False, annotation=HelpAll),
         ]
         with_settings.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -55,14 +92,21 @@ def recipe_options(
     return add_options
 
 
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    """What a field's declaration says about its option."""
+    return cast("dict[str, Any]", field.json_schema_extra)
+
+
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     """The parameter of a command that sets a field."""
     kind, values = _option_type(field.annotation)
-    extra: Any = field.json_schema_extra
+    extra = _extra(field)
     no_default = field.default is False or field.default in (None, ())
     option = typer.Option(
-        help=f"{field.description} One of: {', '.join(values)}." if values else field.description,
+        help=field.description,
+        metavar=f"[{'|'.join(values)}]" if values else _METAVARS.get(kind),
         rich_help_panel=extra["panel"],
+        hidden=not extra["essential"],
         show_default=extra["default_text"] or (False if no_default else str(field.default)),
         autocompletion=(lambda incomplete: [value for value in values if value.startswith(incomplete)]) if values else None,
     )
@@ -91,8 +135,20 @@ def _print_version(given: bool) -> None:
         raise typer.Exit
 
 
+def _print_all_options(context: typer.Context, given: bool) -> None:
+    """Print the help with all options and exit. Eager, so that missing arguments are not reported."""
+    if given:
+        cast("Command", context.command).unhide()
+        print(context.get_help())
+        raise typer.Exit
+
+
 _output = functools.partial(typer.Option, rich_help_panel="Output")
 
+HelpAll = Annotated[
+    bool,
+    typer.Option("--help-all", help="List all options with this message and exit.", is_eager=True, callback=_print_all_options),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)]
 
@@ -101,22 +157,23 @@ ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=Recip
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-PrunedFrom = Annotated[
-    str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.", rich_help_panel="Model")
+PrunedFrom = Annotated[str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.")]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."),
 ]
-Text = Annotated[list[str] | None, _output(help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo.")]
 
-Config = Annotated[str | None, _output(help="Recipe file (YAML); options override its fields.")]
+Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML); options override its fields.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.")]
 Resume = Annotated[
     bool,
-    _output("--resume", help="Continue an unfinished run; without one, start from the beginning."),
+    _output("--resume", help="Continue an unfinished run, if there is one."),
 ]
-Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start from the beginning.")]
+Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 Track = Annotated[
     list[str] | None,
-    _output("--report-to", help="Experiment tracker that the run reports to: wandb, tensorboard, trackio or mlflow."),
+    _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 

@@ -74,7 +74,9 @@ def recover(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Train the remaining weights of a pruned checkpoint, keeping its zeros, and write the recovered checkpoint.
+    """Train the weights of a pruned checkpoint, keeping its zeros.
+
+    Writes the recovered checkpoint.
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
@@ -144,7 +146,9 @@ def plan(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Estimate memory, disk space, operations and time of a `prune` command, without reading any weights.
+    """Estimate memory, disk, operations and time of a `prune` command.
+
+    Reads no weights.
 
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """

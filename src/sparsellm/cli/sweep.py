@@ -28,9 +28,9 @@ def sweep(
     as_json: options.Json = False,
     device: str | None = None,
 ) -> None:
-    """Prune with every combination of settings in a file, and compare the results. Each combination is a cell.
+    """Prune with every combination of settings in a file and compare.
 
-    Run the command again to continue an interrupted sweep. Several processes can share one folder.
+    Each combination is a cell. Run the command again to continue an interrupted sweep. Several processes can share one folder.
 
     Example: sparsellm sweep recipes/demo.yaml demo-sweep
     """
@@ -91,7 +91,9 @@ def report(
     output: options.Page = None,
     figures: options.Figures = None,
 ) -> None:
-    """Write a report of a run or a sweep: one HTML file with text, tables and plots, readable without network.
+    """Write a report of a run or a sweep as one HTML file.
+
+    It holds text, tables and plots, and needs no network.
 
     Example: sparsellm report opt-70
     """

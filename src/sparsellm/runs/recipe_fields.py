@@ -37,26 +37,39 @@ Names = Annotated[tuple[str, ...], _as_tuple]
 """Several texts; a single one may be written without a list."""
 
 
-def _field(panel: str, default: Any, description: str, default_text: str | None = None, **constraints: Any) -> Any:
+def _field(
+    panel: str,
+    default: Any,
+    description: str,
+    default_text: str | None = None,
+    *,
+    essential: bool = True,
+    **constraints: Any,
+) -> Any:
     """A field of the recipe.
 
     Args:
-        panel: The panel of `--help` that lists the option.
+        panel: The panel of the help that lists the option, of `PANELS`.
         default: The value of a field that is not given.
         description: The help text, one sentence.
         default_text: What is used when the value is None, in words.
+        essential: `--help` lists the option, not only `--help-all`.
         **constraints: Bounds of the value, as in `pydantic.Field`.
     """
-    option: dict[str, Any] = {"panel": panel, "default_text": default_text}
+    option: dict[str, Any] = {"panel": panel, "default_text": default_text, "essential": essential}
     return Field(default, description=description, json_schema_extra=option, **constraints)
 
 
-_model = partial(_field, "Model")
-_pruning = partial(_field, "Pruning")
-_training = partial(_field, "Training")
-_data = partial(_field, "Data")
-_evaluation = partial(_field, "Evaluation")
-_hardware = partial(_field, "Hardware")
+PANELS = ("Options", "Layers", "Machine", "Method", "Data", "Evaluation", "Model")
+"""Panels of the help, in its order."""
+
+_option = partial(_field, "Options")
+_layers = partial(_field, "Layers")
+_machine = partial(_field, "Machine")
+_method = partial(_field, "Method", essential=False)
+_data = partial(_field, "Data", essential=False)
+_evaluation = partial(_field, "Evaluation", essential=False)
+_model = partial(_field, "Model", essential=False)
 
 
 class RunFields(BaseModel):
@@ -64,22 +77,22 @@ class RunFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
-    model: str = Field(description="Checkpoint folder, model name on the Hugging Face hub, demo:opt or demo:llama.")
+    model: str = Field(description="Checkpoint folder, Hugging Face name, demo:opt or demo:llama.")
     revision: str | None = _model(None, "Branch, tag or commit of a model on the hub.")
     trust_remote_code: bool = _model(False, "Run the Python code that comes with the checkpoint.")
     architecture: str | None = _model(
         None, "YAML file that describes the model's architecture.", "the built-in table, or what is detected"
     )
 
-    calibration: str | None = _data(
-        None, "Calibration text: a .txt, .raw, .json, .jsonl or .parquet file, or c4, wikitext2, ptb or demo."
+    calibration: str | None = _option(
+        None, "Calibration text: c4, wikitext2, ptb, demo, or a .txt, .raw, .json, .jsonl or .parquet file."
     )
     text_field: str | None = _data(None, "Field that holds the text in .json, .jsonl and .parquet files.", "text")
-    samples: int = _data(128, "Number of calibration sequences.", gt=0)
-    sequence_length: int | None = _data(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
-    seed: int = _data(0, "Seed for drawing calibration sequences.", ge=0, lt=2**63)
+    samples: int = _option(128, "Number of calibration sequences.", gt=0)
+    sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
+    seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)
 
-    evaluate: Names = _evaluation((), "Text to measure the perplexity on before and after, named as for calibration.")
+    evaluate: Names = _option((), "Text to measure the perplexity on before and after, given as for calibration.")
     evaluate_limit: int | None = _evaluation(
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
     )
@@ -88,57 +101,53 @@ class RunFields(BaseModel):
     task_data: str | None = _evaluation(None, "Folder with the tasks' questions as .jsonl files.", "downloaded from the hub")
     task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
 
-    max_memory: str | None = _hardware(None, "Maximum memory to use, as 16GiB.", "80% of the free memory")
-    offload: bool | None = _hardware(
+    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of the free memory")
+    offload: bool | None = _machine(
         None,
-        "Load one decoder block at a time instead of the whole model.",
+        "Load one block at a time.",
         "when the model needs more than half of the memory",
     )
-    device: str = _hardware("auto", "Device to compute on: auto, cpu, cuda, cuda:1 or mps.")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _hardware(
-        "auto", "Data type of the weights; auto keeps the stored one."
-    )
-    batch_size: int | None = _hardware(None, "Sequences per forward pass.", "as many as make about 2,048 tokens", gt=0)
+    device: str = _machine("auto", "Device to compute on: auto, cpu, cuda, cuda:1 or mps.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
+    batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", gt=0)
 
 
 class RecipeFields(RunFields):
     """The fields of `sparsellm.runs.recipe.Recipe`, which checks that they agree."""
 
-    method: MethodName = _pruning("sparsellm", "Pruning method.")
-    sparsity: str = _pruning("50%", "Fraction of the weights to remove (70%, 0.7), or N:M to remove N of every M.")
-    as_published: bool = _pruning(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
-    effort: Literal["fast", "standard", "best"] = _pruning(
+    method: MethodName = _option("sparsellm", "Pruning method.")
+    sparsity: str = _option("50%", "Fraction to remove (70%, 0.7), or N:M for N of every M.")
+    as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
+    effort: Literal["fast", "standard", "best"] = _option(
         "standard",
-        "How much computation the method sparsellm spends. fast: each layer separately, with the solver fast-admm, 1.6 times"
-        " the runtime of sparsegpt and 0.26 of its excess; standard: feed-forward parts as one problem, with the solver"
-        " alps-accurate, 8.6 times and 0.13; best: standard, then 300 gradient steps over the whole model, 53 times and 0.07"
-        " (demo:opt at 80 %; the excess is the log perplexity above the dense model's).",
+        "Time of the method sparsellm: 1.6, 8.6 or 53 times sparsegpt's, for 0.26, 0.13 or 0.07 of its excess log perplexity"
+        " (demo:opt, 80%).",
     )
-    solver: SolverName | None = _pruning(
+    solver: SolverName | None = _method(
         None, "Layer solver used by the method sparsellm.", "set by effort; sparsegpt with as_published"
     )
-    gauss_newton_steps: int = _pruning(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", ge=0)
-    epochs: int = _pruning(4, "Number of epochs K of Algorithm 1.", gt=0)
-    alpha: float = _pruning(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
-    beta: float = _pruning(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
-    scope: str | None = _pruning(
+    gauss_newton_steps: int = _method(3, "Maximum number of Gauss-Newton steps on each feed-forward part.", ge=0)
+    epochs: int = _method(4, "Number of epochs K of Algorithm 1.", gt=0)
+    alpha: float = _method(0.1, "Weight alpha of the layer terms of Algorithm 1.", gt=0, allow_inf_nan=False)
+    beta: float = _method(0.1, "Weight beta of the activation term of Algorithm 1.", gt=0, allow_inf_nan=False)
+    scope: str | None = _method(
         None,
         "Layers that are pruned as one problem: none or feedforward; with as_published also blocks, as 0:12.",
         "set by effort",
     )
-    allocation: str | None = _pruning(
+    allocation: str | None = _layers(
         None,
         "Rule that sets each layer's sparsity: uniform, owl, fisher, or a YAML file.",
-        "fisher for the method sparsellm with an unstructured sparsity, uniform otherwise",
+        "fisher for the method sparsellm, uniform for others and N:M",
     )
-    allocation_bounds: str | None = _pruning(
-        None, "Lowest and highest sparsity that an allocation rule may give a layer, as 60%:95%.", "0%:100%"
+    allocation_bounds: str | None = _layers(
+        None, "Lowest and highest sparsity that a rule may give a layer, as 60%:95%.", "0%:100%", essential=False
     )
-    blocks: str = _pruning("all", "Decoder blocks to prune: all, first-half, a range 0:12, or a list 3,5.")
-    include: Names = _pruning((), "Prune only layers with this name; * matches any text.")
-    exclude: Names = _pruning((), "Do not prune layers with this name; * matches any text.")
-    keep_zeros: bool = _pruning(False, "Keep weights that are zero in the dense model at zero.")
-    true_sequential: bool = _pruning(
+    blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, or a list 3,5.")
+    include: Names = _layers((), "Prune only layers of this name; * is any text.")
+    exclude: Names = _layers((), "Do not prune layers of this name; * is any text.")
+    keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
+    true_sequential: bool = _method(
         False,
         "Prune each layer on the outputs of the pruned layers before it in its block (alps, fast-admm, sparsegpt or wanda).",
     )
@@ -149,12 +158,10 @@ class RecoveryFields(RunFields):
     """The fields of `sparsellm.runs.recipe.RecoveryRecipe`. `model` is the dense model."""
 
     pruned: str = Field(description="Folder that `prune` or `recover` wrote.")
-    scope: Literal["block", "model"] = _training(
+    scope: Literal["block", "model"] = _option(
         "model", "Weights that are trained together: each block's, or the whole model's."
     )
-    steps: int | None = _training(
-        None, "Maximum number of gradient steps.", "100 for each block, 300 for the whole model", gt=0
-    )
+    steps: int | None = _option(None, "Maximum number of gradient steps.", "100 for each block, 300 for the whole model", gt=0)
     written: int | None = _data(
         None,
         "Number of additional sequences, generated by the dense model.",
