@@ -127,6 +127,14 @@ def test_completion_offers_options_that_help_does_not_list() -> None:
     assert "--beta" in [item.value for item in command.shell_complete(context, "--b")]
 
 
+@pytest.mark.parametrize(("given", "suggested"), [("--quiet", None), ("--sparsty", "--sparsity"), ("--epoch", "--epochs")])
+def test_only_a_similar_option_is_suggested(given: str, suggested: str | None) -> None:
+    shown = CliRunner().invoke(app, ["prune", given])
+    assert shown.exit_code == 2
+    assert f"No such option: {given}" in shown.stderr
+    assert (suggested in shown.stderr) if suggested else ("Possible options" not in shown.stderr)
+
+
 def test_recipe_options_pass_on_only_what_was_given() -> None:
     received: list[dict[str, Any]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -38,6 +39,18 @@ class Command(typer.core.TyperCommand):
             if records:
                 with formatter.section(panel):
                     formatter.write_dl(records, col_max=24)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line; an unknown option's error suggests only similar names."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # click's NoSuchOption, which typer does not export
+            unknown: Any = error
+            if possible := getattr(unknown, "possibilities", None):
+                # click compared the names with their dashes, which makes short ones look alike.
+                close = difflib.get_close_matches(unknown.option_name.strip("-"), [name.strip("-") for name in possible])
+                unknown.possibilities = [f"--{name}" for name in close]
+            raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Complete the names of all options."""
