@@ -72,3 +72,8 @@ def __getattr__(name: str) -> Any:
     if name not in _CONTENTS:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     return getattr(import_module(f"sparsellm.{_CONTENTS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, which completion and `help` show, although most of them are not imported yet."""
+    return sorted(__all__)
