@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
     from sparsellm.runs.export import Result as Result
     from sparsellm.runs.inspection import inspect as inspect
+    from sparsellm.runs.interface import plan as plan
+    from sparsellm.runs.interface import prune as prune
+    from sparsellm.runs.interface import recover as recover
     from sparsellm.runs.recipe import Recipe as Recipe
     from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.report import Report as Report
-    from sparsellm.runs.run import prune as prune
-    from sparsellm.runs.run import recover as recover
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
     from sparsellm.solvers.alps import ALPS as ALPS
@@ -57,9 +58,10 @@ _CONTENTS = {
     "inspect": "runs.inspection",
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",
-    "prune": "runs.run",
+    "plan": "runs.interface",
+    "prune": "runs.interface",
     "prune_blocks": "pruning.sequential",
-    "recover": "runs.run",
+    "recover": "runs.interface",
     "verify": "runs.verification",
     "walk": "activations.walk",
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ import sparsellm
 from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import Note, Stage
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.settings import PruneSettings, RecoverySettings
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -152,3 +157,46 @@ def test_the_dense_model_may_write_more(tiny: dict[str, Path], text_file: Path) 
     states = [found.model.state_dict() for found in (plain, one, two)]
     assert all(torch.equal(states[1][name], states[2][name]) for name in states[1])
     assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+NAMED = {"model", "method", "sparsity", "calibration", "pruned", "steps"}
+"""Fields of recipes that are arguments with their own line in a docstring; of a recovery `scope` too."""
+
+
+def accepted(annotation: Any) -> Any:
+    """The type of a keyword for a field: a sequence may be any, and one text needs no list."""
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0] | Sequence[get_args(annotation)[0]]
+    return annotation
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "fields", "named"),
+    [
+        (sparsellm.prune, PruneSettings, Recipe, NAMED),
+        (sparsellm.plan, PruneSettings, Recipe, NAMED),
+        (sparsellm.recover, RecoverySettings, RecoveryRecipe, NAMED | {"scope", "dtype"}),
+    ],
+)
+def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fields: Any, named: set[str]) -> None:
+    """The same names, order, types, defaults and descriptions, for editors and for `help`."""
+    expected = {name: field for name, field in fields.model_fields.items() if name not in named}
+    hints = get_type_hints(settings)
+    assert hints == {name: accepted(field.annotation) for name, field in expected.items()}
+    parameters = inspect.signature(function).parameters
+    assert [name for name in parameters if name in hints] == list(expected)
+    assert "settings" not in parameters
+    text = " ".join(function.__doc__.split())
+    for name, field in expected.items():
+        assert parameters[name].default == field.default
+        assert f" {name}: {field.description}" in text
+
+
+def test_a_plan_takes_the_arguments_of_prune(tiny: dict[str, Path], text_file: Path) -> None:
+    settings = {"method": "wanda", "sparsity": "2:4", "calibration": [text_file.read_text()], "samples": 4}
+    plan = sparsellm.plan(tiny["opt"], **settings, sequence_length=32)
+    assert plan.fits
+    assert plan.samples == 4
+    assert {pattern for pattern, _ in plan.layers} == {"2:4"}
+    with pytest.raises(InvalidSetting, match=r"'sample'\. Did you mean 'samples'"):
+        sparsellm.plan(tiny["opt"], "magnitude", sample=4)
