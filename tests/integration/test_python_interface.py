@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
+import re
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -13,10 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
-from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
+from sparsellm.errors import BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import Note, Stage
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.records import read_saved_report
 from sparsellm.runs.settings import PruneSettings, RecoverySettings
 
 
@@ -190,6 +195,38 @@ def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fie
     for name, field in expected.items():
         assert parameters[name].default == field.default
         assert f" {name}: {field.description}" in text
+
+
+def test_a_result_prints_in_three_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Method, sparsity and perplexity; in notebooks as a table whose texts are escaped."""
+    result = sparsellm.prune(tiny["opt"], "magnitude", "2:4", evaluate=str(text_file), sequence_length=32, evaluate_limit=2)
+    model, sparsity, perplexity = repr(result).splitlines()
+    assert model.startswith(f"model: {tiny['opt'].name}, pruned by magnitude, ")
+    assert re.fullmatch(r"sparsity: 50\.00 % of the weights in 18 pruned layers, \d+\.\d\d % of the model", sparsity)
+    assert re.fullmatch(rf"perplexity: [\d.]+ ± [\d.]+ → [\d.]+ ± [\d.]+ on {text_file.name}", perplexity)
+    assert repr(result.report) == repr(result)
+    copied = tmp_path / "<b>model"
+    shutil.copytree(tiny["opt"], copied)
+    result = sparsellm.prune(copied, "magnitude", "2:4")
+    assert repr(result).endswith("\nperplexity: not measured")
+    assert "<td>&lt;b&gt;model, pruned by" in result._repr_html_()
+
+
+def test_layers_as_a_frame(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each layer, the same before and after saving; one line says how to install pandas."""
+    result = sparsellm.prune(tiny["llama"], "magnitude", "2:4")
+    frame = result.report.to_frame()
+    assert list(frame.name) == [layer.name for layer in result.report.layers]
+    assert list(frame.columns[:7]) == ["name", "block", "pattern", "shape", "zeros", "sparsity", "error"]
+    assert {field.name for field in dataclasses.fields(LayerResult)} <= set(frame.columns)
+    assert set(frame.sparsity) == {0.5}
+    assert sorted(set(frame.block)) == [0, 1, 2]
+    out = result.save_pretrained(tmp_path / "out")
+    saved = read_saved_report(out / "sparsellm.json").to_frame()
+    assert saved.equals(frame[saved.columns])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[frame\]'"):
+        result.report.to_frame()
 
 
 def test_a_plan_takes_the_arguments_of_prune(tiny: dict[str, Path], text_file: Path) -> None:
