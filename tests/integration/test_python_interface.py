@@ -17,12 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
-from sparsellm.errors import BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
+from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import Note, Stage
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
-from sparsellm.runs.records import read_saved_report
-from sparsellm.runs.settings import PruneSettings, RecoverySettings
+from sparsellm.runs.settings import EvaluationSettings, PruneSettings, RecoverySettings
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -180,6 +179,7 @@ def accepted(annotation: Any) -> Any:
     [
         (sparsellm.prune, PruneSettings, Recipe, NAMED),
         (sparsellm.plan, PruneSettings, Recipe, NAMED),
+        (sparsellm.evaluate, EvaluationSettings, Recipe, set(Recipe.model_fields) - set(EvaluationSettings.__annotations__)),
         (sparsellm.recover, RecoverySettings, RecoveryRecipe, NAMED | {"scope", "dtype"}),
     ],
 )
@@ -222,7 +222,7 @@ def test_layers_as_a_frame(tiny: dict[str, Path], tmp_path: Path, monkeypatch: p
     assert set(frame.sparsity) == {0.5}
     assert sorted(set(frame.block)) == [0, 1, 2]
     out = result.save_pretrained(tmp_path / "out")
-    saved = read_saved_report(out / "sparsellm.json").to_frame()
+    saved = sparsellm.load_report(out).to_frame()
     assert saved.equals(frame[saved.columns])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[frame\]'"):
@@ -237,3 +237,55 @@ def test_a_plan_takes_the_arguments_of_prune(tiny: dict[str, Path], text_file: P
     assert {pattern for pattern, _ in plan.layers} == {"2:4"}
     with pytest.raises(InvalidSetting, match=r"'sample'\. Did you mean 'samples'"):
         sparsellm.plan(tiny["opt"], "magnitude", sample=4)
+
+
+def test_evaluation_of_a_folder_and_of_a_model_in_memory(tiny: dict[str, Path], text_file: Path) -> None:
+    """The same perplexity; the model in memory is not changed; without anything to measure on it is refused."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    by_path = sparsellm.evaluate(tiny["llama"], text_file, sequence_length=32, evaluate_limit=3)
+    in_memory = sparsellm.evaluate(model, [str(text_file)], tokenizer=tokenizer, sequence_length=32, evaluate_limit=3)
+    values = [evaluation.perplexity[str(text_file)] for evaluation in (by_path, in_memory)]
+    assert values[0].value == values[1].value > 1
+    assert values[0].windows == 3
+    assert by_path.accuracy == {}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(InvalidSetting, match="name a `text` or a `task`"):
+        sparsellm.evaluate(tiny["llama"])
+    with pytest.raises(InvalidSetting, match="tokenizer="):
+        sparsellm.evaluate(model, text_file, sequence_length=32)
+
+
+def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = sparsellm.prune(tiny["opt"], "magnitude", "2:4").save_pretrained(tmp_path / "out")
+    assert sparsellm.inspect(out, tiny["opt"], "2:4").as_expected
+    assert sparsellm.verify(out, tiny["opt"]).against == str(tiny["opt"])
+    saved = sparsellm.load_report(out)
+    assert [layer.sparsity for layer in saved.layers] == [0.5] * 18
+    assert repr(saved) == f"<SavedReport of {tiny['opt'].name}: 50.00 % zeros in 18 pruned layers>"
+    page = sparsellm.report(out, figures=tmp_path / "figures")
+    assert page == tmp_path / "out.html"
+    assert "2 of every 4" in page.read_text(encoding="utf-8")
+    assert list((tmp_path / "figures").glob("*.svg"))
+    with pytest.raises(BadCheckpoint):
+        sparsellm.load_report(tmp_path)
+
+
+def test_a_sweep_from_python(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Cells are chosen and changed by mappings; called again, only the open cells run."""
+    file = tmp_path / "sweep.yaml"
+    content = {"recipe": {"model": str(tiny["opt"]), "method": "magnitude"}, "axes": {"sparsity": ["2:4", "50%"], "seed": [0]}}
+    file.write_text(json.dumps(content))
+    first = sparsellm.sweep(file, tmp_path / "out", only={"sparsity": "2:4"}, changes={"include": ["fc1"]})
+    assert [outcome.state for outcome in first] == ["finished", "open"]
+    assert first[0].report is not None
+    assert {layer.name.split(".")[-1] for layer in first[0].report.layers} == {"fc1"}
+    cells: list[object] = []
+    second = sparsellm.sweep(file, tmp_path / "out", changes={"include": ["fc1"]}, observe=cells.append)
+    assert [outcome.state for outcome in second] == ["finished", "finished"]
+    assert sum(isinstance(event, Stage) and event.name.startswith("cell ") for event in cells) == 1
+    assert (tmp_path / "out" / "results.csv").exists()
+    with pytest.raises(InvalidSetting, match="'sample=1' names an unknown field"):
+        sparsellm.sweep(file, tmp_path / "out", changes={"sample": 1})

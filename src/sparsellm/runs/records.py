@@ -128,6 +128,11 @@ class SavedReport(Record):
         """Every pruned layer, in order."""
         return [layer for block in self.blocks for layer in block.layers]
 
+    def __repr__(self) -> str:
+        totals = self.totals
+        zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % zeros in {totals.pruned_layers} pruned layers"
+        return f"<{type(self).__name__} of {printable(str(self.recipe.get('model')), 80)}: {zeros}>"
+
     def to_frame(self) -> DataFrame:
         """The results of each pruned layer as the rows of a pandas DataFrame, as `Report.to_frame` does."""
         return layer_frame([block.model_dump(mode="json") for block in self.blocks])
@@ -193,9 +198,20 @@ def read_record(
         raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
 
 
-def read_saved_report(file: Path) -> SavedReport:
-    """Read a run's report. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
+def load_report(run: str | Path) -> SavedReport:
+    """Read the report of a run.
+
+    Args:
+        run: Folder that `prune` or `recover` wrote, or its sparsellm.json.
+
+    Returns:
+        The report as the file holds it, with the attributes of `Report` that it has.
+
+    Raises:
+        BadCheckpoint: The report is missing or damaged.
+    """
+    file = Path(run).expanduser()
+    return read_record(file / REPORT if file.is_dir() else file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
 
 
 @dataclass(frozen=True)
