@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.reports.interface import report as report
+    from sparsellm.reports.interface import sweep as sweep
     from sparsellm.runs.export import Result as Result
     from sparsellm.runs.inspection import inspect as inspect
+    from sparsellm.runs.interface import plan as plan
+    from sparsellm.runs.interface import prune as prune
+    from sparsellm.runs.interface import recover as recover
+    from sparsellm.runs.measuring import evaluate as evaluate
     from sparsellm.runs.recipe import Recipe as Recipe
     from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
+    from sparsellm.runs.records import load_report as load_report
     from sparsellm.runs.report import Report as Report
-    from sparsellm.runs.run import prune as prune
-    from sparsellm.runs.run import recover as recover
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
     from sparsellm.solvers.alps import ALPS as ALPS
@@ -54,12 +59,17 @@ _CONTENTS = {
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers.criteria",
+    "evaluate": "runs.measuring",
     "inspect": "runs.inspection",
+    "load_report": "runs.records",
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",
-    "prune": "runs.run",
+    "plan": "runs.interface",
+    "prune": "runs.interface",
     "prune_blocks": "pruning.sequential",
-    "recover": "runs.run",
+    "recover": "runs.interface",
+    "report": "reports.interface",
+    "sweep": "reports.interface",
     "verify": "runs.verification",
     "walk": "activations.walk",
 }
@@ -72,3 +82,8 @@ def __getattr__(name: str) -> Any:
     if name not in _CONTENTS:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     return getattr(import_module(f"sparsellm.{_CONTENTS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, which completion and `help` show, although most of them are not imported yet."""
+    return sorted(__all__)

@@ -32,7 +32,7 @@ from sparsellm.runs.inspection import inspect, planned_patterns
 from sparsellm.runs.loading import check_vocabulary
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.records import foreign_file, read_finished, read_saved_report
+from sparsellm.runs.records import foreign_file, load_report, read_finished
 from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced
@@ -169,7 +169,7 @@ def test_reports(copied: Path) -> None:
     def read() -> None:
         foreign_file(copied, {"config.json"})
         planned_patterns(copied)
-        measures(read_saved_report(file))
+        measures(load_report(file))
         read_finished(copied)
 
     fuzz(file, values(file), read)

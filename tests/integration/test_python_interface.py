@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparsellm
-from sparsellm.errors import BadText, InvalidSetting, OutputExists, VerificationFailed
+from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import Note, Stage
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.settings import EvaluationSettings, PruneSettings, RecoverySettings
 
 
 def test_path_and_memory_give_the_same_model(tiny: dict[str, Path], text_file: Path) -> None:
@@ -152,3 +161,131 @@ def test_the_dense_model_may_write_more(tiny: dict[str, Path], text_file: Path) 
     states = [found.model.state_dict() for found in (plain, one, two)]
     assert all(torch.equal(states[1][name], states[2][name]) for name in states[1])
     assert not all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+NAMED = {"model", "method", "sparsity", "calibration", "pruned", "steps"}
+"""Fields of recipes that are arguments with their own line in a docstring; of a recovery `scope` too."""
+
+
+def accepted(annotation: Any) -> Any:
+    """The type of a keyword for a field: a sequence may be any, and one text needs no list."""
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0] | Sequence[get_args(annotation)[0]]
+    return annotation
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "fields", "named"),
+    [
+        (sparsellm.prune, PruneSettings, Recipe, NAMED),
+        (sparsellm.plan, PruneSettings, Recipe, NAMED),
+        (sparsellm.evaluate, EvaluationSettings, Recipe, set(Recipe.model_fields) - set(EvaluationSettings.__annotations__)),
+        (sparsellm.recover, RecoverySettings, RecoveryRecipe, NAMED | {"scope", "dtype"}),
+    ],
+)
+def test_keywords_are_the_fields_of_the_recipe(function: Any, settings: Any, fields: Any, named: set[str]) -> None:
+    """The same names, order, types, defaults and descriptions, for editors and for `help`."""
+    expected = {name: field for name, field in fields.model_fields.items() if name not in named}
+    hints = get_type_hints(settings)
+    assert hints == {name: accepted(field.annotation) for name, field in expected.items()}
+    parameters = inspect.signature(function).parameters
+    assert [name for name in parameters if name in hints] == list(expected)
+    assert "settings" not in parameters
+    text = " ".join(function.__doc__.split())
+    for name, field in expected.items():
+        assert parameters[name].default == field.default
+        assert f" {name}: {field.description}" in text
+
+
+def test_a_result_prints_in_three_lines(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Method, sparsity and perplexity; in notebooks as a table whose texts are escaped."""
+    result = sparsellm.prune(tiny["opt"], "magnitude", "2:4", evaluate=str(text_file), sequence_length=32, evaluate_limit=2)
+    model, sparsity, perplexity = repr(result).splitlines()
+    assert model.startswith(f"model: {tiny['opt'].name}, pruned by magnitude, ")
+    assert re.fullmatch(r"sparsity: 50\.00 % of the weights in 18 pruned layers, \d+\.\d\d % of the model", sparsity)
+    assert re.fullmatch(rf"perplexity: [\d.]+ ± [\d.]+ → [\d.]+ ± [\d.]+ on {text_file.name}", perplexity)
+    assert repr(result.report) == repr(result)
+    copied = tmp_path / "<b>model"
+    shutil.copytree(tiny["opt"], copied)
+    result = sparsellm.prune(copied, "magnitude", "2:4")
+    assert repr(result).endswith("\nperplexity: not measured")
+    assert "<td>&lt;b&gt;model, pruned by" in result._repr_html_()
+
+
+def test_layers_as_a_frame(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row for each layer, the same before and after saving; one line says how to install pandas."""
+    result = sparsellm.prune(tiny["llama"], "magnitude", "2:4")
+    frame = result.report.to_frame()
+    assert list(frame.name) == [layer.name for layer in result.report.layers]
+    assert list(frame.columns[:7]) == ["name", "block", "pattern", "shape", "zeros", "sparsity", "error"]
+    assert {field.name for field in dataclasses.fields(LayerResult)} <= set(frame.columns)
+    assert set(frame.sparsity) == {0.5}
+    assert sorted(set(frame.block)) == [0, 1, 2]
+    out = result.save_pretrained(tmp_path / "out")
+    saved = sparsellm.load_report(out).to_frame()
+    assert saved.equals(frame[saved.columns])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[frame\]'"):
+        result.report.to_frame()
+
+
+def test_a_plan_takes_the_arguments_of_prune(tiny: dict[str, Path], text_file: Path) -> None:
+    settings = {"method": "wanda", "sparsity": "2:4", "calibration": [text_file.read_text()], "samples": 4}
+    plan = sparsellm.plan(tiny["opt"], **settings, sequence_length=32)
+    assert plan.fits
+    assert plan.samples == 4
+    assert {pattern for pattern, _ in plan.layers} == {"2:4"}
+    with pytest.raises(InvalidSetting, match=r"'sample'\. Did you mean 'samples'"):
+        sparsellm.plan(tiny["opt"], "magnitude", sample=4)
+
+
+def test_evaluation_of_a_folder_and_of_a_model_in_memory(tiny: dict[str, Path], text_file: Path) -> None:
+    """The same perplexity; the model in memory is not changed; without anything to measure on it is refused."""
+    model = AutoModelForCausalLM.from_pretrained(tiny["llama"])
+    tokenizer = AutoTokenizer.from_pretrained(tiny["llama"])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    by_path = sparsellm.evaluate(tiny["llama"], text_file, sequence_length=32, evaluate_limit=3)
+    in_memory = sparsellm.evaluate(model, [str(text_file)], tokenizer=tokenizer, sequence_length=32, evaluate_limit=3)
+    values = [evaluation.perplexity[str(text_file)] for evaluation in (by_path, in_memory)]
+    assert values[0].value == values[1].value > 1
+    assert values[0].windows == 3
+    assert by_path.accuracy == {}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(InvalidSetting, match="name a `text` or a `task`"):
+        sparsellm.evaluate(tiny["llama"])
+    with pytest.raises(InvalidSetting, match="tokenizer="):
+        sparsellm.evaluate(model, text_file, sequence_length=32)
+
+
+def test_paths_serve_wherever_a_folder_is_named(tiny: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = sparsellm.prune(tiny["opt"], "magnitude", "2:4").save_pretrained(tmp_path / "out")
+    assert sparsellm.inspect(out, tiny["opt"], "2:4").as_expected
+    assert sparsellm.verify(out, tiny["opt"]).against == str(tiny["opt"])
+    saved = sparsellm.load_report(out)
+    assert [layer.sparsity for layer in saved.layers] == [0.5] * 18
+    assert repr(saved) == f"<SavedReport of {tiny['opt'].name}: 50.00 % zeros in 18 pruned layers>"
+    page = sparsellm.report(out, figures=tmp_path / "figures")
+    assert page == tmp_path / "out.html"
+    assert "2 of every 4" in page.read_text(encoding="utf-8")
+    assert list((tmp_path / "figures").glob("*.svg"))
+    with pytest.raises(BadCheckpoint):
+        sparsellm.load_report(tmp_path)
+
+
+def test_a_sweep_from_python(tiny: dict[str, Path], tmp_path: Path) -> None:
+    """Cells are chosen and changed by mappings; called again, only the open cells run."""
+    file = tmp_path / "sweep.yaml"
+    content = {"recipe": {"model": str(tiny["opt"]), "method": "magnitude"}, "axes": {"sparsity": ["2:4", "50%"], "seed": [0]}}
+    file.write_text(json.dumps(content))
+    first = sparsellm.sweep(file, tmp_path / "out", only={"sparsity": "2:4"}, changes={"include": ["fc1"]})
+    assert [outcome.state for outcome in first] == ["finished", "open"]
+    assert first[0].report is not None
+    assert {layer.name.split(".")[-1] for layer in first[0].report.layers} == {"fc1"}
+    cells: list[object] = []
+    second = sparsellm.sweep(file, tmp_path / "out", changes={"include": ["fc1"]}, observe=cells.append)
+    assert [outcome.state for outcome in second] == ["finished", "finished"]
+    assert sum(isinstance(event, Stage) and event.name.startswith("cell ") for event in cells) == 1
+    assert (tmp_path / "out" / "results.csv").exists()
+    with pytest.raises(InvalidSetting, match="'sample=1' names an unknown field"):
+        sparsellm.sweep(file, tmp_path / "out", changes={"sample": 1})

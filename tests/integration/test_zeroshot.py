@@ -16,7 +16,7 @@ from sparsellm.errors import BadText, InvalidSetting, MissingPackage
 from sparsellm.evaluation import zeroshot
 from sparsellm.evaluation.measurements import SPLITS
 from sparsellm.evaluation.zeroshot import definition, mean, prepare_tasks
-from sparsellm.runs.measuring import measure
+from sparsellm.runs.measuring import evaluate
 from sparsellm.runs.recipe_file import read_recipe
 
 Command = Callable[..., Result]
@@ -155,13 +155,13 @@ def test_a_task_without_its_data_is_told_before_any_work(tiny: dict[str, Path], 
 def test_other_fields_are_told(tiny: dict[str, Path], questions: Path) -> None:
     (questions / "rte_validation.jsonl").write_text('{"premise": "a", "hypothesis": "b"}\n', encoding="utf-8")
     with pytest.raises(BadText, match="fields must be as on the hub"):
-        measure(str(tiny["opt"]), task=["rte"], task_data=str(questions))
+        evaluate(str(tiny["opt"]), task=["rte"], task_data=str(questions))
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Path]) -> None:
     monkeypatch.setattr(zeroshot, "find_spec", lambda _: None)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[eval\]'"):
-        measure(str(tiny["opt"]), task=["boolq"])
+        evaluate(str(tiny["opt"]), task=["boolq"])
 
 
 def test_nothing_to_measure_on_is_wrong_usage(tiny: dict[str, Path], command: Command) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pydoc
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import sparsellm
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PACKAGE = ROOT / "src" / "sparsellm"
@@ -180,6 +184,33 @@ def test_commands_that_only_print_are_light(command: str) -> None:
     code = f"import atexit, sys; atexit.register(lambda: print(*sorted(sys.modules), file=sys.stderr)); {run}"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not {"torch", "transformers", "datasets", "numpy"} & set(done.stderr.split())
+
+
+def test_public_names_are_listed_before_they_are_imported() -> None:
+    """`dir` shows them, and needs neither torch nor transformers for it."""
+    code = "import sys, sparsellm; print(*dir(sparsellm)); print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    names, loaded = result.stdout.split("\n")[:2]
+    assert not loaded
+    assert names.split() == sorted(sparsellm.__all__)
+    typed = {
+        name.split(".")[-1]
+        for node in ast.walk(parse("__init__"))
+        if isinstance(node, ast.If)
+        for x in node.body
+        for name in imported_names(x)
+    }
+    assert typed | {"__version__"} == set(sparsellm.__all__), "the imports for type checkers name the public names"
+
+
+def test_no_public_function_hides_a_folder() -> None:
+    assert not set(sparsellm.__all__) & set(MAY_IMPORT) - {"__version__"}
+
+
+def test_help_shows_every_public_name() -> None:
+    text = pydoc.plain(pydoc.render_doc(sparsellm))
+    for name in set(sparsellm.__all__) - {"__version__"}:
+        assert re.search(rf"^ +(class )?{name}\b", text, re.MULTILINE), name
 
 
 def test_functions_take_few_positional_arguments() -> None:

@@ -47,7 +47,7 @@ def evaluate(
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import percent, plus_minus
         from sparsellm.evaluation.zeroshot import mean
-        from sparsellm.runs.measuring import measure
+        from sparsellm.runs.measuring import evaluate as evaluate_model
         from sparsellm.runtime import watchdog
 
         if not text and "task" not in settings:
@@ -57,27 +57,21 @@ def evaluate(
             (stderr if is_main else silent).status(f"measuring {model}"),
         ):
             keep_pages()
-            perplexities, accuracies = measure(model, evaluate=tuple(text or ()), **settings)
+            result = evaluate_model(model, text or (), **settings)
         if not is_main:
             return
         if as_json:
-            print_json(
-                {
-                    "model": model,
-                    "perplexity": {name: asdict(x) for name, x in perplexities.items()},
-                    "accuracy": {name: asdict(x) for name, x in accuracies.items()},
-                }
-            )
+            print_json({"model": model} | asdict(result))
             return
-        if perplexities:
+        if result.perplexity:
             rows = [
                 [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length} tokens", f"{x.seconds:.1f}"]
-                for name, x in perplexities.items()
+                for name, x in result.perplexity.items()
             ]
             show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))
-        if accuracies:
-            rows = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in accuracies.items()]
-            average = mean([(x.value, x.standard_error) for x in accuracies.values()])
+        if result.accuracy:
+            rows = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in result.accuracy.items()]
+            average = mean([(x.value, x.standard_error) for x in result.accuracy.values()])
             show(stdout, table(["task", "accuracy, %", "questions"], [*rows, ["mean", percent(*average), ""]]))
 
 
@@ -100,7 +94,7 @@ def inspect(
         from sparsellm.cli.display import print_inspection
         from sparsellm.runs.inspection import inspect as inspect_model
 
-        result = inspect_model(model, against, expect, trusted=trust_remote_code, architecture=architecture)
+        result = inspect_model(model, against, expect, trust_remote_code=trust_remote_code, architecture=architecture)
         if as_json:
             print_json(result.to_dict())
         else:
@@ -142,7 +136,7 @@ def verify(
 
         try:
             with stderr.status(f"verifying {output}"):
-                result = verify_output(output, against, trusted=trust_remote_code, architecture=architecture)
+                result = verify_output(output, against, trust_remote_code=trust_remote_code, architecture=architecture)
         except VerificationFailed as error:
             if as_json:
                 print_json({"output": output, "against": against, "holds": False, "differences": error.differences})
@@ -190,7 +184,7 @@ def push(
             revision=revision,
             overwrite=overwrite,
             dry_run=dry_run,
-            trusted=trust_remote_code,
+            trust_remote_code=trust_remote_code,
             architecture=architecture,
         )
         if as_json:

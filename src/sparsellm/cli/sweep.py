@@ -98,14 +98,8 @@ def report(
     Example: sparsellm report opt-70
     """
     with report_errors(context):
-        from sparsellm.reports.page import report_page, write_figures
+        from sparsellm.reports.interface import report as write_report
 
-        page, plots = report_page(run)
-        # Beside the run's folder: inside it, `--overwrite` would find a foreign file.
-        file = Path(output or f"{Path(run)}.html")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page, encoding="utf-8")
-        print_line(stdout, f"Wrote {file}.")
+        print_line(stdout, f"Wrote {write_report(run, output, figures=figures)}.")
         if figures:
-            write_figures(plots, figures)
-            print_line(stdout, f"Wrote {plural(len(plots), 'plot')} to {figures}, each as SVG and PNG.")
+            print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")

@@ -56,3 +56,16 @@ class Accuracy:
     standard_error: float | None
     normalised: float | None
     questions: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of a model.
+
+    Attributes:
+        perplexity: Perplexity by text.
+        accuracy: Accuracy by zero-shot task.
+    """
+
+    perplexity: dict[str, Perplexity]
+    accuracy: dict[str, Accuracy]

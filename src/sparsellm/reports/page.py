@@ -18,7 +18,7 @@ from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import REPORT, SavedReport, read_saved_report
+from sparsellm.runs.records import REPORT, SavedReport, load_report
 
 
 def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
@@ -39,7 +39,7 @@ def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
         raise InvalidSetting(f"{folder} {problem}. Give the output folder of `sparsellm prune` or `sparsellm sweep`.")
     with style():
-        content = _sweep_content(path) if is_sweep(path) else _run_content(read_saved_report(path / REPORT), path.name)
+        content = _sweep_content(path) if is_sweep(path) else _run_content(load_report(path / REPORT), path.name)
         # The texts come from models, files and prompts, so all are escaped.
         environment = Environment(autoescape=True, undefined=StrictUndefined)
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))

@@ -109,8 +109,8 @@ class Sweep(BaseModel, frozen=True):
         selected: dict[str, set[str]] = {}
         for condition in selection:
             axis, _, label = condition.partition("=")
-            _check_known(axis, self.axes, "--only names an unknown axis")
-            _check_known(label, self.axes[axis], f"--only names an unknown label of `{axis}`")
+            _check_known(axis, self.axes, "The selection of cells names an unknown axis")
+            _check_known(label, self.axes[axis], f"The selection of cells names an unknown label of `{axis}`")
             selected.setdefault(axis, set()).add(label)
         cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
         if not cells:
@@ -231,9 +231,9 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
         raise InvalidSetting(f"--set needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
     fields = shared
     if dot:
-        _check_known(axis, axes, "--set names an unknown axis")
-        fields = axes[axis][_check_known(label, axes[axis], f"--set names an unknown label of `{axis}`")]
-    fields[_check_known(axis, Recipe.model_fields, "--set names an unknown field")] = read_value(text)
+        _check_known(axis, axes, f"The change {change!r} names an unknown axis")
+        fields = axes[axis][_check_known(label, axes[axis], f"The change {change!r} names an unknown label of `{axis}`")]
+    fields[_check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
 
 
 def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:

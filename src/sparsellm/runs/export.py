@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ SHARD_SIZE = "5GB"
 """Largest weight file, as the hub recommends."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Result:
     """A pruned model with its report.
 
@@ -58,6 +59,15 @@ class Result:
     weights: DiskWeights | None = None
     along: tuple[Path, ...] = ()
     log: EventLog | None = None
+
+    def __repr__(self) -> str:
+        """The summary of the report in three lines."""
+        return repr(self.report)
+
+    def _repr_html_(self) -> str:
+        """The summary of the report as a table, which notebooks show."""
+        cells = ((escape(name), escape(value)) for name, value in self.report.summary().items())
+        return f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in cells)}</table>"
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write model, tokenizer, model card, report and log to a folder, and read the files back to verify them.

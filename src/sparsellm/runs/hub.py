@@ -54,7 +54,7 @@ def push(
     revision: str | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
     architecture: str | Path | None = None,
 ) -> Pushed:
     """Verify a finished output and upload it to the hub, with the login of huggingface_hub.
@@ -68,7 +68,7 @@ def push(
         revision: Branch, created if it does not exist; None is the default branch.
         overwrite: Replace the files of an existing repository.
         dry_run: Run all local checks without uploading.
-        trusted: Run Python code that comes with the checkpoint.
+        trust_remote_code: Run Python code that comes with the checkpoint.
         architecture: YAML file that describes the model's architecture.
 
     Returns:
@@ -87,7 +87,7 @@ def push(
     finished = read_finished(output)
     if not dry_run and get_token() is None:
         raise AccessDenied("Pushing needs a login. Run `hf auth login` with a token that has write access, or set HF_TOKEN.")
-    verify(output, trusted=trusted, architecture=architecture)
+    verify(output, trust_remote_code=trust_remote_code, architecture=architecture)
     files = tuple(sorted(finished.report.files))
     size = sum((finished.folder / name).stat().st_size for name in files)
     api, branch = HfApi(library_name="sparsellm", library_version=__version__), revision or MAIN

@@ -15,7 +15,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.methods import StoredPattern
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
-from sparsellm.runs.records import REPORT, read_saved_report
+from sparsellm.runs.records import REPORT, load_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 
@@ -88,26 +88,33 @@ class Inspection(Comparison):
 
 
 def inspect(
-    model: str,
-    against: str | None = None,
+    model: str | Path,
+    against: str | Path | None = None,
     expect: str | Pattern | None = None,
     *,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
     architecture: str | Path | None = None,
 ) -> Inspection:
     """Count the zeros of a checkpoint tensor by tensor, check a pattern, and compare with another checkpoint.
 
     Args:
-        model: Checkpoint folder, model name on the hub, or demo:opt.
+        model: A folder, a hub name, "demo:opt" or "demo:llama".
         against: Another checkpoint to compare with, named in the same way.
         expect: Pattern that every pruned layer must have: each layer that the folder's sparsellm.json lists, or every linear
             layer of the blocks if there is no such file. If the run allocated different sparsities to the layers, each layer
             must have its own, and all together the expected one.
-        trusted: Run Python code that comes with the checkpoints.
+        trust_remote_code: Run Python code that comes with the checkpoints.
         architecture: YAML file that describes the model's architecture.
+
+    Returns:
+        The zeros of each layer and of the checkpoint, whether the pattern holds, and the tensors that differ.
+
+    Raises:
+        InvalidSetting: The pattern or the architecture is invalid.
+        BadCheckpoint: A checkpoint or its report cannot be read.
     """
     described = None if architecture is None else read_architecture(architecture)
-    checkpoint = open_checkpoint(model, trusted=trusted, architecture=described)
+    checkpoint = open_checkpoint(str(model), trusted=trust_remote_code, architecture=described)
     pattern = parse_pattern(expect) if isinstance(expect, str) else expect
     skeleton = checkpoint.skeleton()
     tensors = Tensors(checkpoint.folder, skeleton)
@@ -131,15 +138,15 @@ def inspect(
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes = Comparison()
     if against:
-        other = open_checkpoint(against, None, trusted)
+        other = open_checkpoint(str(against), trusted=trust_remote_code)
         changes = compare(tensors, Tensors(other.folder, other.skeleton()))
     return Inspection(
-        model=model,
+        model=str(model),
         layers=tuple(layers),
         parameters=parameters,
         zeros=zeros,
         expected=pattern,
-        against=against,
+        against=None if against is None else str(against),
         missing=tuple(sorted(set(names) - {layer.name for layer in layers})),
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
@@ -177,4 +184,4 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
 def planned_patterns(folder: Path) -> dict[str, Pattern] | None:
     """Pattern of each pruned layer by its full name, from the report in the folder; None without a report."""
     file = folder / REPORT
-    return {layer.name: layer.pattern for layer in read_saved_report(file).layers} if file.is_file() else None
+    return {layer.name: layer.pattern for layer in load_report(file).layers} if file.is_file() else None

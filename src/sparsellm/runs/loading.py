@@ -29,7 +29,7 @@ from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENS = 16
 """Tokens of the test sequence."""
@@ -61,6 +61,16 @@ class OpenedModel:
     skeleton: PreTrainedModel
     blocks: Sequence[Block]
     coverage: Coverage
+
+
+def named_model(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[dict[str, str], InMemoryModel | None]:
+    """The recipe's fields for a model, and the model with its tokenizer if it is in memory."""
+    if isinstance(model, (str, Path)):
+        return {"model": str(model)}, None
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
 
 
 def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None) -> OpenedModel:

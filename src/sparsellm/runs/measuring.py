@@ -3,55 +3,77 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.generation import generate_text
-from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runs.events import CONTINUING, MEASURING, Measured, Observer, phase
 from sparsellm.runs.fingerprint import DenseCache, cache_key
-from sparsellm.runs.loading import check_runs, load, open_model
+from sparsellm.runs.loading import check_runs, load, named_model, open_model
 from sparsellm.runs.preparation import Prepared, check_tokens, read_test, window_length
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report, When
+from sparsellm.runs.settings import EvaluationSettings, recipe_keywords
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value")
 
 
-def measure(model: str, **settings: Any) -> tuple[dict[str, Perplexity], dict[str, Accuracy]]:
-    """Measure a checkpoint's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
+@recipe_keywords(EvaluationSettings)
+def evaluate(
+    model: str | Path | PreTrainedModel,
+    text: str | Path | Sequence[str] = (),
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **settings: Unpack[EvaluationSettings],
+) -> Evaluation:
+    """Measure a model's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
 
     All texts and tasks are read before the first measurement. A model that does not fit in memory is loaded block by block.
 
     Args:
-        model: Checkpoint folder, model name on the hub, demo:opt or demo:llama.
-        **settings: Recipe fields; `evaluate` names the texts and `task` the tasks.
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
+        text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo).
+        tokenizer: Tokenizer of a model in memory.
+        **settings: Further fields of `Recipe`.
 
     Returns:
         The perplexity by text and the accuracy by task.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
-    recipe = read_recipe({"model": model, "method": "magnitude", **settings})
-    opened = open_model(recipe)
+    fields, source = named_model(model, tokenizer)
+    texts = (str(text),) if isinstance(text, (str, Path)) else tuple(text)
+    recipe = read_recipe({**fields, **settings, "method": "magnitude", "evaluate": texts})
+    if not (recipe.evaluate or recipe.task):
+        raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
+    opened = open_model(recipe, source)
     length = window_length(recipe, opened.source.length)
-    tests = {text: read_test(recipe, opened.source, text, length=length) for text in recipe.evaluate}
+    tests = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
     check_tokens(opened.skeleton, *tests.values())
     prepare_tasks(recipe.task, recipe.task_data)
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)
-    perplexities = {text: measure_perplexity(loaded, test, text) for text, test in tests.items()}
+    perplexity = {name: measure_perplexity(loaded, test, name) for name, test in tests.items()}
     if not recipe.task:
-        return perplexities, {}
-    tokenizer = opened.source.tokenizer()
-    return perplexities, evaluate_tasks(loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
+        return Evaluation(perplexity, {})
+    own = opened.source.tokenizer()
+    accuracy = evaluate_tasks(loaded, own, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
+    return Evaluation(perplexity, accuracy)
 
 
 def measure_into(
@@ -91,9 +113,9 @@ def measure_into(
     if recipe.task:
         with phase(f"{MEASURING} {when}", report, observer):
             tokenizer = ready.source.tokenizer()
-            evaluate = partial(evaluate_tasks, loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
+            score = partial(evaluate_tasks, loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
             name = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
-            accuracies = recall(torch.empty(0, dtype=torch.long), name, evaluate, kind=dict[str, Accuracy])
+            accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():
                 report.tasks.setdefault(task, {})[when] = accuracy
                 observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))

@@ -23,7 +23,7 @@ from sparsellm.models.coverage import Coverage
 from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shapes, rates, work
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
-from sparsellm.runs.preparation import Prepared, make_plan, model_bytes, model_step, model_written, prepare
+from sparsellm.runs.preparation import GivenText, Prepared, make_plan, model_bytes, model_step, model_written, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
@@ -97,16 +97,17 @@ class RunPlan:
         }
 
 
-def plan_run(recipe: Recipe, output: str | Path | None = None) -> RunPlan:
+def plan_run(recipe: Recipe, output: str | Path | None = None, *, given: GivenText = None) -> RunPlan:
     """Estimate what `prune` would take, without reading weights.
 
     Args:
         recipe: The run.
         output: The folder that it would write, for the free bytes of its disk.
+        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
     opened = open_model(recipe)
-    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None)
+    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
     try:
         placement, batch = fit_to_memory(recipe, ready, placement, observer=lambda _: None, output=folder)

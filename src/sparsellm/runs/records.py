@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path, read_json
-from sparsellm.errors import BadCheckpoint, InvalidSetting, SparseLLMError, printable
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.methods import StoredPattern
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 REPORT = "sparsellm.json"
 """Name of the report file beside the weights."""
@@ -125,10 +128,32 @@ class SavedReport(Record):
         """Every pruned layer, in order."""
         return [layer for block in self.blocks for layer in block.layers]
 
+    def __repr__(self) -> str:
+        totals = self.totals
+        zeros = f"{100 * totals.sparsity_of_pruned_layers:.2f} % zeros in {totals.pruned_layers} pruned layers"
+        return f"<{type(self).__name__} of {printable(str(self.recipe.get('model')), 80)}: {zeros}>"
+
+    def to_frame(self) -> DataFrame:
+        """The results of each pruned layer as the rows of a pandas DataFrame, as `Report.to_frame` does."""
+        return layer_frame([block.model_dump(mode="json") for block in self.blocks])
+
     @property
     def changed_parameters(self) -> set[str]:
         """The parameters besides the pruned layers that the run changed."""
         return {name for block in self.blocks for name in block.changed_parameters}
+
+
+def layer_frame(blocks: Sequence[Mapping[str, Any]]) -> DataFrame:
+    """A row for each layer of these blocks, given as `BlockResult` is in JSON. Raises MissingPackage without pandas."""
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise MissingPackage("Data frames need pandas, which is not installed: pip install 'sparsellm[frame]'.") from None
+    first = ("name", "block", "pattern", "shape", "zeros", "sparsity", "error")
+    rows = [layer | {"block": block["index"]} for block in blocks for layer in block["layers"]]
+    for row in rows:
+        row["shape"] = tuple(row["shape"]) if "shape" in row else None
+    return DataFrame([{name: row[name] for name in first} | row for row in rows])
 
 
 class FinishedCell(Record):
@@ -173,9 +198,20 @@ def read_record(
         raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
 
 
-def read_saved_report(file: Path) -> SavedReport:
-    """Read a run's report. Raises BadCheckpoint if it is damaged."""
-    return read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
+def load_report(run: str | Path) -> SavedReport:
+    """Read the report of a run.
+
+    Args:
+        run: Folder that `prune` or `recover` wrote, or its sparsellm.json.
+
+    Returns:
+        The report as the file holds it, with the attributes of `Report` that it has.
+
+    Raises:
+        BadCheckpoint: The report is missing or damaged.
+    """
+    file = Path(run).expanduser()
+    return read_record(file / REPORT if file.is_dir() else file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
             f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
             "Pass the dense model that it was made from as --against."
         )
-    verify(output.folder, str(source.folder), trusted=recipe.trust_remote_code, architecture=recipe.architecture)
+    verify(output.folder, source.folder, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
     training = MaskedAdam(recipe.block_steps, RATE)
     read = _reader(pruned, source.dtype(recipe.dtype))

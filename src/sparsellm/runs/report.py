@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from huggingface_hub import ModelCardData
@@ -19,9 +19,14 @@ from sparsellm.evaluation.measurements import Accuracy, Perplexity
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
+from sparsellm.runs.records import layer_frame
 from sparsellm.solvers.statistics import TokenCount
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 When = Literal["dense", "pruned"]
+WHEN: tuple[When, ...] = ("dense", "pruned")
 
 HUB = "https://huggingface.co"
 """Base address of a card's links to models on the hub."""
@@ -34,7 +39,7 @@ ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 """Characters that HTML interprets, by code, with their escapes."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The results of a run, filled in as the run proceeds.
 
@@ -96,6 +101,36 @@ class Report:
             "zeros": self.zeros,
             "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
         }
+
+    def summary(self) -> dict[str, str]:
+        """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
+        totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
+        measured = (
+            f"{' → '.join(_plus_minus(pair[when]) for when in WHEN if when in pair)} on {PurePath(text).name}"
+            for text, pair in self.perplexity.items()
+        )
+        return {
+            "model": f"{PurePath(self.recipe.model).name}, {how} {self.recipe.describe()}",
+            "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals['pruned_layers']} pruned layers, "
+            f"{100 * totals['sparsity_of_model']:.2f} % of the model",
+            "perplexity": "; ".join(measured) or "not measured",
+        }
+
+    def __repr__(self) -> str:
+        """The summary as three lines, since all results together fill pages."""
+        return "\n".join(f"{name}: {value}" for name, value in self.summary().items())
+
+    def to_frame(self) -> DataFrame:
+        """The results of each pruned layer as the rows of a pandas DataFrame.
+
+        Returns:
+            Columns `name`, `block` (its index), `pattern`, `shape`, `zeros`, `sparsity`, `error`, and the other attributes of
+            `LayerResult`, among them `seconds`.
+
+        Raises:
+            MissingPackage: pandas is not installed.
+        """
+        return layer_frame([_block_to_dict(block) for block in self.blocks])
 
     def warnings(self, damping: float | None) -> Iterator[str]:
         """State what differs from the recipe: fallbacks in blocks, raised damping, surplus zeros.

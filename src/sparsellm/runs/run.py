@@ -1,17 +1,15 @@
-"""A whole run: open, plan, place, load, measure, prune, measure. The command line calls `run`, as `prune` and `recover` do."""
+"""A whole run: open, plan, place, load, measure, prune, measure. The command line and `interface` call `run`."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import PurePath
 
 import torch
-from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
@@ -42,97 +40,13 @@ from sparsellm.runs.loading import check_runs, load, open_model
 from sparsellm.runs.measuring import measure_into
 from sparsellm.runs.preparation import GivenText, Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
-from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.recovery import read_recovery, recovery_plan
+from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.report import Report
 from sparsellm.runs.stages import prune_model
 from sparsellm.runs.startup import start_run
 from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import is_out_of_memory, peak_memory, release_free_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def prune(
-    model: str | Path | PreTrainedModel,
-    method: str = "sparsellm",
-    sparsity: str | float = "50%",
-    *,
-    calibration: str | Path | Sequence[str] | Tensor | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    observe: Observer | None = None,
-    **settings: Any,
-) -> Result:
-    """Prune a model.
-
-    Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
-        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
-        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights.
-        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
-            (samples, length) without padding. Every method but magnitude needs it.
-        tokenizer: Tokenizer of a model in memory, for calibration on text.
-        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.runs.events`).
-        **settings: Any other field of `Recipe`.
-
-    Returns:
-        The pruned model with its report.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
-    """
-    text, given = _calibration(calibration)
-    settings |= {"method": method, "sparsity": sparsity} | ({"calibration": text} if text else {})
-    if isinstance(model, (str, Path)):
-        return run(read_recipe({"model": str(model), **settings}), observe, given=given)
-    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    settings.setdefault("device", str(model.device))
-    source = InMemoryModel(name, model, tokenizer)
-    return run(read_recipe({"model": name, **settings}), observe, given=given, source=source)
-
-
-def recover(
-    pruned: str | Path,
-    against: str | Path,
-    calibration: str | Path | Sequence[str] | Tensor,
-    *,
-    scope: Literal["block", "model"] = "model",
-    steps: int | None = None,
-    observe: Observer | None = None,
-    **settings: Any,
-) -> Result:
-    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
-
-    Args:
-        pruned: Folder that `prune` or `recover` wrote. It is not changed.
-        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama".
-        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
-            (samples, length) without padding.
-        scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
-            "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
-        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
-            100 for each block.
-        observe: Callback that receives every stage and block (see `sparsellm.runs.events`).
-        **settings: Any other field of `RecoveryRecipe`.
-
-    Returns:
-        The recovered model with its report, whose `pruned` is the report of the pruned checkpoint.
-
-    Raises:
-        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
-    """
-    text, given = _calibration(calibration)
-    settings |= {"pruned": str(pruned), "model": str(against), "calibration": text, "scope": scope, "steps": steps}
-    return run(read_recovery(settings), observe, given=given)
-
-
-def _calibration(calibration: str | Path | Sequence[str] | Tensor | None) -> tuple[str | None, GivenText]:
-    """The recipe's `calibration`, and the texts or token ids that replace it, if they are given in memory."""
-    if calibration is None or isinstance(calibration, (str, Path)):
-        return (None if calibration is None else str(calibration)), None
-    return "given in memory", calibration
 
 
 def run(

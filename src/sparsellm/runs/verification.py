@@ -59,9 +59,9 @@ class Verification:
 
 def verify(
     output: str | Path,
-    against: str | None = None,
+    against: str | Path | None = None,
     *,
-    trusted: bool = False,
+    trust_remote_code: bool = False,
     architecture: str | Path | None = None,
 ) -> Verification:
     """Check that an output is unchanged since a run wrote it, one tensor at a time.
@@ -71,9 +71,9 @@ def verify(
 
     Args:
         output: Folder that a run wrote.
-        against: The dense model: a folder, a hub name or demo:opt. Tensors that the run did not change must equal its tensors
+        against: The dense model: a folder, a hub name or "demo:opt". Tensors that the run did not change must equal its tensors
             bit by bit, in the output's dtype.
-        trusted: Run the Python code that comes with the output.
+        trust_remote_code: Run the Python code that comes with the output.
         architecture: YAML file that describes the model's architecture.
 
     Returns:
@@ -89,10 +89,10 @@ def verify(
     tensors = _digests_in(folder, report.files)
     _raise_if_any(output, [*_tensor_differences(finished.digests.tensors, tensors), *_file_differences(finished)])
     described = None if architecture is None else read_architecture(architecture)
-    model = open_checkpoint(str(folder), trusted=trusted, architecture=described).skeleton()
+    model = open_checkpoint(str(folder), trusted=trust_remote_code, architecture=described).skeleton()
     dense_tensors = None
     if against is not None:
-        dense = open_checkpoint(against, trusted=trusted, architecture=described)
+        dense = open_checkpoint(str(against), trusted=trust_remote_code, architecture=described)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
     if total != len(layers):
@@ -101,7 +101,7 @@ def verify(
         output,
         _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
     )
-    return Verification(str(output), len(report.files), len(tensors), len(layers), against)
+    return Verification(str(output), len(report.files), len(tensors), len(layers), None if against is None else str(against))
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:

@@ -1,0 +1,133 @@
+"""`prune`, `recover` and `plan` in Python: the fields of a recipe as keywords, and models and texts in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Unpack
+
+from torch import Tensor
+
+from sparsellm.runs.events import Observer
+from sparsellm.runs.export import Result
+from sparsellm.runs.loading import named_model
+from sparsellm.runs.planning import RunPlan, plan_run
+from sparsellm.runs.preparation import GivenText
+from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recovery import read_recovery
+from sparsellm.runs.run import run
+from sparsellm.runs.settings import PruneSettings, RecoverySettings, recipe_keywords
+from sparsellm.solvers.patterns import Pattern
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@recipe_keywords(PruneSettings)
+def prune(
+    model: str | Path | PreTrainedModel,
+    method: MethodName = "sparsellm",
+    sparsity: str | float | Pattern = "50%",
+    *,
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    observe: Observer | None = None,
+    **settings: Unpack[PruneSettings],
+) -> Result:
+    """Prune a model.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
+        method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
+        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights.
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
+            (samples, length) without padding. Every method but magnitude needs it.
+        tokenizer: Tokenizer of a model in memory, for calibration on text.
+        observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.runs.events`).
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The pruned model with its report.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
+    """
+    fields, source = named_model(model, tokenizer)
+    text, given = _calibration(calibration)
+    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    return run(recipe, observe, given=given, source=source)
+
+
+@recipe_keywords(PruneSettings)
+def plan(
+    model: str | Path,
+    method: MethodName = "sparsellm",
+    sparsity: str | float | Pattern = "50%",
+    *,
+    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    output: str | Path | None = None,
+    **settings: Unpack[PruneSettings],
+) -> RunPlan:
+    """Estimate memory, disk space, operations and time of `prune` with the same arguments, without reading any weights.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama".
+        method: As for `prune`.
+        sparsity: As for `prune`.
+        calibration: As for `prune`.
+        output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder.
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The estimates. `fits` says whether the run would begin, and `refusal` why it would not.
+
+    Raises:
+        SparseLLMError: As `prune`.
+    """
+    text, given = _calibration(calibration)
+    recipe = read_recipe({"model": str(model), **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    return plan_run(recipe, output, given=given)
+
+
+@recipe_keywords(RecoverySettings, RecoveryFields)
+def recover(
+    pruned: str | Path,
+    against: str | Path,
+    calibration: str | Path | Sequence[str] | Tensor,
+    *,
+    scope: Literal["block", "model"] = "model",
+    steps: int | None = None,
+    observe: Observer | None = None,
+    **settings: Unpack[RecoverySettings],
+) -> Result:
+    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
+
+    Args:
+        pruned: Folder that `prune` or `recover` wrote. It is not changed.
+        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama".
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
+            (samples, length) without padding.
+        scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
+            "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
+        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
+            100 for each block.
+        observe: Callback that receives every stage and block (see `sparsellm.runs.events`).
+        **settings: Any other field of `RecoveryRecipe` but `dtype`, which is that of the pruned run.
+
+    Returns:
+        The recovered model with its report, whose `pruned` is the report of the pruned checkpoint.
+
+    Raises:
+        SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
+    """
+    text, given = _calibration(calibration)
+    fields = {"pruned": str(pruned), "model": str(against), "calibration": text, "scope": scope, "steps": steps}
+    return run(read_recovery({**settings, **fields}), observe, given=given)
+
+
+def _calibration(calibration: str | Path | Sequence[str] | Tensor | None) -> tuple[str | None, GivenText]:
+    """The recipe's `calibration`, and the texts or token ids that replace it, if they are given in memory."""
+    if calibration is None or isinstance(calibration, (str, Path)):
+        return (None if calibration is None else str(calibration)), None
+    return "given in memory", calibration
