@@ -77,7 +77,7 @@ def test_a_descent(count: int, held: float, back: int) -> None:
         return loss(number)
 
     before = held_back(loss, count - back, count)
-    found = MaskedAdam(200, 0.05, held).run({"weight": weight}, keep, whole(spied), count, seed=3)
+    found = MaskedAdam(200, 0.05, held).run({"weight": weight}, keep, whole(spied), groups=count, seed=3)
     assert looked == set(range(count - back))
     assert found.before == pytest.approx(before)
     assert found.after == held_back(loss, count - back, count) < 0.9 * before
@@ -85,11 +85,11 @@ def test_a_descent(count: int, held: float, back: int) -> None:
     assert not bool(weight[~keep["weight"]].any())
     assert bool(weight[keep["weight"]].all())
     again, keep, loss = regression(count)
-    assert MaskedAdam(200, 0.05, held).run({"weight": again}, keep, whole(loss), count, seed=3) == found
+    assert MaskedAdam(200, 0.05, held).run({"weight": again}, keep, whole(loss), groups=count, seed=3) == found
     assert torch.equal(again, weight)
     if count > 3:
         other, keep, loss = regression(count)
-        MaskedAdam(200, 0.05, held).run({"weight": other}, keep, whole(loss), count, seed=4)
+        MaskedAdam(200, 0.05, held).run({"weight": other}, keep, whole(loss), groups=count, seed=4)
         assert not torch.equal(other, weight)
 
 
@@ -99,7 +99,7 @@ def test_pieces_add_up() -> None:
     for parts in ([1.0], [0.25, 0.5, 0.25]):
         weight, keep, loss = regression(8)
         result = MaskedAdam(100, 0.05).run(
-            {"weight": weight}, keep, lambda n, loss=loss, parts=parts: (part * loss(n) for part in parts), 8, seed=3
+            {"weight": weight}, keep, lambda n, loss=loss, parts=parts: (part * loss(n) for part in parts), groups=8, seed=3
         )
         found.append((result, weight.detach()))
     (one, wanted), (other, got) = found
@@ -110,7 +110,7 @@ def test_pieces_add_up() -> None:
 def test_the_rate_falls_to_nothing() -> None:
     """With one slope all along Adam's steps show the rate: its sum over the steps, from `rate` to nearly 0 in a line."""
     weight = nn.Parameter(torch.zeros(1))
-    MaskedAdam(50, 0.01).run({"weight": weight}, {}, whole(lambda _: weight.sum()), 2, seed=0)
+    MaskedAdam(50, 0.01).run({"weight": weight}, {}, whole(lambda _: weight.sum()), groups=2, seed=0)
     assert float(weight.detach()) == pytest.approx(-0.01 * sum(1 - step / 50 for step in range(50)), rel=1e-3)
 
 
@@ -121,7 +121,7 @@ def test_the_best_look_stays() -> None:
     def loss(number: int) -> Tensor:
         return (weight - (-1 if number == 0 else -0.3)).square().sum()  # what is trained on goes past what is held back
 
-    found = MaskedAdam(100, 0.02).run({"weight": weight}, {}, whole(loss), 2, seed=0)
+    found = MaskedAdam(100, 0.02).run({"weight": weight}, {}, whole(loss), groups=2, seed=0)
     path = nn.Parameter(torch.zeros(1))
     optimizer, best = torch.optim.Adam([path], betas=(0.9, 0.95)), (0.09, 0, 0.0)
     for step in range(1, 101):
@@ -144,7 +144,9 @@ def test_never_worse_than_before() -> None:
     with torch.no_grad():
         weight.normal_(generator=torch.Generator().manual_seed(5)).mul_(keep["weight"])
     before = weight.detach().clone()
-    found = MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(lambda n: -loss(n) if n < 3 else loss(n)), 4, seed=0)
+    found = MaskedAdam(20, 0.05).run(
+        {"weight": weight}, keep, whole(lambda n: -loss(n) if n < 3 else loss(n)), groups=4, seed=0
+    )
     assert torch.equal(weight, before)
     assert (found.steps, found.after, found.note) == (0, found.before, "")
 
@@ -154,7 +156,9 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     """At the start nothing is done; midway the best state before it stays; on a held-back look it is no improvement. Told."""
     weight, keep, loss = regression(4)
     before = weight.detach().clone()
-    found = MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(lambda n: loss(n) * bad if n == 3 else loss(n)), 4, seed=0)
+    found = MaskedAdam(20, 0.05).run(
+        {"weight": weight}, keep, whole(lambda n: loss(n) * bad if n == 3 else loss(n)), groups=4, seed=0
+    )
     assert torch.equal(weight, before)
     assert (found.steps, found.note) == (0, "not refined: the loss is not finite")
     taken: list[int] = []
@@ -163,7 +167,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
         taken.extend([number] if torch.is_grad_enabled() else [])
         return loss(number) * (bad if len(taken) == 37 else 1)
 
-    found = MaskedAdam(100, 0.02).run({"weight": weight}, keep, whole(breaks), 4, seed=0)
+    found = MaskedAdam(100, 0.02).run({"weight": weight}, keep, whole(breaks), groups=4, seed=0)
     assert found.note == "the loss became infinite or undefined at step 37: the best weights before it were kept"
     assert found.steps == 30
     assert len(taken) == 37
@@ -174,7 +178,7 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
     def ends(number: int) -> Tensor:
         return loss(number) * (bad if number == 3 and bool(weight.any()) else 1)
 
-    assert MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(ends), 4, seed=0).steps == 0
+    assert MaskedAdam(20, 0.05).run({"weight": weight}, keep, whole(ends), groups=4, seed=0).steps == 0
     assert not bool(weight.any())
 
 
@@ -182,10 +186,10 @@ def test_a_loss_that_is_not_finite(bad: float) -> None:
 def test_nothing_to_do(steps: int, batches: int, said: str) -> None:
     """Without steps or parameters nothing is done; with one group there is none to hold back, and the note says so."""
     weight, keep, loss = regression(8)
-    found = MaskedAdam(steps, 0.1).run({"weight": weight}, keep, whole(loss), batches, seed=0)
+    found = MaskedAdam(steps, 0.1).run({"weight": weight}, keep, whole(loss), groups=batches, seed=0)
     assert said in found.note
     assert (found.steps, bool(found.note), bool(weight.any())) == (0, bool(said), False)
-    assert MaskedAdam(5, 0.1).run({}, {}, whole(loss), 8, seed=0).steps == 0
+    assert MaskedAdam(5, 0.1).run({}, {}, whole(loss), groups=8, seed=0).steps == 0
 
 
 @pytest.mark.parametrize("bad", [(-1, 0.1), (5, 0.0), (5, NAN), (5, 0.1, 0.0), (5, 0.1, 1.0), (5, 0.1, NAN)])

@@ -122,7 +122,7 @@ def test_efforts() -> None:
 
     def built(**settings: Any) -> BlockMethod:
         recipe = Recipe(model="demo:opt", calibration="demo", **settings)
-        assert recipe.sharing == "fisher"
+        assert recipe.allocation_rule == "fisher"
         return recipe.to_method(4)
 
     assert built() == built(effort="standard") == SparseLLM(ALPS.accurate(), scope="feedforward")

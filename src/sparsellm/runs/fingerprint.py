@@ -70,8 +70,8 @@ def fingerprint(
         environment: As returned by `environment`.
     """
     decisive = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
-    if recipe.sharing not in ALLOCATIONS:
-        decisive["contents of `allocation`"] = contents(Path(recipe.sharing))
+    if recipe.allocation_rule not in ALLOCATIONS:
+        decisive["contents of `allocation`"] = contents(Path(recipe.allocation_rule))
     if isinstance(source, Checkpoint):
         decisive |= model_fingerprint(source)
     decisive["calibration tokens"] = token_digest(windows)

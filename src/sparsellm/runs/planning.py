@@ -228,12 +228,12 @@ def _stage_costs(recipe: Recipe, ready: Prepared, placement: Placement, *, batch
 
     if ready.method.needs_fisher:
         yield SENSITIVITIES, _gradient_cost(shapes, model, min(shapes.tokens, TOKENS), batch=shapes.batch, stop=1)
-    if recipe.sharing == "fisher":
+    if recipe.allocation_rule == "fisher":
         tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
         yield f"{ALLOCATION} (fisher)", _gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
-    elif recipe.sharing in ALLOCATIONS[1:]:
+    elif recipe.allocation_rule in ALLOCATIONS[1:]:
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
-        yield f"{ALLOCATION} ({recipe.sharing})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
+        yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
     pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
     block = block_cost(ready.method, shapes)

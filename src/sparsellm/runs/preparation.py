@@ -124,13 +124,13 @@ def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Pla
         )
     selected = select_blocks(recipe.blocks, len(blocks))
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
-    from_file = recipe.sharing not in ALLOCATIONS
+    from_file = recipe.allocation_rule not in ALLOCATIONS
     pattern = Unstructured(0) if from_file else recipe.pattern
     plan = uniform_plan(blocks, pattern, chosen=selected, include=recipe.include, exclude=recipe.exclude)
     if from_file:
         layers = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
         shapes = {name: (layers[name].out_features, layers[name].in_features) for name in plan}
-        plan = plan_from_file(recipe.sharing, plan, shapes, recipe.pattern)
+        plan = plan_from_file(recipe.allocation_rule, plan, shapes, recipe.pattern)
     return method, plan
 
 

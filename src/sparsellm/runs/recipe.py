@@ -77,7 +77,7 @@ class RunRecipe(RunFields):
         return None if self.max_memory is None else _SIZE.validate_python(self.max_memory)
 
     @property
-    def sharing(self) -> str:
+    def allocation_rule(self) -> str:
         """The allocation rule, or the path of an allocation file."""
         return "uniform"
 
@@ -158,20 +158,20 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
                 "Leave it out."
             )
-        if self.sharing in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
+        if self.allocation_rule in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
-                f"`allocation` {self.sharing} needs an unstructured sparsity, got {self.sparsity}. "
+                f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use --allocation uniform, or a YAML file with each layer's pattern."
             )
         lowest, highest = self.bounds
-        if self.allocation_bounds is not None and self.sharing not in ALLOCATIONS[1:]:
+        if self.allocation_bounds is not None and self.allocation_rule not in ALLOCATIONS[1:]:
             raise InvalidSetting(
                 "`allocation_bounds` need `allocation` owl or fisher. A file gives each layer's sparsity itself."
             )
         if isinstance(self.pattern, Unstructured) and not lowest <= self.pattern.sparsity <= highest:
             raise InvalidSetting(f"`allocation_bounds` {self.allocation_bounds} do not include the sparsity {self.sparsity}.")
         if self.reads_text and self.calibration is None:
-            subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.sharing}"
+            subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
             raise InvalidSetting(f"{subject} {_NEEDS_TEXT}")
         return self
 
@@ -204,7 +204,7 @@ class Recipe(RunRecipe, RecipeFields):
         return parse_pattern(self.sparsity)
 
     @property
-    def sharing(self) -> str:
+    def allocation_rule(self) -> str:
         """The allocation rule, or the path of an allocation file."""
         nonuniform = self.method == "sparsellm" and not self.as_published and isinstance(self.pattern, Unstructured)
         return self.allocation or ("fisher" if nonuniform else "uniform")
@@ -238,7 +238,7 @@ class Recipe(RunRecipe, RecipeFields):
     @property
     def reads_text(self) -> bool:
         """Whether the run needs calibration sequences."""
-        return self.method != "magnitude" or self.sharing in ALLOCATIONS[1:]
+        return self.method != "magnitude" or self.allocation_rule in ALLOCATIONS[1:]
 
     @property
     def calibration_written(self) -> int:

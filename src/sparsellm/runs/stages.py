@@ -73,8 +73,8 @@ def prune_model(
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer):
                 metrics = _cached_sensitivities(loaded, batches, cache)
-        if isinstance(recipe, Recipe) and recipe.sharing in ALLOCATIONS[1:]:
-            with phase(f"{ALLOCATION} ({recipe.sharing})", report, observer):
+        if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
+            with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer):
                 plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
     training = _training_data(loaded, batches, report=report, observer=observer) if recipe.model_steps else None
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
@@ -122,11 +122,11 @@ def _cached_allocation(
 ) -> Plan:
     """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache."""
     layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
-    fact = f"shares by {recipe.sharing} of {recipe.sparsity} within {recipe.bounds}, {layers}"
+    fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity} within {recipe.bounds}, {layers}"
     sparsities = cache.fact(fact) if cache else None
     if sparsities is not None:
         return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
-    allocated = allocate(recipe.sharing, loaded, batches, plan, bounds=recipe.bounds)
+    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds)
     if cache:
         cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
     return allocated
