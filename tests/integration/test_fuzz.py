@@ -218,7 +218,7 @@ def test_architectures(copied: Path, tmp_path: Path) -> None:
 
     def read() -> None:
         described = read_architecture(file)
-        blocks = blocks_of(open_checkpoint(str(copied), None, False, described).skeleton())
+        blocks = blocks_of(open_checkpoint(str(copied), architecture=described).skeleton())
         uniform_plan(blocks, parse_pattern("2:4"))
 
     fuzz(file, both(texts), read)

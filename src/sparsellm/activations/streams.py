@@ -77,8 +77,11 @@ class Stream:
             if self.cache:
                 self.cache.record_inputs(captured.inputs)
             yield captured
-            if captured.block_output is not None and advance:
-                finite.append(self._replace(block, number, captured.block_output))
+            output = captured.block_output
+            del captured  # its memory serves the next batch
+            if output is not None and advance:
+                finite.append(self._replace(block, number, output))
+            del output
         if advance:
             # On a GPU the checks are read together, since each read waits for the device.
             for number, is_finite in enumerate(devices.to_python(finite)):

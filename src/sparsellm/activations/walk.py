@@ -212,11 +212,11 @@ class Activations:
         def repeat(number: int, member: Tensor) -> Sequence[Tensor]:
             return chosen
 
-        yield from zip(
-            self.pruned.run(block, pruned, rows=choose if samples else None),
-            stream.run(dense_block, dense, rows=repeat if samples else None, advance=advance_dense),
-            strict=True,
-        )
+        dense_captures = stream.run(dense_block, dense, rows=repeat if samples else None, advance=advance_dense)
+        for captured in self.pruned.run(block, pruned, rows=choose if samples else None):
+            yield captured, next(dense_captures)
+            del captured
+        next(dense_captures, None)  # advances the last batch
         if stream.position > block.index:
             self.dense_block = None
 

@@ -64,10 +64,7 @@ def perplexity(
     local: list[list[float]] = []
     with eval_mode(model):
         for number, sequences in collectives.shard(list(enumerate(torch.split(windows, batch)))):
-            input_ids = sequences.to(model.get_input_embeddings().weight.device)
-            with torch.no_grad():
-                logits = model(input_ids=input_ids, use_cache=False).logits
-            local.append(_sequence_losses(logits, input_ids, first=number * batch))
+            local.append(_losses(model, sequences, first=number * batch))
             if progress is not None:
                 progress(min((number + 1) * batch, total), total)
     return _gather(local, windows, source, started=started)
@@ -138,6 +135,13 @@ def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:
 def default_batch_size(vocabulary: int, length: int, share: float = 1.0) -> int:
     """Sequences per batch: the largest number with at most 64 MiB of logits and 4,096 tokens, both scaled by `share`."""
     return max(1, int(share * min(LOGITS_BYTES // (length * vocabulary * 4), TOKENS // length)))
+
+
+@torch.no_grad()
+def _losses(model: PreTrainedModel, windows: Tensor, first: int) -> list[float]:
+    """Mean loss of each sequence. A function of its own, so that the logits are freed before those of the next batch."""
+    windows = windows.to(model.get_input_embeddings().weight.device)
+    return _sequence_losses(model(input_ids=windows, use_cache=False).logits, windows, first)
 
 
 def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]:

@@ -112,6 +112,7 @@ def collect_statistics(
                 shared.update(captured.inputs[name])
             if observe:
                 observe(captured)
+            del captured  # its memory serves the next batch
     for shared in first.values():
         shared.reduce()
     return statistics

@@ -215,7 +215,8 @@ def _layerwise_cost(method: LayerWise, shapes: BlockShapes) -> Cost:
     passes = 0.5 if isinstance(method, TrueSequential) else 1.0  # cached outputs also serve the next block
     done += shapes.forward(passes * shapes.tokens)
     done = sum(map(shapes.gram, grams), done)
-    memory = max(8 * STORED * squares + shapes.batch * shapes.forward_bytes, 4 * squares + solved)
+    captured = shapes.batch * shapes.itemsize * sum(shapes.inputs)  # the inputs of a batch are held until its pass ends
+    memory = max(8 * STORED * squares + shapes.batch * shapes.forward_bytes + captured, 4 * squares + solved)
     return Cost(memory, [shapes.stream], done)
 
 
