@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sparsellm
 
@@ -280,8 +281,4 @@ def work_of(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[str
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

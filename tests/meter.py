@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 
@@ -65,8 +66,4 @@ class Meter(TorchDispatchMode):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

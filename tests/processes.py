@@ -42,6 +42,20 @@ def started(server: ForkServerContext, words: Sequence[object], output: Path) ->
     return process
 
 
+def kill_after_first_block(server: ForkServerContext, words: Sequence[object], output: Path) -> None:
+    """Run the command line and send it SIGKILL as soon as the journal of its output names a block."""
+    from sparsellm.pruning.journal import JOURNAL
+    from sparsellm.runs.records import WORK
+
+    process = started(server, words, Path(os.devnull))
+    journal, deadline = output / WORK / JOURNAL, time.monotonic() + 120
+    while process.is_alive() and time.monotonic() < deadline:
+        if journal.exists() and b'"block"' in journal.read_bytes():
+            break
+    process.kill()
+    process.join()
+
+
 def finished(server: ForkServerContext, words: Sequence[object], output: Path) -> float:
     """Run the command line to its end; its seconds."""
     began = time.monotonic()

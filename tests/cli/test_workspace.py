@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -333,13 +332,7 @@ def test_a_killed_run_resumes_to_the_same_bytes(
     model, *rest = words
     out, base = tmp_path / "out", [*rest, "--method", "alps", *memory]
     assert command("prune", model, tmp_path / "whole", *base).exit_code == 0
-    process = processes.started(server, ["prune", model, out, *base], Path(os.devnull))
-    journal, deadline = out / WORK / JOURNAL, time.monotonic() + 60
-    while process.is_alive() and time.monotonic() < deadline:
-        if journal.exists() and b'"block"' in journal.read_bytes():
-            break
-    process.kill()
-    process.join()
+    processes.kill_after_first_block(server, ["prune", model, out, *base], out)
     ran = command("prune", model, out, *base, "--resume")
     assert ran.exit_code == 0, ran.stderr
     assert same(out, tmp_path / "whole")

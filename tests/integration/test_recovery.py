@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -20,7 +18,6 @@ from sparsellm import prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
-from sparsellm.pruning.journal import JOURNAL
 from sparsellm.recovery import distillation
 from sparsellm.recovery.distillation import (
     count_held_out,
@@ -211,13 +208,7 @@ def test_killed_and_resumed(
     )
     words = (*words, "--scope", "block", "--steps", 60, *more)
     assert command("recover", folder, tmp_path / "whole", *words).exit_code == 0
-    process = processes.started(server, ["recover", folder, out, *words], Path(os.devnull))
-    journal, deadline = out / WORK / JOURNAL, time.monotonic() + 120
-    while process.is_alive() and time.monotonic() < deadline:
-        if journal.exists() and b'"block"' in journal.read_bytes():
-            break
-    process.kill()
-    process.join()
+    processes.kill_after_first_block(server, ["recover", folder, out, *words], out)
     assert not (out / "sparsellm.json").exists()
     refused(command("recover", folder, out, *words), "is unfinished", "--resume")
     ran = command("recover", folder, out, *words, "--resume")

@@ -27,7 +27,7 @@ class Command(typer.core.TyperCommand):
     """A command whose help lists its options by panel, without the hidden ones unless `--help-all` is given."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options of each panel. typer by itself does not know panels without rich's boxes."""
+        """Write the arguments, then the options of each panel. typer supports panels only with rich."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePath
@@ -101,9 +102,9 @@ class RunRecipe(RunFields):
         """Number of sequences generated for `model_steps`; None for enough to use each about twice."""
         return None
 
+    @abstractmethod
     def describe(self) -> str:
         """Summarize the run in one line."""
-        raise NotImplementedError
 
     def to_yaml(self) -> str:
         """Convert the recipe to YAML, with every field."""

@@ -15,8 +15,8 @@ from sparsellm.runs.recipe_fields import RecipeFields, RunFields, SolverName
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class EvaluationSettings(TypedDict, total=False):
-    """The fields that `evaluate` takes."""
+class MeasurementSettings(TypedDict, total=False):
+    """The fields that all functions share which load a model and can measure it."""
 
     revision: str | None
     trust_remote_code: bool
@@ -30,28 +30,21 @@ class EvaluationSettings(TypedDict, total=False):
     max_memory: str | None
     offload: bool | None
     device: str
+
+
+class EvaluationSettings(MeasurementSettings, total=False):
+    """The fields that `evaluate` takes."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class RunSettings(TypedDict, total=False):
+class RunSettings(MeasurementSettings, total=False):
     """The fields that `prune`, `plan` and `recover` share; the functions name the model and the calibration text themselves."""
 
-    revision: str | None
-    trust_remote_code: bool
-    architecture: str | None
-    text_field: str | None
     samples: int
-    sequence_length: int | None
     seed: int
     evaluate: str | Sequence[str]
-    evaluate_limit: int | None
     prompt: str | Sequence[str]
-    task: TaskName | Sequence[TaskName]
-    task_data: str | None
-    task_limit: int | None
-    max_memory: str | None
-    offload: bool | None
-    device: str
     batch_size: int | None
 
 
@@ -120,4 +113,4 @@ def recipe_keywords(settings: type, fields: type[RunFields] = RecipeFields) -> C
 def _describe(field: Any) -> str:
     """The description of a field, with what is used when it is None."""
     default = field.json_schema_extra["default_text"]
-    return f"{field.description} Default: {default}." if default else f"{field.description}"
+    return f"{field.description} Default: {default}." if default else field.description

@@ -34,10 +34,10 @@ BROKEN = 5.0
 """The same, once a collective has failed or the launcher has sent SIGTERM: another process is then certainly lost."""
 
 GRACE = 10.0
-"""Seconds that a process has to end by itself once another is lost."""
+"""Seconds in which a process can end normally once another is lost."""
 
 UNREACHABLE = "died or cannot be reached: it was killed, is out of memory, or its network is down"
-"""Reason for a lost process that told none."""
+"""Reason for a process that is lost without an error of its own."""
 
 
 class Watchdog:
@@ -109,7 +109,7 @@ class Watchdog:
         return f"{'; '.join(lost) or default}. All processes of this run end. Start it again with --resume to go on."
 
     def _run(self) -> None:
-        """Run until another process is lost; then terminate this one unless it ends by itself."""
+        """Run until another process is lost; then terminate this one, unless it ends within `GRACE` seconds."""
         states, changed, beats = [""] * len(self._keys), [time.monotonic()] * len(self._keys), 0
         while not self._lost:
             if self._closed.wait(TICK):
