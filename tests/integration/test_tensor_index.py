@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +13,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sparsellm.checkpoints.comparison import Tensors
+from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
-from sparsellm.checkpoints.tensor_index import NotStreamable
+from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, _read_elements, row_chunks
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.inspection import inspect
@@ -94,3 +97,18 @@ def test_names_of_files_that_are_read_whole(tiny_models: ModuleType, tmp_path: P
     blocks = blocks_of(skeleton := checkpoint.skeleton())
     plan = dict.fromkeys((block.full_name(name) for block in blocks for name in block.layers), None)
     check_names(checkpoint, skeleton, blocks=blocks, plan=plan)  # type: ignore[arg-type]
+
+
+def test_a_weight_file_larger_than_memory_is_read(tmp_path: Path) -> None:
+    """A file of 4 TB, all but its last rows a hole: torch's own mapping of it is refused, since no memory could hold it."""
+    rows = 2**39
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [rows, 2], "data_offsets": [0, 8 * rows]}}).encode()
+    file = tmp_path / "model.safetensors"
+    last = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    with file.open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.seek(8 * (rows - 2), os.SEEK_CUR)
+        stream.write(last.numpy().tobytes())
+    assert read_headers(file)["weight"].shape == (rows, 2)
+    assert torch.equal(_read_elements(TensorLocation(file, "weight"), rows - 2, rows), last)
+    assert torch.equal(next(row_chunks(TensorLocation(file, "weight"))), torch.zeros(2**21, 2))

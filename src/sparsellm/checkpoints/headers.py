@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -128,10 +130,32 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
+def locate_tensor(file: Path, key: str) -> tuple[TensorHeader, int]:
+    """Return the header and the position of the first byte of a tensor in a safetensors file that was checked before."""
+    status = file.stat()
+    return _locate_tensors(file, status.st_mtime_ns, status.st_size)[key]
+
+
+@lru_cache(maxsize=128)
+def _locate_tensors(file: Path, _modified: int, _size: int) -> dict[str, tuple[TensorHeader, int]]:
+    """Return what `locate_tensor` does for every tensor of a file; a file that changed is read again."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(length))
+    return {
+        key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
+        for key, entry in entries.items()
+        if key != "__metadata__"
+    }
+
+
 def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
-    """Return the headers of a safetensors file. The library checks them against the file size."""
+    """Return the headers of a safetensors file. The library checks them against the file size.
+
+    It opens the file as numpy does, read-only: torch's own mapping is refused by the system for files larger than its memory.
+    """
     try:
-        with safe_open(file, framework="pt") as stream:
+        with safe_open(file, framework="numpy") as stream:
             slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
             return {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
     except (SafetensorError, KeyError, OSError) as error:

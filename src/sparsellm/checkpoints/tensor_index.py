@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import FLOATS, is_zip, read_headers, read_pickle
+from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_tensor, read_headers, read_pickle
 from sparsellm.errors import BadCheckpoint
 from sparsellm.solvers.linalg import all_finite
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 PIECE = 2**22
-"""Elements of a tensor that are memory-mapped at a time."""
+"""Elements of a tensor that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -165,40 +165,40 @@ def read_stored(stored: Stored) -> Tensor:
 
 def _read(location: TensorLocation) -> Tensor:
     """Read a stored tensor into new memory, without leaving the file mapped."""
-    if location.file.suffix != ".safetensors":
-        with _read_errors(location):
+    with _read_errors(location):
+        if location.file.suffix != ".safetensors":
             return read_pickle(location.file)[location.key].clone()
-    chunks = row_chunks(location)
-    first, second = next(chunks), next(chunks, None)
-    if second is None:
-        return first
-    with _read_errors(location), safe_open(location.file, framework="pt") as stream:
-        tensor = first.new_empty(stream.get_slice(location.key).get_shape())
-    start = 0
-    for chunk in chain((first, second), chunks):
-        tensor[start : start + len(chunk)] = chunk
-        start += len(chunk)
-    return tensor
+        return _read_elements(location, 0, None)
 
 
 def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
-    """Yield a tensor of a safetensors file in chunks of rows, each a copy. The chunks have the same rows for every dtype.
-
-    The file is opened again for each chunk: mapped pages count as memory of the process until it is closed, and would double
-    the memory of a large tensor.
-    """
-    with _read_errors(location), safe_open(location.file, framework="pt") as stream:
-        shape = torch.Size(stream.get_slice(location.key).get_shape())
-        is_small = len(shape) == 0 or shape.numel() <= PIECE
-        tensor = stream.get_tensor(location.key).clone() if is_small else None
-    if tensor is not None:
-        yield tensor
+    """Yield a tensor of a safetensors file in chunks of rows. The chunks have the same rows for every dtype."""
+    with _read_errors(location):
+        shape = torch.Size(locate_tensor(location.file, location.key)[0].shape)
+    if len(shape) == 0 or shape.numel() <= PIECE:
+        yield _read(location)
         return
     rows = max(1, PIECE // shape[1:].numel())
     for start in range(0, shape[0], rows):
-        with _read_errors(location), safe_open(location.file, framework="pt") as stream:
-            chunk = stream.get_slice(location.key)[start : start + rows].clone()
+        with _read_errors(location):
+            chunk = _read_elements(location, start, start + rows)
         yield chunk
+
+
+def _read_elements(location: TensorLocation, start: int, stop: int | None) -> Tensor:
+    """Read the rows start to stop (all if stop is None) of a tensor of a safetensors file into new memory.
+
+    The file is read, not mapped: mapped pages count as memory of the process, and torch cannot map a file larger than memory.
+    """
+    header, position = locate_tensor(location.file, location.key)
+    shape = header.shape if stop is None else (min(stop, header.shape[0]) - start, *header.shape[1:])
+    elements = torch.empty(math.prod(shape), dtype=getattr(torch, header.dtype))
+    position += start * math.prod(header.shape[1:]) * elements.itemsize
+    with location.file.open("rb") as stream:
+        stream.seek(position)
+        if stream.readinto(elements.view(torch.uint8).numpy().data) != elements.nbytes:
+            raise ValueError("the file is cut off")
+    return elements.view(shape)
 
 
 @contextmanager
