@@ -13,6 +13,7 @@ from collections.abc import Callable
 import excess
 import memory_budget
 import planning
+import popular_models
 import processes
 import quality
 import results
@@ -30,6 +31,7 @@ PAGES = (
     "docs/results.md",
     "docs/large-models.md",
     "docs/distributed.md",
+    "docs/popular-models.md",
     "dev/RESULTS.md",
 )
 CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
@@ -56,6 +58,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,
+    "popular models": popular_models.table,
     "rounding": rounding.table,
     "processes": processes.table,
     "costs": processes.costs,

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import Result
 
 from sparsellm.data.samples import test_windows
+from sparsellm.runs.demonstration import Row
 from tests.conftest import report_of
 
 
@@ -35,6 +36,22 @@ def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result]
     assert all(row["perplexity"] > rows[0]["perplexity"] for row in rows[1:])
     assert f"{rows[-1]['perplexity']:.3f}" in (tmp_path / "out" / "README.md").read_text()
     assert report_of(tmp_path / "out")["recipe"]["method"] == "sparsellm"
+
+
+def test_demo_ends_with_what_to_do_next(
+    tmp_path: Path, command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last lines are commands; the one about the written model runs as it stands, and none is wider than 80 columns."""
+    rows = [Row("dense", 40.0, 1.0, 0.0, 0.0), Row("sparsellm", 50.0, 1.0, 0.8, 2.0)]
+    monkeypatch.setattr("sparsellm.runs.demonstration.demonstrate", lambda *_: rows)
+    lines = command("demo", "--output", tmp_path / "out").stdout.splitlines()[-3:]
+    assert [line.split(": ")[1].split()[:2] for line in lines] == [
+        ["sparsellm", "inspect"],
+        ["sparsellm", "plan"],
+        ["sparsellm", "prune"],
+    ]
+    assert lines[0].endswith(f"sparsellm inspect {tmp_path / 'out'}")
+    assert max(map(len, lines[1:])) <= 80
 
 
 def test_unknown_family(command: Callable[..., Result]) -> None:

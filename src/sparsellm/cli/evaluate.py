@@ -248,3 +248,6 @@ def demo(
         show(stdout, table(["method", "perplexity", "zeros", "seconds"], cells, title))
         if output is not None:
             print_line(stdout, f"Wrote the model pruned by SparseLLM to {output}, read back and verified.")
+            print_line(stdout, f"Look at it: sparsellm inspect {output}")
+        print_line(stdout, "Your model: sparsellm plan MODEL --sparsity 70% --calibration TEXT")
+        print_line(stdout, "Prune it: sparsellm prune MODEL OUTPUT --sparsity 70% --calibration TEXT")
