@@ -17,6 +17,7 @@
     └── VerificationFailed  (RuntimeError)     a written checkpoint that differs from the pruned model
 
 A message states what is wrong, the value and the limit, and what to do. Callers add the location with ``add_note``.
+Settings are named as in Python, between backticks, as `samples` or `offload=False`; the command line writes its options there.
 """
 
 from __future__ import annotations

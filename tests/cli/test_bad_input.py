@@ -56,23 +56,23 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--method", "hessian-magic"), ("hessian-magic", "wanda")),
         (("--solver", "alp"), ("'alps'",)),
         (("--dtype", "float33"), ("'float32'",)),
-        (("--device", "cuda:99"), ("`device`", "cuda:99", "cpu")),
-        (("--device", "gpu"), ("`device`", "gpu")),
+        (("--device", "cuda:99"), ("--device", "cuda:99", "cpu")),
+        (("--device", "gpu"), ("--device", "gpu")),
         (("--blocks", "2:9"), ("3 blocks", "0 to 2")),
         (("--blocks", "some"), ("first-half",)),
         (("--scope", "often"), ("feedforward", "--as-published")),
         (("--scope", "often", "--as-published"), ("first-half",)),
         (("--gauss-newton-steps", 1, "--as-published"), ("newton", "Algorithm 1")),
-        (("--epochs", 2), ("`epochs` is 2", "Algorithm 1", "--as-published")),
-        (("--beta", 1), ("`beta` is 1", "Algorithm 1", "--as-published")),
-        (("--effort", "fast", "--gauss-newton-steps", 1), ("`effort` fast", "newton")),
-        (("--effort", "fsat"), ("`effort`", "'fast'")),
-        (("--effort", "fast", "--as-published"), ("`effort` is fast", "Algorithm 1")),
-        (("--effort", "fast", "--method", "wanda"), ("`effort`", "wanda")),
+        (("--epochs", 2), ("--epochs is 2", "Algorithm 1", "--as-published")),
+        (("--beta", 1), ("--beta is 1", "Algorithm 1", "--as-published")),
+        (("--effort", "fast", "--gauss-newton-steps", 1), ("--effort fast", "newton")),
+        (("--effort", "fsat"), ("--effort", "'fast'")),
+        (("--effort", "fast", "--as-published"), ("--effort is fast", "Algorithm 1")),
+        (("--effort", "fast", "--method", "wanda"), ("--effort", "wanda")),
         (("--scope", "none", "--gauss-newton-steps", 5), ("newton",)),
         (("--gauss-newton-steps", 5, "--method", "alps"), ("newton", "sparsellm")),
-        (("--true-sequential",), ("true_sequential", "sparsellm", "its own order")),
-        (("--true-sequential", "--method", "magnitude"), ("true_sequential", "magnitude", "no inputs")),
+        (("--true-sequential",), ("--true-sequential", "sparsellm", "its own order")),
+        (("--true-sequential", "--method", "magnitude"), ("--true-sequential", "magnitude", "no inputs")),
         (("--allocation", "fischer"), ("'fisher'", ".yaml")),
         (("--allocation-bounds", "90%"), ("two sparsities", "60%:95%", "'90%'")),
         (("--allocation-bounds", "2:4:95%"), ("two sparsities", "'2:4:95%'")),
@@ -82,9 +82,9 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--include", "q_porj"), ("q_porj", "'q_proj'")),
         (("--exclude", "*"), ("Nothing is left",)),
         (("--sequence-length", "65"), ("65", "64")),
-        (("--samples", "0"), ("`samples`", "0")),
-        (("--alpha", "0"), ("`alpha`", "0")),
-        (("--method", "wanda", "--epochs", "2"), ("`epochs`", "wanda")),
+        (("--samples", "0"), ("--samples", "0")),
+        (("--alpha", "0"), ("--alpha", "0")),
+        (("--method", "wanda", "--epochs", "2"), ("--epochs", "wanda")),
         (("--calibration", "wikitxt2"), ("'wikitext2'",)),
         (("--calibration", "no/such/file.txt"), ("no/such/file.txt",)),
         (("--config", "no-such.yaml"), ("no-such.yaml",)),
@@ -103,15 +103,15 @@ def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path
     """No calibration text for a method that needs one: the message names what can be passed."""
     refused(command("prune", tiny["llama"], tmp_path / "out"), "--calibration", "c4")
     words = ("--method", "magnitude", "--sparsity", "50%", "--allocation", "fisher")
-    refused(command("prune", tiny["llama"], tmp_path / "out", *words), "`allocation` fisher needs a calibration text")
+    refused(command("prune", tiny["llama"], tmp_path / "out", *words), "--allocation fisher needs a calibration text")
 
 
 def test_trackers(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown one, and one that is not installed, are refused before any work, by `prune` and by `sweep`."""
+    """An unknown one, and one that is not installed, are refused before any work, by --prune and by --sweep."""
     sweep = tmp_path / "s.yaml"
     sweep.write_text(f"recipe: {{model: {tiny['opt']}, method: magnitude}}\naxes: {{sparsity: [50%]}}\n")
     for words in (("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude"), ("sweep", sweep, tmp_path / "out")):
-        refused(command(*words, "--report-to", "wandbb"), "`report_to`", "'wandbb'", "'wandb'")
+        refused(command(*words, "--report-to", "wandbb"), "--report-to", "'wandbb'", "'wandb'")
         refused(command(*words, "--report-to", "mlfow"), "'mlfow'", "'mlflow'")
         with monkeypatch.context() as patched:
             patched.setattr("sparsellm.runs.tracking.get_available_trackers", list)
@@ -132,7 +132,7 @@ def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Co
         ("model: x\nmethod: wonda\ncalibration: c4\n", ("wonda", "'wanda'")),
         ("- a\n- list\n", ("field: value",)),
         ("model: [x\n", ("not YAML",)),
-        ("samples: many\nmodel: x\ncalibration: c4\n", ("`samples`", "many")),
+        ("samples: many\nmodel: x\ncalibration: c4\n", ("--samples", "many")),
         ("sparsity: 50%\n", ("no model",)),
     ],
 )
@@ -245,17 +245,17 @@ PLAIN = "groups: [[mlp.up_proj], [mlp.down_proj]]\nfeed_forward: {up: mlp.up_pro
         ("blocks: [x\n", ("not YAML",)),
         ("- a\n", ("field: value", "list", "docs/families.md")),
         ("block: model.layers\n", ("'block'", "'blocks'")),
-        ("groups: [[a]]\n", ("lacks `blocks`",)),
-        (LAYERS, ("lacks `groups`",)),
-        (f"{LAYERS}groups: [a, b]\n", ("`groups` must be lists",)),
+        ("groups: [[a]]\n", ("lacks `blocks:`",)),
+        (LAYERS, ("lacks `groups:`",)),
+        (f"{LAYERS}groups: [a, b]\n", ("`groups:` must be lists",)),
         (f"{LAYERS}groups: [[1]]\n", ("must be text", "1")),
         (f"{LAYERS}groups: [[mlp.up_porj]]\n", ("'mlp.up_porj'", "'mlp.up_proj'")),
         ("blocks: model.layer\ngroups: [[mlp.up_proj]]\n", ("no model.layer",)),
-        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{up: a}}\n", ("`up` and `out_proj`",)),
+        (f"{LAYERS}groups: [[mlp.up_proj]]\nfeed_forward: {{up: a}}\n", ("`up:` and `out_proj:`",)),
         (f"{LAYERS}groups: [[a]]\nfeed_forward: {{up: a, out_proj: b}}\n", ("'b'", "in no group")),
-        (f"{LAYERS}{PLAIN}", ("needs `activation`",)),
+        (f"{LAYERS}{PLAIN}", ("needs `activation:`",)),
         (f"{LAYERS}{PLAIN}activation: hidden_akt\n", ("'hidden_akt'", "relu, silu")),
-        (f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: 3}}\n", ("`splits` of mlp.up_proj", "3")),
+        (f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: 3}}\n", ("`splits:` of mlp.up_proj", "3")),
         (
             f"{LAYERS}groups: [[mlp.up_proj.a]]\nsplits: {{mlp.up_proj: {{shares: {{a: 7, b: 6}}}}}}\n",
             ("not of the form", "48 outputs do not divide into (7, 6)"),
@@ -282,7 +282,7 @@ def test_faulty_architectures(
 def test_revisions(tiny: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """A revision of a folder, and one that the hub does not have, are refused; one that it has is what is asked for."""
     words = (tmp_path / "out", "--method", "magnitude", "--revision", "v2")
-    refused(command("prune", tiny["llama"], *words), "`revision`", "'v2'", "hub name")
+    refused(command("prune", tiny["llama"], *words), "--revision", "'v2'", "hub name")
     asked: list[object] = []
 
     def download(name: str, revision: str, **_: object) -> str:

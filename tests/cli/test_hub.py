@@ -287,7 +287,7 @@ def test_folders_that_are_no_finished_output(
     refused(command("push", tmp_path / "nowhere", "me/model"), "is not a folder")
     refused(command("push", tiny["llama"], "me/model"), "was not written by sparsellm", "sparsellm.json")
     (own / ".sparsellm").mkdir()
-    refused(command("push", own, "me/model"), "is unfinished", "--resume")
+    refused(command("push", own, "me/model"), "is unfinished", "resume")
     (own / ".sparsellm").rmdir()
     report = (own / "sparsellm.json").read_text()
     for damaged in ("{", "[]", '{"blocks": []}', '{"blocks": [{}], "files": []}'):

@@ -94,7 +94,7 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"axes": {"method": []}}, "The axis `method` is empty"),
+        ({"axes": {"method": []}}, "The axis 'method' is empty"),
         ({"axes": {}}, "has no axes"),
         ({"axes": {"sparsity": ["70%", 0.7]}}, "two values named '70%'"),
         (
@@ -103,7 +103,7 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
         ),
         ({"axes": {"metod": ["wanda"]}}, "unknown field: 'metod'. Did you mean 'method'"),
         ({"axes": {"method": "wanda"}}, "must be a list"),
-        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes set `seed`"),
+        ({"axes": {"a": {"x": {"seed": 1}}, "seed": [2], "model": ["demo:opt"]}}, "Two axes set 'seed'"),
         ({"leave_out": [{"model": "demo:opt"}]}, "leaves out every cell"),
         ({"leave_out": [{"modle": "x"}]}, "unknown axis: 'modle'"),
         ({"axis": {}}, "Unknown field 'axis'. Did you mean 'axes'"),
@@ -134,7 +134,7 @@ def test_changes_and_choices(tmp_path: Path) -> None:
     assert {(x.recipe.samples, x.recipe.model, x.recipe.evaluate) for x in sweep.cells} == {(3, "demo:llama", ("demo",))}
     assert [cell.name for cell in sweep.at(["sparsity=2:4", "method=wanda"])] == ["demo:opt, wanda, 2:4"]
     for wrong in ("samples", "sampels=3", "model.opt=x", "kind.opt=x"):
-        with pytest.raises(InvalidSetting, match=r"--set needs|names an unknown"):
+        with pytest.raises(InvalidSetting, match=r"`changes` needs|names an unknown"):
             read_sweep(file, changes=[wrong])
     with pytest.raises(InvalidSetting, match="unknown label"):
         sweep.at(["sparsity=3:4"])
@@ -335,7 +335,7 @@ def test_an_axis_may_be_the_columns(tmp_path: Path) -> None:
 
 def test_a_published_figure_must_have_its_cell(tmp_path: Path) -> None:
     entry = {"source": "x", "measure": "perplexity", "axes": ["method"], "values": {"wnada": 1}}
-    with pytest.raises(InvalidSetting, match="unknown label of `method`: 'wnada'"):
+    with pytest.raises(InvalidSetting, match="unknown label of 'method': 'wnada'"):
         read_sweep(written(tmp_path, published=[entry]))
     with pytest.raises(InvalidSetting, match=r"`published\.0\.measure`: field required"):
         read_sweep(written(tmp_path, published=[{"source": "x"}]))

@@ -48,7 +48,7 @@ def test_report_naming_an_impossible_file(name: str, tiny: dict[str, Path], tmp_
 def test_splits_that_are_no_mapping(value: str, tmp_path: Path) -> None:
     file = tmp_path / "form.yaml"
     file.write_text(f"blocks: model.layers\ngroups: [[q]]\nsplits: {value}\n")
-    with pytest.raises(InvalidSetting, match="`splits` must name"):
+    with pytest.raises(InvalidSetting, match="`splits:` must name"):
         read_architecture(file)
 
 

@@ -166,7 +166,7 @@ def test_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model without a list of like modules is refused, with what to do about it."""
     model = random(LACKING["starcoder2"])
     model.model.layers = torch.nn.ModuleList()
-    with pytest.raises(UnsupportedModel, match=r"blocks are not found.*--architecture"):
+    with pytest.raises(UnsupportedModel, match=r"blocks are not found.*`architecture="):
         blocks_of(model)
 
 

@@ -142,15 +142,15 @@ def test_a_line_that_was_cut_off_does_not_count(cut: int, tmp_path: Path) -> Non
 
 def test_another_run_is_refused(tmp_path: Path) -> None:
     Journal.begin(tmp_path / "work", PRINT)
-    with pytest.raises(CannotResume, match=r"samples was 6, now 7; sparsity was '60%', now '70%'.*--restart"):
+    with pytest.raises(CannotResume, match=r"samples was 6, now 7; sparsity was '60%', now '70%'.*`restart=True`"):
         Journal.resume(tmp_path / "work", PRINT | {"samples": 7, "sparsity": "70%"})
     with pytest.raises(CannotResume, match=r"seed was None, now 1"):
         Journal.resume(tmp_path / "work", PRINT | {"seed": 1})
     for text in ('{"format": 0, "fingerprint": {}}\n', '{"format": 1}\n'):
         (tmp_path / "work" / "journal.jsonl").write_text(text)
-        with pytest.raises(CannotResume, match=r"another version.*--restart"):
+        with pytest.raises(CannotResume, match=r"another version.*`restart=True`"):
             Journal.resume(tmp_path / "work", PRINT)
-    with pytest.raises(CannotResume, match=r"no journal to read.*--restart"):
+    with pytest.raises(CannotResume, match=r"no journal to read.*`restart=True`"):
         Journal.resume(tmp_path / "nowhere", PRINT)
 
 

@@ -273,7 +273,7 @@ def test_what_cannot_be_recovered(tiny: dict[str, Path], sound: Path, tmp_path: 
         recover(tmp_path / "nowhere", dense, TOKENS)
     with pytest.raises(InvalidSetting, match="has no zeros to keep"):
         recover(pruned(dense, tmp_path / "none", sparsity="0%"), dense, TOKENS)
-    with pytest.raises(InvalidSetting, match=r"was not made from .*opt.*--against"):
+    with pytest.raises(InvalidSetting, match=r"was not made from .*opt.*`against`"):
         recover(sound, tiny["opt"], TOKENS)
     other = tmp_path / "other"
     shutil.copytree(dense, other)

@@ -332,7 +332,7 @@ def test_test_windows_are_consecutive() -> None:
 def test_too_short_and_impossible() -> None:
     """A text below one window names both sizes and the way out; settings that cannot be are refused."""
     text = Text((counting(0, 11),), " ", "short.txt")
-    message = r"short.txt has 12 tokens, but one window needs 2,048\. .*--sequence-length 12"
+    message = r"short.txt has 12 tokens, but one window needs 2,048\. .*`sequence_length=12`"
     with pytest.raises(BadText, match=message):
         calibration_windows(text, tokenizer(), samples=4, sequence_length=2048, seed=0)
     with pytest.raises(BadText, match=message):

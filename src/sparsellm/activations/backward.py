@@ -97,7 +97,7 @@ def run_backward(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
         if entering[0] and entering[0][0].ndim != 3:
             raise UnsupportedModel(
                 f"The blocks of a {type(model).__name__} pass on hidden states of shape {tuple(entering[0][0].shape)}, and the "
-                "default's sensitivities need (batch, seq, model). Use a layer-wise method such as --method alps."
+                "default's sensitivities need (batch, seq, model). Use a layer-wise method such as `method='alps'`."
             )
         for block, next_block, hidden_in, hidden_out in zip(blocks, blocks[1:], entering, entering[1:], strict=False):
             with loaded.weights.block(block, next_block), compute_dtype_context(block.module, loaded.compute):
@@ -126,7 +126,7 @@ def _add_last_gradients(backward: BackwardPass, batches: Sequence[Tensor]) -> No
                     logits = predict(sample, leaf).flatten(0, 1)
                 if not all_finite(logits):
                     raise NonFinite(
-                        "The dense model's logits are not finite. Look for NaN in its weights, or try --dtype float32."
+                        "The dense model's logits are not finite. Look for NaN in its weights, or try `dtype='float32'`."
                     )
                 # The gradient of -log p(label) with respect to the logits is p - onehot(label).
                 logit_gradients = logits.detach().float().softmax(-1)
@@ -187,7 +187,7 @@ def gradient_hooks(
             if not output.requires_grad:
                 raise UnsupportedModel(
                     f"What the model predicts has no gradient by {block.full_name(name)}, which the default's sensitivities "
-                    f"need. Leave it dense with --exclude '{name}', or use a layer-wise method such as --method alps."
+                    f"need. Leave it dense with `exclude={name!r}`, or use a layer-wise method such as `method='alps'`."
                 )
             output.register_hook(gradients[name])
 

@@ -113,7 +113,7 @@ def _check_called(block: Block, names: Sequence[str]) -> None:
         skipped = idle[0].rpartition(".")[0] or idle[0]
         raise UnsupportedModel(
             f"{block.full_name(idle[0])} is not called when the model reads text, so nothing is known of its inputs. "
-            f"Leave it dense with --exclude '{skipped}*', or use --method magnitude."
+            f"Leave it dense with `exclude={f'{skipped}*'!r}`, or use `method='magnitude'`."
         )
 
 
@@ -132,7 +132,7 @@ def non_finite_error(what: str, hidden: Tensor, batch: int) -> NonFinite:
     """Return the error for an output of a block or layer that is not finite, or whose squares are not."""
     state = "overflows float32 when squared" if all_finite(hidden) else "is not finite"
     return NonFinite(
-        f"The output of {what} {state} ({hidden.dtype}, batch {batch}). Try --dtype float32, or more calibration tokens."
+        f"The output of {what} {state} ({hidden.dtype}, batch {batch}). Try `dtype='float32'`, or more calibration tokens."
     )
 
 

@@ -101,7 +101,7 @@ def read_configuration(
         if "auto_map" in fields and not trusted:
             raise UnsupportedModel(
                 f"{name} brings its own code, which is not run: transformers itself has no models of type {family!r}. "
-                "If you trust it, pass --trust-remote-code."
+                "If you trust it, pass `trust_remote_code=True`."
             ) from None
         if family in ARCHITECTURES or not isinstance(error, (OSError, ValueError, KeyError, ImportError)):
             raise BadCheckpoint(f"{name}: config.json cannot be read: {_error_text(error)}.") from error

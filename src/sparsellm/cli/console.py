@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +31,41 @@ def report_errors(context: typer.Context) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        print_line(stderr, "; ".join(["interrupted", *getattr(interrupt, "__notes__", ["nothing was written"])]))
+        notes = getattr(interrupt, "__notes__", ["nothing was written"])
+        print_line(stderr, in_options("; ".join(["interrupted", *notes]), context))
         sys.exit(130)
     except Exception as error:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):
             raise
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        stderr.print(Text(printable(f"error: {_error_text(error)}{notes}", 4 * MAX_MESSAGE), style="red"), soft_wrap=True)
+        print_error(printable(f"{_error_text(error)}{notes}", 4 * MAX_MESSAGE), context)
         sys.exit(1)
+
+
+def in_options(text: str, context: typer.Context) -> str:
+    """Write the settings that a message names as in Python, `samples` or `offload=False`, as options of the command.
+
+    A name that the command has no option for, such as the field of a file that it reads, stays as it is.
+    """
+    parameters: dict[str, Any] = {}
+    for parameter in context.command.params:
+        parameters |= {option.lstrip("-").replace("-", "_"): parameter for option in parameter.opts}
+        parameters.setdefault(str(parameter.name), parameter)
+
+    def written(match: re.Match[str]) -> str:
+        parameter = parameters.get(match["name"])
+        if parameter is None:
+            return match[0]
+        if parameter.param_type_name == "argument":
+            return str(parameter.metavar)
+        option: str = parameter.opts[-1]
+        if match["value"] in (None, "True"):
+            return option
+        if match["value"] == "False":
+            return str(parameter.secondary_opts[0])
+        return f"{option} {shlex.quote(str(ast.literal_eval(match['value'])))}"
+
+    return re.sub(r"`(?P<name>[a-z_]+)(=(?P<value>True|False|\d+|'[^'`]*'))?`", written, text)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -43,14 +73,9 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def print_error(text: str) -> None:
-    """Print an error message in red."""
-    stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
-
-
-def message_of_lost_process(why: str) -> None:
-    """Print why a process of a distributed run is ended by another one."""
-    print_error(why)
+def print_error(text: str, context: typer.Context) -> None:
+    """Print an error message in red, with settings as options of the command."""
+    stderr.print(Text(f"error: {in_options(text, context)}", style="red"), soft_wrap=True)
 
 
 def plural(count: int, noun: str) -> str:

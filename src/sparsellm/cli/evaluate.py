@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
-    message_of_lost_process,
     plural,
     print_error,
     print_json,
@@ -53,7 +53,7 @@ def evaluate(
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
         with (
-            watchdog.init_process_group(os.environ, message_of_lost_process) as is_main,
+            watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main,
             (stderr if is_main else silent).status(f"measuring {model}"),
         ):
             keep_pages()
@@ -110,7 +110,7 @@ def inspect(
                 message = f"all layers together have fewer zeros than {result.expected}"
             else:
                 message = "no such layer was found"
-            print_error(f"{message}.")
+            print_error(f"{message}.", context)
             raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
-    message_of_lost_process,
     print_error,
     print_json,
     print_line,
@@ -57,7 +57,16 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
+        _write(
+            context,
+            recipe,
+            output,
+            resume=resume,
+            restart=restart,
+            overwrite=overwrite,
+            report_to=report_to or [],
+            as_json=as_json,
+        )
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -86,10 +95,20 @@ def recover(
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         check_output(output, overwrite or resume or restart, recipe.pruned)
-        _write(recipe, output, resume=resume, restart=restart, overwrite=overwrite, report_to=report_to or [], as_json=as_json)
+        _write(
+            context,
+            recipe,
+            output,
+            resume=resume,
+            restart=restart,
+            overwrite=overwrite,
+            report_to=report_to or [],
+            as_json=as_json,
+        )
 
 
 def _write(
+    context: typer.Context,
     recipe: Recipe | RecoveryRecipe,
     output: str,
     *,
@@ -112,7 +131,8 @@ def _write(
     from sparsellm.runs.workspace import recover_output, work_directory
     from sparsellm.runtime import collectives, watchdog
 
-    with watchdog.init_process_group(os.environ, message_of_lost_process) as is_main:  # only the main process prints
+    end = partial(print_error, context=context)
+    with watchdog.init_process_group(os.environ, end) as is_main:  # only the main process prints
         if is_main:
             recover_output(output)
         if collectives.broadcast_object(resume and is_finished(output)):
@@ -154,6 +174,7 @@ def plan(
     """
     with report_errors(context):
         from sparsellm.cli.display import print_plan
+        from sparsellm.errors import TooLarge
         from sparsellm.runs.planning import plan_run
         from sparsellm.runs.recipe_file import read_recipe
 
@@ -166,5 +187,4 @@ def plan(
         else:
             print_plan(stdout, run_plan)
         if run_plan.refusal:
-            print_error(run_plan.refusal)
-            raise typer.Exit(1)
+            raise TooLarge(run_plan.refusal)

@@ -80,7 +80,8 @@ def sweep(
             print_line(stderr, f"{plural(running, 'cell')} still at work in other processes.")
         if failed := [x for x in outcomes if x.state == "failed"]:
             first = f"{failed[0].cell.name} first: {failed[0].error}"
-            print_error(f"{len(failed)} of {plural(len(outcomes), 'cell')} failed, {first} Pass --retry to run them again.")
+            share = f"{len(failed)} of {plural(len(outcomes), 'cell')} failed"
+            print_error(f"{share}, {first} Pass --retry to run them again.", context)
             raise typer.Exit(1)
 
 

@@ -112,7 +112,7 @@ def _tokenize_stream(text: Text, tokenizer: PreTrainedTokenizerBase, length: int
     # Special tokens stand at the ends of the stream, not of each document, as in the code of SparseGPT, Wanda and SparseLLM.
     stream = tokenize(tokenizer, text.stream)
     if len(stream) < length:
-        alternative = f", or windows of at most {len(stream)} (--sequence-length {len(stream)})" if len(stream) > 1 else ""
+        alternative = f", or windows of at most {len(stream)} (`sequence_length={len(stream)}`)" if len(stream) > 1 else ""
         raise BadText(
             f"{text.source} has {len(stream):,} tokens, but one window needs {length:,}. Take a longer text{alternative}."
         )

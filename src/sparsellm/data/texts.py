@@ -157,7 +157,7 @@ def _read_from_hub(name: str, split: Split) -> Text:
         offline = "HF_HUB_OFFLINE is set. " if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise Unreachable(
             f"The text {name!r} ({source.path} on the hub) could not be read: {type(error).__name__}: {reason}. {offline}"
-            f"Pass a local file ({SUFFIXES}), or `demo`, or read it once with a network to have it cached."
+            f"Pass a local file ({SUFFIXES}), or 'demo', or read it once with a network to have it cached."
         ) from error
     documents: Sequence[str] = data[source.column]
     if split == "test" and source.test_documents:
@@ -221,7 +221,7 @@ def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
 def _missing_field(location: str, field: str, names: Iterable[str]) -> BadText:
     """Build the error for a row or file without a field."""
     fields = ", ".join(repr(name) for name in names) or "none"
-    return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text (--text-field).")
+    return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text in `text_field`.")
 
 
 def _decode(path: Path) -> str:

@@ -60,7 +60,7 @@ def _local_overrides(task: TaskName, folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob(f"{task}*{part}*.jsonl"))
     if len(files) != 1:
         reason = f"none of {folder}'s files is called" if not files else f"{len(files)} files of {folder} are called"
-        raise BadText(f"The task {task} has no data: {reason} {task}*{part}*.jsonl. Put one there, or leave out --task-data.")
+        raise BadText(f"The task {task} has no data: {reason} {task}*{part}*.jsonl. Put one there, or leave out `task_data`.")
     try:
         with files[0].open(encoding="utf-8") as lines:
             first = json.loads(next(lines))
@@ -102,7 +102,7 @@ def evaluate_tasks(
     """
     if loaded.weights.on_disk:
         raise TooLarge(
-            "Tasks need the whole model in memory, and it is read block by block. Leave out --task, or raise --max-memory."
+            "Tasks need the whole model in memory, and it is read block by block. Leave out `task`, or raise `max_memory`."
         )
     overrides = prepare_tasks(tasks, folder)
     model = loaded.model
@@ -134,7 +134,7 @@ def _run_lm_eval(
             )
     except (ConnectionError, OSError) as error:
         raise Unreachable(
-            f"The tasks' data cannot be loaded ({first_line(error)}). Pass --task-data with a folder of .jsonl files."
+            f"The tasks' data cannot be loaded ({first_line(error)}). Pass a folder of .jsonl files as `task_data`."
         ) from error
     except (KeyError, ValueError, UndefinedError) as error:
         raise BadText(

@@ -102,7 +102,7 @@ class PublishedSparseLLM:
         if self._in_scope(block) and block.architecture.known and not block.architecture.feed_forward_parts:
             raise UnsupportedModel(
                 f"The feed-forward part of {block.name} has an activation function that SparseLLM does not support. "
-                "Use --scope none, or a layer-wise method."
+                "Use `scope='none'`, or a layer-wise method."
             )
         if parts:
             yield from self._prune_coupled(block, parts, inputs, plan)
@@ -177,7 +177,7 @@ class PublishedSparseLLM:
                 }
 
         if not best.weights:
-            raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try --dtype float32.")
+            raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try `dtype='float32'`.")
         for name, weight in best.weights.items():
             block.write(name, weight)
             damping, seconds = best.spent[name]

@@ -93,7 +93,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
                 raised: Any = {"damping": min(max(10 * damping, 1e-3), LARGEST_DAMPING)}
                 solver = replace(solver, **raised)  # type: ignore[type-var]
         if not all_finite(weight):
-            raise NonFinite(f"The pruned weight of {name} is not finite. Try --dtype float32, or more calibration tokens.")
+            raise NonFinite(f"The pruned weight of {name} is not finite. Try `dtype='float32'`, or more calibration tokens.")
     except (SingularGram, NonFinite) as error:
         if isinstance(problem.inputs, InputRMS) and not all_finite(problem.rms):
             message = f"The inputs of {name} overflow float32. Look for weights before it that are far too large."

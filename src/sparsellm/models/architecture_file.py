@@ -30,7 +30,7 @@ def read_architecture(path: str | Path) -> Architecture:
             raise InvalidSetting(f"The architecture {path} has an unknown field {field!r}. {nearest(str(field), FIELDS)}")
     for field in FIELDS[:2]:
         if field not in content:
-            raise InvalidSetting(f"The architecture {path} lacks `{field}`. {ADVICE}")
+            raise InvalidSetting(f"The architecture {path} lacks `{field}:`. {ADVICE}")
     try:
         return _architecture(content)
     except InvalidSetting as error:
@@ -41,16 +41,16 @@ def _architecture(content: dict[str, Any]) -> Architecture:
     """Build the architecture from the content of a file."""
     groups = content["groups"]
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
-        raise InvalidSetting("`groups` must be lists of layers, in running order, those that share an input in one.")
+        raise InvalidSetting("`groups:` must be lists of layers, in running order, those that share an input in one.")
     splits = content.get("splits") or {}
     if not isinstance(splits, dict):
-        raise InvalidSetting(f"`splits` must name fused layers, each with its pieces, got {splits!r}.")
+        raise InvalidSetting(f"`splits:` must name fused layers, each with its pieces, got {splits!r}.")
     layers = [_text("groups", name) for group in groups for name in group]
     feed_forward = None
     if content.get("feed_forward") is not None:
         feed_forward = _feed_forward(content["feed_forward"], layers)
         if "activation" not in content:
-            raise InvalidSetting("`feed_forward` needs `activation`: its name, or the configuration's key that names it.")
+            raise InvalidSetting("`feed_forward:` needs `activation:`: its name, or the configuration's key that names it.")
     return Architecture(
         blocks=_text("blocks", content["blocks"]),
         groups=tuple(tuple(str(name) for name in group) for group in groups),
@@ -66,10 +66,12 @@ def _feed_forward(value: Any, layers: Iterable[str]) -> FeedForward:
     classes = {("up", "out_proj"): PlainFeedForward, ("gate", "up", "out_proj"): GatedFeedForward}
     cls = next((cls for keys, cls in classes.items() if isinstance(value, dict) and set(value) == set(keys)), None)
     if cls is None:
-        raise InvalidSetting(f"`feed_forward` must name `up` and `out_proj`, or `gate`, `up` and `out_proj`, got {value!r}.")
+        raise InvalidSetting(
+            f"`feed_forward:` must name `up:` and `out_proj:`, or `gate:`, `up:` and `out_proj:`, got {value!r}."
+        )
     for name in value.values():
         if name not in layers:
-            raise InvalidSetting(f"`feed_forward` names {name!r}, which is in no group. {nearest(str(name), layers)}")
+            raise InvalidSetting(f"`feed_forward:` names {name!r}, which is in no group. {nearest(str(name), layers)}")
     feed_forward: FeedForward = cls(**value)
     return feed_forward
 
@@ -81,16 +83,16 @@ def _split(name: str, value: Any) -> Split:
     shares = value.get("shares") if isinstance(value, dict) else None
     if not isinstance(shares, dict) or not shares or not set(value) <= {"shares", "repeated"}:
         raise InvalidSetting(
-            f"`splits` of {name} must be a list of pieces, or `shares:` by piece and `repeated:`, got {value!r}."
+            f"`splits:` of {name} must be a list of pieces, or `shares:` by piece and `repeated:`, got {value!r}."
         )
     numbers = [*shares.values(), value.get("repeated", 1)]
     if not all(isinstance(number, (str, int)) and not isinstance(number, bool) for number in numbers):
-        raise InvalidSetting(f"`splits` of {name} must be numbers, or the configuration's keys for them, got {numbers}.")
+        raise InvalidSetting(f"`splits:` of {name} must be numbers, or the configuration's keys for them, got {numbers}.")
     return Split(tuple(str(piece) for piece in shares), tuple(shares.values()), value.get("repeated", 1))
 
 
 def _text(field: str, value: Any) -> str:
     """Return the value of a field that must be a string."""
     if not isinstance(value, str):
-        raise InvalidSetting(f"`{field}` must be text, got {value!r}.")
+        raise InvalidSetting(f"`{field}:` must be text, got {value!r}.")
     return value

@@ -49,7 +49,7 @@ def _number(config: Any, value: str | int) -> int:
     """Return a positive integer, given directly or by its name in the configuration; raise InvalidSetting for others."""
     number = getattr(config, value, None) if isinstance(value, str) else value
     if not isinstance(number, int) or number < 1:
-        raise InvalidSetting(f"`splits` needs whole numbers above 0, or the configuration's keys for them, got {value!r}.")
+        raise InvalidSetting(f"`splits:` needs whole numbers above 0, or the configuration's keys for them, got {value!r}.")
     return number
 
 
@@ -294,6 +294,6 @@ def discover_architecture(model: PreTrainedModel) -> Architecture:
     if not longest:
         raise UnsupportedModel(
             f"A {type(model).__name__} has no list of modules that all hold linear layers, so its blocks are not found. "
-            "Describe it with --architecture file.yaml (docs/families.md)."
+            "Describe it with `architecture='file.yaml'` (docs/families.md)."
         )
     return Architecture(blocks=longest, groups=(), feed_forward=None, activation="", known=False)

@@ -142,7 +142,7 @@ class Block:
         """
         rounded = self.rounded_to_storage(name, weight)
         if not all_finite(rounded):
-            raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try --dtype float32.")
+            raise NonFinite(f"The pruned weight of {self.full_name(name)} overflows {rounded.dtype}. Try `dtype='float32'`.")
         self.assign(name, rounded)
 
     def rounded_to_storage(self, name: str, weight: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> Non
     if architecture.activation not in ("none", "relu", *ACTIVATION_FUNCTIONS):
         raise InvalidSetting(
             f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
-            f"supported: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward` and `activation` out to prune its "
+            f"supported: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward:` and `activation:` out to prune its "
             "layers one by one."
         )
 

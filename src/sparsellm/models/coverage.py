@@ -124,7 +124,7 @@ def check_coverage(model: PreTrainedModel, coverage: Coverage) -> None:
         return
     raise UnsupportedModel(
         f"Only {100 * coverage.share:.1f} % of the matrix weights in the blocks of a {type(model).__name__} can be pruned: no "
-        f"layer covers {coverage.uncovered}. Name the layers to prune with --architecture file.yaml (docs/families.md)."
+        f"layer covers {coverage.uncovered}. Name the layers to prune with `architecture='file.yaml'` (docs/families.md)."
     )
 
 

@@ -75,7 +75,7 @@ def check_shared(plan: Plan) -> None:
     if other is not None:
         raise InvalidSetting(
             f"Only an unstructured sparsity can be allocated to layers, got {plan[other]} for {other}. "
-            "Use --allocation uniform, or a file that names each layer's pattern."
+            "Use `allocation='uniform'`, or a file that names each layer's pattern."
         )
 
 

@@ -230,14 +230,16 @@ def _read_lines(file: Path) -> tuple[list[dict[str, Any]], bool]:
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise CannotResume(f"There is no journal to read at {file} ({error.strerror}). Pass --restart to start over.") from None
+        raise CannotResume(
+            f"There is no journal to read at {file} ({error.strerror}). Pass `restart=True` to start over."
+        ) from None
     entries: list[dict[str, Any]] = []
     *lines, unfinished = text.split("\n")
     for line in lines:
         try:
             entry = json.loads(line)
             if not entries and type(entry.get("format")) is int and entry["format"] != FORMAT:
-                raise CannotResume(f"{file} was written by another version of sparsellm. Pass --restart to start over.")
+                raise CannotResume(f"{file} was written by another version of sparsellm. Pass `restart=True` to start over.")
             chain = entry.pop("chain")
             if chain != _chain_digest(entries[-1]["chain"] if entries else "", entry):
                 return entries, False
@@ -258,7 +260,9 @@ def _check_fingerprint(fingerprint: Mapping[str, Any], stored: Mapping[str, Any]
     changed = sorted(name for name in current.keys() | stored.keys() if current.get(name) != stored.get(name))
     if changed:
         differences = "; ".join(f"{name} was {stored.get(name)!r}, now {current.get(name)!r}" for name in changed[:3])
-        raise CannotResume(f"This is not the run that was started: {differences}. Pass the original settings, or --restart.")
+        raise CannotResume(
+            f"This is not the run that was started: {differences}. Pass the original settings, or `restart=True`."
+        )
 
 
 def _file_damage(folder: Path, line: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
     path = Path(folder).expanduser()
     if not is_sweep(path) and not (path / REPORT).is_file():
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{folder} {problem}. Give the output folder of `sparsellm prune` or `sparsellm sweep`.")
+        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
     with style():
         content = _sweep_content(path) if is_sweep(path) else _run_content(load_report(path / REPORT), path.name)
         # The texts come from models, files and prompts, so all are escaped.

@@ -91,7 +91,7 @@ class Sweep(BaseModel, frozen=True):
     @model_validator(mode="after")
     def _check_axes(self) -> Sweep:
         if self.columns is not None and self.columns not in self.axes:
-            raise ValueError("`columns` names no axis")
+            raise ValueError("`columns:` names no axis")
         if any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
             raise ValueError("the labels of a cell do not match the axes")
         return self
@@ -110,7 +110,7 @@ class Sweep(BaseModel, frozen=True):
         for condition in selection:
             axis, _, label = condition.partition("=")
             _check_known(axis, self.axes, "The selection of cells names an unknown axis")
-            _check_known(label, self.axes[axis], f"The selection of cells names an unknown label of `{axis}`")
+            _check_known(label, self.axes[axis], f"The selection of cells names an unknown label of {axis!r}")
             selected.setdefault(axis, set()).add(label)
         cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
         if not cells:
@@ -174,7 +174,7 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     overrides = content.smoke if smoke else _Settings()
     if overrides is None:
         raise InvalidSetting(
-            "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out --smoke."
+            "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out `smoke`."
         )
     shared = content.recipe | overrides.recipe
     axes = {axis: _points(axis, spec) for axis, spec in (content.axes | overrides.axes).items()}
@@ -191,7 +191,7 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
     cells = tuple(_cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out]))
     _check_distinct(cells)
     if content.columns:
-        _check_known(content.columns, axes, "`columns` names an unknown axis")
+        _check_known(content.columns, axes, "`columns:` names an unknown axis")
     published = tuple(_published(entry, full_axes) for entry in content.published)
     display = content.model_dump(include={"note", "columns", "keep"})
     return Sweep(title=content.title or title, axes=labels, cells=cells, published=published, smoke=smoke, **display)
@@ -200,18 +200,18 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
 def _points(axis: str, spec: Any) -> Points:
     """The values of an axis by label: a list of values of the field that the axis is named after, or a mapping by label."""
     if not spec:
-        raise InvalidSetting(f"The axis `{axis}` is empty. Give it at least one value, or leave it out.")
+        raise InvalidSetting(f"The axis {axis!r} is empty. Give it at least one value, or leave it out.")
     if not isinstance(spec, (list, dict)):
-        raise InvalidSetting(f"The axis `{axis}` must be a list or `label: fields` lines, got {spec!r}.")
+        raise InvalidSetting(f"The axis {axis!r} must be a list or `label: fields` lines, got {spec!r}.")
     points: Points = {}
     for item in spec:
         value = spec[item] if isinstance(spec, dict) else item
         fields = value if isinstance(value, dict) else {axis: value}
         for field in fields:
-            _check_known(str(field), Recipe.model_fields, f"The axis `{axis}` sets an unknown field")
+            _check_known(str(field), Recipe.model_fields, f"The axis {axis!r} sets an unknown field")
         label = _label(axis, item)
         if label in points:
-            raise InvalidSetting(f"The axis `{axis}` has two values named {label!r}. Give each a `label:`.")
+            raise InvalidSetting(f"The axis {axis!r} has two values named {label!r}. Give each a `label:`.")
         points[label] = dict(fields)
     return points
 
@@ -228,11 +228,11 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
     target, equals, text = change.partition("=")
     axis, dot, label = target.partition(".")
     if not equals:
-        raise InvalidSetting(f"--set needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
+        raise InvalidSetting(f"`changes` needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
     fields = shared
     if dot:
         _check_known(axis, axes, f"The change {change!r} names an unknown axis")
-        fields = axes[axis][_check_known(label, axes[axis], f"The change {change!r} names an unknown label of `{axis}`")]
+        fields = axes[axis][_check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
     fields[_check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
 
 
@@ -240,7 +240,7 @@ def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> 
     """An entry of `leave_out`: the excluded labels by axis. Labels that are not on the axis have no effect."""
     excluded = {}
     for axis, values in entry.items():
-        _check_known(axis, labels, "`leave_out` names an unknown axis")
+        _check_known(axis, labels, "`leave_out:` names an unknown axis")
         excluded[axis] = {_label(axis, value) for value in (values if isinstance(values, list) else [values])}
     return excluded
 
@@ -254,19 +254,19 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
         fields: dict[str, Any] = {}
         for axis, label in labels.items():
             if duplicates := fields.keys() & axes[axis][label]:
-                raise InvalidSetting(f"Two axes set `{min(duplicates)}` at {label!r}. Let one of them set it.")
+                raise InvalidSetting(f"Two axes set {min(duplicates)!r} at {label!r}. Let one of them set it.")
             fields |= axes[axis][label]
         try:
             yield Cell(labels=labels, recipe=read_recipe({**shared, **fields}))
         except InvalidSetting as error:
-            error.add_note(f"in the cell {in_words(labels)}; `leave_out` removes cells from a sweep")
+            error.add_note(f"in the cell {in_words(labels)}; `leave_out:` removes cells from a sweep")
             raise
 
 
 def _check_distinct(cells: Sequence[Cell]) -> None:
     """Raise InvalidSetting if there are no cells, or two cells have the same name or recipe."""
     if not cells:
-        raise InvalidSetting("`leave_out` leaves out every cell. Remove some of its entries.")
+        raise InvalidSetting("`leave_out:` leaves out every cell. Remove some of its entries.")
     recipes: dict[str, str] = {}
     for cell in cells:
         if cell.name in recipes.values():
@@ -279,17 +279,17 @@ def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Publishe
     """Published values with their labels. Raises InvalidSetting for an unknown axis or label, or a value of another type."""
     branches: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
     for axis in entry.axes:
-        _check_known(axis, labels, "`published` names an unknown axis")
+        _check_known(axis, labels, "`published:` names an unknown axis")
         parents, branches = branches, []
         for selected, values in parents:
             if not isinstance(values, dict):
-                raise InvalidSetting(f"`published` at {selected} must hold `label: value` lines, got {values!r}.")
+                raise InvalidSetting(f"`published:` at {selected} must hold `label: value` lines, got {values!r}.")
             for key, value in values.items():
-                label = _check_known(_label(axis, key), labels[axis], f"`published` names an unknown label of `{axis}`")
+                label = _check_known(_label(axis, key), labels[axis], f"`published:` names an unknown label of {axis!r}")
                 branches.append((selected | {axis: label}, value))
     for selected, value in branches:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-            raise InvalidSetting(f"`published` at {selected} must be a number, got {value!r}.")
+            raise InvalidSetting(f"`published:` at {selected} must be a number, got {value!r}.")
     return Published(source=entry.source, measure=entry.measure, figures=tuple(branches))
 
 

@@ -147,7 +147,7 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         files = _relative_files(path) if path.is_dir() else {path.name}
         outside_work = {name for name in files if not name.startswith(f"{WORK}/")}
         if not overwrite and (outside_work or not files):
-            raise OutputExists(f"{output} exists. Choose another name, or pass --overwrite to replace it.")
+            raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
         if reason := foreign_file(path, outside_work):
             raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
     parent = next(folder for folder in path.parents if folder.exists())

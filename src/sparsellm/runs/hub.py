@@ -131,14 +131,14 @@ def _prepare_repo(api: HfApi, repo: str, branch: str, *, private: bool, overwrit
         files = set()
     else:
         if private and not info.private:
-            raise InvalidSetting(f"{repo} exists and is public. Make it private in its settings, or leave out --private.")
+            raise InvalidSetting(f"{repo} exists and is public. Make it private in its settings, or leave out `private`.")
         try:
             files = set(api.list_repo_files(repo, revision=branch)) - OF_THE_HUB
         except RevisionNotFoundError:
             files = set()
     if files and not overwrite:
         state = f"{repo} ({branch}) exists and holds {len(files)} files, {min(files)} first"
-        raise OutputExists(f"{state}. Choose another name, or pass --overwrite to replace them.")
+        raise OutputExists(f"{state}. Choose another name, or pass `overwrite=True` to replace them.")
     if branch != MAIN:
         api.create_branch(repo, branch=branch, exist_ok=True)
 
@@ -157,11 +157,11 @@ def _translate_errors(repo: str) -> Iterator[None]:
                     reason = f"The hub does not let this login write to {repo} ({first_line(cause)})."
                     raise AccessDenied(f"{reason} Run `hf auth login` with a token that has write access.") from error
                 reason = f"The hub rejected the upload to {repo} ({first_line(cause)})."
-                raise Unreachable(f"{reason} Try again, with --overwrite if some files were uploaded.") from error
+                raise Unreachable(f"{reason} Try again, with `overwrite=True` if some files were uploaded.") from error
             # huggingface_hub has used different HTTP libraries: requests raises ConnectionError, httpx its own classes.
             if isinstance(cause, ConnectionError) or any(kind.__module__.startswith("httpx") for kind in type(cause).__mro__):
                 reason = f"The hub cannot be reached ({type(cause).__name__}: {first_line(cause)})."
-                raise Unreachable(f"{reason} Try again, with --overwrite if some files were uploaded.") from error
+                raise Unreachable(f"{reason} Try again, with `overwrite=True` if some files were uploaded.") from error
         raise
 
 

@@ -175,11 +175,13 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
         return Placement(memory, size, streamed=False)
     if recipe.model_steps or recipe.calibration_written:
         stage = "gradient steps over it" if recipe.model_steps else "`written`"
-        reason = sizes if recipe.offload is None else "--offload reads it block by block"
-        raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise --max-memory.")
+        reason = sizes if recipe.offload is None else "`offload=True` reads it block by block"
+        raise TooLarge(f"With {stage} the whole model must be in memory: {reason}. Leave it out, or raise `max_memory`.")
     if not files:
         reason = (
-            sizes if recipe.offload is None else "`offload` reads the model block by block and stores pruned blocks in files"
+            sizes
+            if recipe.offload is None
+            else "`offload=True` reads the model block by block and stores pruned blocks in files"
         )
         raise TooLarge(f"{reason[0].upper()}{reason[1:]}. Name the folder to write, as `sparsellm prune MODEL OUT` does.")
     try:

@@ -295,7 +295,7 @@ def _refusal(plan: RunPlan, ready: Prepared) -> str:
         held = replace(placement, streamed=placement.streamed or "offload" in change, ahead=False)
         if estimate(changed, shortened, held, batch=changed.batch_size or 1).fits:
             ((name, value),) = change.items()
-            return f"{message} Pass --{name.replace('_', '-')}{'' if value is True else f' {value}'}."
+            return f"{message} Pass `{name}={value!r}`."
     if recipe.max_memory is not None and data <= SHARE * plan.free_bytes:
-        return f"{message} Pass --max-memory {-(-data // 10**6)}MB."
-    return f"{message} Use a machine with more memory, or --method wanda or magnitude, which need least."
+        return f"{message} Pass `max_memory='{-(-data // 10**6)}MB'`."
+    return f"{message} Use a machine with more memory, or `method='wanda'` or `method='magnitude'`, which need least."

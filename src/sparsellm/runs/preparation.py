@@ -120,7 +120,7 @@ def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Pla
     if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
         raise UnsupportedModel(
             f"The feed-forward part of {recipe.model} has an activation function that SparseLLM does not support. "
-            "Pass --scope none, or a layer-wise method such as --method alps."
+            "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
         )
     selected = select_blocks(recipe.blocks, len(blocks))
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
@@ -164,11 +164,11 @@ def check_memory(
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
         parts.append(f"training a block takes {human_bytes(needed)}")
-        check_fits(needed, device, stage="Training a block", advice="Pass fewer --samples.")
+        check_fits(needed, device, stage="Training a block", advice="Pass fewer `samples`.")
     if recipe.model_steps:
         needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
-        advice = "Pass --scope block to recover, or a smaller --batch-size."
+        advice = "Pass `scope='block'` to recover, or a smaller `batch_size`."
         check_fits(needed, device, stage="Training the whole model", advice=advice)
     return ", ".join(parts)
 

@@ -53,8 +53,8 @@ SCOPE_STEPS = {"block": 100, "model": 300}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
 _NEEDS_TEXT = (
-    "needs a calibration text: pass --calibration with a .txt, .json, .jsonl or .parquet "
-    "file, or one of c4, wikitext2, ptb, demo."
+    "needs a calibration text: pass a .txt, .json, .jsonl or .parquet file as `calibration`, "
+    "or one of c4, wikitext2, ptb, demo."
 )
 
 
@@ -133,17 +133,17 @@ class Recipe(RunRecipe, RecipeFields):
             if name := self._first_changed(*_ONLY_DEFAULT):
                 raise InvalidSetting(
                     f"`{name}` is {getattr(self, name)}, but Algorithm 1 as published does not use it. "
-                    "Leave out either it or --as-published."
+                    "Leave out either it or `as_published`."
                 )
         elif name := self._first_changed(*_ONLY_PUBLISHED):
             raise InvalidSetting(
                 f"`{name}` is {getattr(self, name)}, but only Algorithm 1 uses it. "
-                "Pass --as-published with it, or leave it out."
+                "Pass `as_published=True` with it, or leave it out."
             )
         elif self.scope not in (None, *SCOPES):
             raise InvalidSetting(
                 f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
-                "A list of blocks needs --as-published."
+                "A list of blocks needs `as_published=True`."
             )
         if self.resolved_scope == "none" and self.gauss_newton_steps and self._first_changed("gauss_newton_steps"):
             raise InvalidSetting(
@@ -162,7 +162,7 @@ class Recipe(RunRecipe, RecipeFields):
         if self.allocation_rule in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
-                "Use --allocation uniform, or a YAML file with each layer's pattern."
+                "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
             )
         lowest, highest = self.bounds
         if self.allocation_bounds is not None and self.allocation_rule not in ALLOCATIONS[1:]:

@@ -31,7 +31,7 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
         merged.update(read_yaml(Path(config)))
     merged.update(settings)
     if "model" not in merged:
-        raise InvalidSetting("There is no model: pass one on the command line, or set `model:` in the recipe.")
+        raise InvalidSetting("There is no model: pass `model`, or set `model:` in the recipe file.")
     return validated(Recipe, merged)
 
 

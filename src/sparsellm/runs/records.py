@@ -242,7 +242,7 @@ def read_output(folder: Path) -> Output:
     file = folder / REPORT
     if not file.is_file():
         reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
-        raise InvalidSetting(f"{folder} {reason}. Name a folder that `sparsellm prune` wrote.")
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
     report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
     if report.digests is None or "files" not in content:
         raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
@@ -260,7 +260,7 @@ def read_finished(output: str | Path) -> Output:
     """
     folder = Path(output).expanduser()
     if (folder / WORK).exists():
-        raise InvalidSetting(f"{output} is unfinished. Finish it first: run the same `sparsellm prune` with --resume.")
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
     finished = read_output(folder)
     if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
         raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")

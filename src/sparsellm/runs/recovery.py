@@ -116,7 +116,7 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
         raise InvalidSetting(
             f"{recipe.pruned} was not made from {recipe.model}: {first} is {pruned_shapes.get(first, 'missing')} in the pruned "
             f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
-            "Pass the dense model that it was made from as --against."
+            "Pass the dense model that it was made from as `against`."
         )
     verify(output.folder, source.folder, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])

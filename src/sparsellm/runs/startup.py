@@ -97,14 +97,14 @@ def _agree(
     """
     count, windows = collectives.world(), len(ready.windows)
     if 0 < windows < count:
-        raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more --samples.")
+        raise InvalidSetting(f"There are {windows} calibration sequences for {count} processes. Pass more `samples`.")
     choices = collectives.all_gather_object([placement.streamed, batch, journal is None or journal.file.exists()])
     batch = max(1, min([size for _, size, _ in choices] + ([windows // count] if windows else [])))
     if any(streamed for streamed, _, _ in choices):
         if not all(visible for _, _, visible in choices):
             raise InvalidSetting(
                 "The model is read block by block, and not every process can read the folder to write. Name one that all "
-                "machines share, or pass --no-offload."
+                "machines share, or pass `offload=False`."
             )
         if not placement.streamed:
             placement = choose_placement(recipe.model_copy(update={"offload": True}), ready, files=True)

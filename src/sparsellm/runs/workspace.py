@@ -200,7 +200,7 @@ def work_directory(output: str | Path, resume: bool = False, restart: bool = Fal
     with locked(path):
         unfinished = (work.folder / JOURNAL).exists()
         if unfinished and not resume and not restart:
-            raise CannotResume(f"{output} is unfinished. Pass --resume to continue it, or --restart to start over.")
+            raise CannotResume(f"{output} is unfinished. Pass `resume=True` to continue it, or `restart=True` to start over.")
         try:
             if restart:
                 _clear(work.folder)
@@ -221,7 +221,7 @@ def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> Non
     if finished or (resumable and work.journal is None):
         state = f"{finished} blocks are finished and kept" if finished else "blocks that were finished before are kept"
         if not isinstance(error, CannotResume):  # its message names the options
-            error.add_note(f"{state}: pass --resume to continue, or --restart to start over.")
+            error.add_note(f"{state}: pass `resume=True` to continue, or `restart=True` to start over.")
         return
     _clear(work.folder)
     if isinstance(error, (KeyboardInterrupt, OSError)) and not isinstance(error, SparseLLMError):

@@ -106,7 +106,7 @@ class Watchdog:
             f"Process {rank} of {len(self._locations)} {self._locations[rank]} {reason}" if rank >= 0 else reason
             for rank, reason in sorted(self._lost.items())
         ]
-        return f"{'; '.join(lost) or default}. All processes of this run end. Start it again with --resume to go on."
+        return f"{'; '.join(lost) or default}. All processes of this run end. Start it again with `resume=True` to go on."
 
     def _run(self) -> None:
         """Run until another process is lost; then terminate this one, unless it ends within `GRACE` seconds."""

@@ -115,7 +115,7 @@ class NM:
         if shape[1] % self.group:
             raise InvalidSetting(
                 f"{self} needs a number of inputs divisible by {self.group}, got {shape[1]}. "
-                "Leave the layer out with --exclude, or use an unstructured sparsity."
+                "Leave the layer out with `exclude`, or use an unstructured sparsity."
             )
 
     def count_removed(self, count: int) -> int:

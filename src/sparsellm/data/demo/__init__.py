@@ -80,7 +80,7 @@ def _topics() -> Iterator[tuple[str, str]]:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise BadText(f"This Python ships without `pydoc_data.topics`, a fifth of the demo's text. {FULL_PYTHON}") from error
+        raise BadText(f"This Python ships without pydoc_data.topics, a fifth of the demo's text. {FULL_PYTHON}") from error
     for name, text in topics.items():
         yield f"topic {name}", text.strip()
 

@@ -1,0 +1,91 @@
+"""Messages name settings in Python's words, between backticks; the command line writes its options in their place."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from sparsellm.cli.app import app
+from sparsellm.cli.console import in_options
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+
+PACKAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "src" / "sparsellm"
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
+
+KEYWORDS = {"against", "changes", "overwrite", "private", "restart", "resume", "smoke", "text"}
+"""Arguments of public functions that messages name, besides the fields of recipes."""
+
+OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files"}
+"""Entries of JSON files. Keys of YAML files, some of which are called like settings, end with a colon."""
+
+OF_FUNCTIONS = {"family", "metrics", "report_to", "windows"}
+"""Arguments of single functions that the command line does not have, or has under another name."""
+
+OTHER_PROGRAMS = {"hf auth login", "sparsellm prune MODEL OUT", "wandb login"}
+
+
+def messages(file: Path) -> Iterator[tuple[int, str]]:
+    """Every string of a file that is not a docstring, with its line; "\\0" stands for what an f-string fills in."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    left_out = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    left_out |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+
+
+OUTSIDE = {"cli", "recipe_fields.py"}
+"""The command line, and the descriptions that its help and the docstrings of Python share."""
+
+LIBRARY = [path for path in sorted(PACKAGE.rglob("*.py")) if not OUTSIDE & set(path.relative_to(PACKAGE).parts)]
+
+
+@pytest.mark.parametrize("file", LIBRARY, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_the_library_names_settings_in_the_words_of_python(file: Path) -> None:
+    """No option of the command line, except in whole commands; between backticks only names that exist."""
+    for line, text in messages(file):
+        if not re.match(r"sparsellm \w+ |var\(", text):
+            assert not re.search(r"(?<!\w)--[a-z]", text), f"line {line}: {text}"
+        for quoted in re.findall("`([^`]*)`", text):
+            name, is_set, value = quoted.partition("=")
+            if quoted in OTHER_PROGRAMS or "\0" in name or re.match(r"\w+(\.\w+)?:|[\w.]+: ", quoted):
+                continue
+            assert name in FIELDS | KEYWORDS | OF_FILES | OF_FUNCTIONS, f"line {line}: {quoted}"
+            assert not is_set or value == "\0" or re.fullmatch(r"\0|True|False|\d+|'[^']*'", value), f"line {line}: {quoted}"
+
+
+@pytest.mark.parametrize(
+    ("command", "python", "options"),
+    [
+        ("prune", "Pass fewer `samples`.", "Pass fewer --samples."),
+        ("prune", "Pass `sequence_length=128`.", "Pass --sequence-length 128."),
+        ("prune", "Pass `offload=False`, or `true_sequential=True`.", "Pass --no-offload, or --true-sequential."),
+        ("prune", "Leave out `exclude='*.k proj'` or `method='alps'`.", "Leave out --exclude '*.k proj' or --method alps."),
+        ("prune", "There is no `model`.", "There is no MODEL."),
+        ("recover", "Pass it as `against`, not as `pruned`.", "Pass it as --against, not as PRUNED."),
+        ("sweep", "Leave out `smoke`, or change `samples` in `changes`.", "Leave out --smoke, or change `samples` in --set."),
+        ("push", "Run `hf auth login`, or pass `overwrite=True`.", "Run `hf auth login`, or pass --overwrite."),
+        ("prune", "samples 'samples' `samples:` `samples=x` ``", "samples 'samples' `samples:` `samples=x` ``"),
+    ],
+)
+def test_the_command_line_names_its_options(command: str, python: str, options: str) -> None:
+    """Only names between backticks that the command has an option or an argument for."""
+    assert in_options(python, typer.Context(COMMANDS[command])) == options
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS - {"pruned", "against"}))
+def test_every_field_has_its_option(field: str) -> None:
+    expected = "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
+    command = "recover" if field == "steps" else "prune"
+    assert in_options(f"`{field}`", typer.Context(COMMANDS[command])) == expected
