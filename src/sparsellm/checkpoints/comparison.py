@@ -1,4 +1,4 @@
-"""Tensors of two checkpoints compared bit by bit, one at a time."""
+"""Tensors of two models, in files or in memory, compared bit by bit, one at a time."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ if TYPE_CHECKING:
 
 
 class Tensors:
-    """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only).
+    """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only), or of a model in memory.
 
     Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
     tensors of a checkpoint that cannot be read one at a time, have their names in the files.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        files = check_files(folder.name, folder)
-        self._loaded: dict[str, Tensor] = {}
+    def __init__(self, folder: Path | None, model: PreTrainedModel) -> None:
         self._tied = tied_names(model)
+        self.files: dict[str, Stored | Tensor] = {}
+        if folder is None:
+            state = sorted(model.state_dict().items())  # tied tensors once, as in files
+            self.files |= {key: tensor for key, tensor in state if self._tied.get(key, key) == key}
+            return
+        files = check_files(folder.name, folder)
         try:
             locations, unknown, _ = index_tensors(files, model)
-            self.files: dict[str, Stored] = dict(sorted({**unknown, **locations}.items()))
+            self.files |= sorted({**unknown, **locations}.items())
         except NotStreamable:
-            self.files = {}
             for file in files:
-                if file.suffix != ".safetensors":
-                    self._loaded |= read_pickle(file)
-                self.files |= {key: TensorLocation(file, key) for key in read_headers(file)}
+                pickled = file.suffix != ".safetensors"
+                self.files |= read_pickle(file) if pickled else {key: TensorLocation(file, key) for key in read_headers(file)}
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._loaded[key] if key in self._loaded else read_stored(self.files[key])
+        stored = self.files[key]
+        return stored.cpu() if isinstance(stored, Tensor) else read_stored(stored)
 
     def one_name(self, key: str) -> str:
         """Canonical name of a tensor: the first of its tied names, without the base model's prefix, which some files omit."""
@@ -59,7 +62,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of a checkpoint from another one.
+    """Differences of a model from another one.
 
     Attributes:
         changed: Tensors that differ from the other checkpoint's.

@@ -197,6 +197,15 @@ class InMemoryModel:
         """Return the model itself."""
         return self.model
 
+    def dtype(self, name: str = "auto") -> torch.dtype:
+        """Return the model's dtype. Raises InvalidSetting for the name of another one."""
+        own: torch.dtype = self.model.dtype
+        if name not in ("auto", dtype_name(own)):
+            raise InvalidSetting(
+                f"`dtype` is {name}, but the model is in memory as {dtype_name(own)}: convert it with model.to."
+            )
+        return own
+
     def origin(self) -> Origin:
         """Return the description of the model for the cards of models made from it, by the name it was loaded from."""
         name = str(getattr(self.model.config, "_name_or_path", ""))
@@ -208,9 +217,8 @@ class InMemoryModel:
         return ()
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-        """Return the model itself, on the device. Raises InvalidSetting for a dtype other than "auto"."""
-        if dtype != "auto":
-            raise InvalidSetting(f"`dtype` is {dtype}, but the model is in memory already: convert it with model.to.")
+        """Return the model itself, on the device. Raises InvalidSetting for another dtype, as `dtype` does."""
+        self.dtype(dtype)
         parameters = self.model.named_parameters()
         headers = {key: TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape)) for key, tensor in parameters}
         check_dtypes(self.name, headers)

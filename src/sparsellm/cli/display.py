@@ -10,9 +10,9 @@ from rich.text import Text
 
 from sparsellm.cli.console import plural, print_line, show, table
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
+from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
-from sparsellm.runs.planning import RunPlan
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import human_bytes, peak_memory
 
@@ -69,9 +69,9 @@ class Progress:
         if not self._blocks:
             return self._stage
         elapsed = time.monotonic() - self._started
-        left = f", {_duration(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
+        left = f", {human_seconds(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
         memory = f"peak {peak_memory() / GIB:.1f} GiB"
-        return f"{self._stage}: block {self._done}/{self._blocks}  {_duration(elapsed)}{left}  {memory}  {detail}".rstrip()
+        return f"{self._stage}: block {self._done}/{self._blocks}  {human_seconds(elapsed)}{left}  {memory}  {detail}".rstrip()
 
 
 def plus_minus(value: float, error: float | None) -> str:
@@ -140,7 +140,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     if plan.samples:
         print_line(console, f"{plural(plan.samples, 'sequence')} of {plan.length:,} tokens, {plan.batch} per batch.")
     rows = [
-        [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), _duration(x.seconds)]
+        [x.name, human_bytes(x.memory[plan.device]), human_bytes(x.files), _operations(x.operations), human_seconds(x.seconds)]
         for x in plan.stages
     ]
     show(console, table(["stage", f"memory ({plan.device})", "files", "operations", "time"], rows))
@@ -150,7 +150,7 @@ def print_plan(console: Console, plan: RunPlan) -> None:
         f"The whole process, with Python and its libraries: {human_bytes(peak.resident_bytes)}.",
     )
     print_line(console, f"Disk space: {human_bytes(peak.disk_bytes)} of {human_bytes(plan.disk_free_bytes)} free.")
-    print_line(console, f"Time: about {_duration(plan.seconds)}.")
+    print_line(console, f"Time: about {human_seconds(plan.seconds)}.")
     if plan.most_samples is not None:
         print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")
 
@@ -161,10 +161,3 @@ def _operations(count: float) -> str:
     while count >= 1000 and len(units) > 1:
         count, units = count / 1000, units[1:]
     return f"{count:.3g} {units[0]}FLOP"
-
-
-def _duration(seconds: float) -> str:
-    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -100,17 +100,7 @@ def inspect(
         else:
             print_inspection(stdout, result)
         if not result.as_expected:
-            failed = [layer.name for layer in result.layers if layer.holds is False]
-            if result.missing:
-                message = f"{plural(len(result.missing), 'layer')} missing, {result.missing[0]} first"
-            elif failed:
-                verb = "does" if len(failed) == 1 else "do"
-                message = f"{plural(len(failed), 'layer')} {verb} not match {result.expected}, {failed[0]} first"
-            elif not result.total_holds:
-                message = f"all layers together have fewer zeros than {result.expected}"
-            else:
-                message = "no such layer was found"
-            print_error(f"{message}.", context)
+            print_error(f"{result.failures()}.", context)
             raise typer.Exit(1)
 
 

@@ -1,9 +1,13 @@
-"""Results of an evaluation: perplexity on texts and accuracy on zero-shot tasks."""
+"""Results of an evaluation, perplexity on texts and accuracy on zero-shot tasks; and how results print."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
+from pathlib import PurePath
 from typing import Literal
+
+from sparsellm.errors import printable
 
 TaskName = Literal["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa", "piqa"]
 
@@ -18,6 +22,22 @@ SPLITS: dict[TaskName, str] = {
     "piqa": "validation",
 }
 """Split that lm-eval evaluates, by task. The SparseLLM paper uses the first seven tasks."""
+
+
+class Summarized:
+    """A result that prints in a few lines, and as a table in notebooks, since everything in it would fill pages."""
+
+    def summary(self) -> dict[str, str]:
+        """The lines, by their names."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return printable("\n".join(f"{name}: {value}" for name, value in self.summary().items()))
+
+    def _repr_html_(self) -> str:
+        """The summary as a table, which notebooks show."""
+        cells = ((escape(name), escape(printable(value))) for name, value in self.summary().items())
+        return f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in cells)}</table>"
 
 
 @dataclass(frozen=True)
@@ -58,8 +78,15 @@ class Accuracy:
     questions: int
 
 
-@dataclass(frozen=True)
-class Evaluation:
+def plus_minus(result: Perplexity | Accuracy | None) -> str:
+    """Format a result with its standard error."""
+    if result is None:
+        return "not measured"
+    return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")
+
+
+@dataclass(frozen=True, repr=False)
+class Evaluation(Summarized):
     """What was measured of a model.
 
     Attributes:
@@ -69,3 +96,12 @@ class Evaluation:
 
     perplexity: dict[str, Perplexity]
     accuracy: dict[str, Accuracy]
+
+    def summary(self) -> dict[str, str]:
+        """Each perplexity and accuracy, with what it was measured on."""
+        texts = (
+            f"{plus_minus(x)} on {x.windows} sequences of {x.length} tokens of {PurePath(name).name}"
+            for name, x in self.perplexity.items()
+        )
+        tasks = (f"{plus_minus(x)} on {x.questions} questions of {name}" for name, x in self.accuracy.items())
+        return {"perplexity": "; ".join(texts) or "not measured", "accuracy": "; ".join(tasks) or "not measured"}

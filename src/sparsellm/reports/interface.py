@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.measurements import Summarized
 from sparsellm.reports.comparison import write_tables
-from sparsellm.reports.page import report_page, write_figures
+from sparsellm.reports.page import page_name, report_page, write_figures
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
 from sparsellm.runs.events import Observer
+from sparsellm.runs.export import Result
+
+
+class Outcomes(Summarized, list[Outcome]):
+    """The outcomes of all cells of a sweep.
+
+    Attributes:
+        title: Title of the sweep.
+        folder: Its folder, with the tables.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], title: str, folder: Path) -> None:
+        super().__init__(outcomes)
+        self.title, self.folder = title, folder
+
+    def summary(self) -> dict[str, str]:
+        """The sweep, the states of its cells, and the first error, each in one line."""
+        failed = next((outcome for outcome in self if outcome.error), None)
+        return {
+            "sweep": f"{self.title}, {len(self)} cells in {self.folder}",
+            "cells": ", ".join(f"{count} {state}" for state, count in Counter(outcome.state for outcome in self).items()),
+            "errors": f"{failed.cell.name}: {failed.error}" if failed else "none",
+        }
 
 
 def sweep(
-    file: str | Path,
+    file: str | Path | Mapping[str, Any],
     output: str | Path | None = None,
     *,
     smoke: bool = False,
@@ -24,13 +50,13 @@ def sweep(
     retry: bool = False,
     device: str | None = None,
     observe: Observer | None = None,
-) -> list[Outcome]:
+) -> Outcomes:
     """Prune with every combination of settings in a file, and write tables that compare the results.
 
     Each combination is a cell. A cell that fails is skipped. Called again, an interrupted sweep continues.
 
     Args:
-        file: YAML file with `recipe:` and `axes:`; docs/sweeps.md describes it.
+        file: YAML file with `recipe:` and `axes:`, or its content as a mapping; docs/sweeps.md describes it.
         output: Folder of the sweep. Default: the file's name without .yaml, in the current folder.
         smoke: Run the small version that the file describes under `smoke:`.
         only: Labels by axis, as `{"method": ["alps", "wanda"]}`: only cells with them are run.
@@ -46,9 +72,13 @@ def sweep(
         InvalidSetting: The file, a selection or a change is invalid.
         OutputExists: The folder exists and is not the folder of a sweep.
     """
+    if not isinstance(file, (str, Path, Mapping)):
+        raise InvalidSetting(f"A sweep is a YAML file or its content as a mapping, got {type(file).__name__}.")
     labels = {axis: [value] if isinstance(value, str) else value for axis, value in (only or {}).items()}
     cells = read_sweep(file, smoke=smoke, changes=[f"{name}={json.dumps(value)}" for name, value in (changes or {}).items()])
-    folder = Path(output or Path(file).stem)
+    if output is None and isinstance(file, Mapping):
+        raise InvalidSetting("A sweep without a file needs a folder: pass `output`.")
+    folder = Path(output or Path(str(file)).stem)
     outcomes = run_sweep(
         cells,
         folder,
@@ -58,15 +88,16 @@ def sweep(
         only=[f"{axis}={label}" for axis, values in labels.items() for label in values],
     )
     write_tables(cells, outcomes, folder)
-    return outcomes
+    return Outcomes(outcomes, cells.title, folder)
 
 
-def report(run: str | Path, output: str | Path | None = None, *, figures: str | Path | None = None) -> Path:
+def report(run: str | Path | Result | Outcomes, output: str | Path | None = None, *, figures: str | Path | None = None) -> Path:
     """Write a report of a run or a sweep: one HTML file with text, tables and plots, readable without network.
 
     Args:
-        run: Folder of a pruned model or of a sweep.
-        output: HTML file to write. Default: the folder's name with .html, beside the folder.
+        run: Folder of a pruned model or of a sweep; or what `prune`, `recover` or `sweep` returned.
+        output: HTML file to write. Default: the folder's name with .html, beside the folder; for the result of a run, the
+            model's name with -pruned.html, in the current folder.
         figures: Folder to write each plot to as well, as SVG and PNG.
 
     Returns:
@@ -76,9 +107,10 @@ def report(run: str | Path, output: str | Path | None = None, *, figures: str | 
         InvalidSetting: The folder is the output of neither a run nor a sweep.
         MissingPackage: matplotlib is not installed.
     """
+    run = run.folder if isinstance(run, Outcomes) else run
     page, plots = report_page(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
-    file = Path(output or f"{Path(run)}.html")
+    file = Path(output or f"{page_name(run)}.html")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page, encoding="utf-8")
     if figures:

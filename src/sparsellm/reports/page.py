@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -16,16 +17,17 @@ from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.run_plots import run_plots
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import is_sweep, read_outcomes, saved_sweep
+from sparsellm.runs.export import Result
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import REPORT, SavedReport, load_report
+from sparsellm.runs.records import REPORT, SavedReport, folder_path, load_report
 
 
-def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
+def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     """The HTML report of a run or a sweep.
 
     Args:
-        folder: Output folder of `sparsellm prune` or `sparsellm sweep`.
+        run: Output folder of a run or a sweep, or the result of a run.
 
     Returns:
         The page as HTML, and its plots.
@@ -34,16 +36,28 @@ def report_page(folder: str | Path) -> tuple[str, list[Plot]]:
         InvalidSetting: If the folder is the output of neither a run nor a sweep.
         MissingPackage: If matplotlib is not installed.
     """
-    path = Path(folder).expanduser()
-    if not is_sweep(path) and not (path / REPORT).is_file():
-        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
     with style():
-        content = _sweep_content(path) if is_sweep(path) else _run_content(load_report(path / REPORT), path.name)
+        content = _content(run)
         # The texts come from models, files and prompts, so all are escaped.
         environment = Environment(autoescape=True, undefined=StrictUndefined)
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
         return template.render(content) + "\n", content["plots"]
+
+
+def page_name(run: str | Path | Result) -> str:
+    """The path of a folder, or a name for the result of a run, which has no folder."""
+    return f"{PurePath(run.report.recipe.model).name}-pruned" if isinstance(run, Result) else str(Path(run))
+
+
+def _content(run: str | Path | Result) -> dict[str, Any]:
+    """Template variables for a run or a sweep."""
+    if isinstance(run, Result):
+        return _run_content(SavedReport.model_validate(json.loads(run.report.to_json())), page_name(run))
+    path = folder_path(run)
+    if not is_sweep(path) and not (path / REPORT).is_file():
+        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
+        raise InvalidSetting(f"{run} {problem}. Give the output folder of a run or a sweep.")
+    return _sweep_content(path) if is_sweep(path) else _run_content(load_report(path / REPORT), path.name)
 
 
 def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:

@@ -146,26 +146,27 @@ class _SweepFile(_Settings, coerce_numbers_to_str=True):
     smoke: _Settings | None = None
 
 
-def read_sweep(path: str | Path, *, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
+def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, changes: Sequence[str] = ()) -> Sweep:
     """Read a sweep file and check the recipe of every cell.
 
     Args:
-        path: The YAML file.
+        file: The YAML file, or its content.
         smoke: Whether to read the small form that the file describes under `smoke:`.
         changes: "field=value" for a field that all cells share, or "axis.label=value" for a field that an axis is named after.
 
     Raises:
         InvalidSetting: For an empty axis, for two cells with the same name or recipe, and for an invalid recipe.
     """
-    path = Path(path)
+    name, title = ("the sweep", "Sweep") if isinstance(file, Mapping) else (str(file), Path(file).stem)
     try:
-        content = {field: value for field, value in read_mapping(path, "sweep").items() if value is not None}
-        return _sweep(_SweepFile.model_validate(content), path.stem, smoke=smoke, changes=changes)
+        content = file if isinstance(file, Mapping) else read_mapping(Path(file), "sweep")
+        given = {field: value for field, value in content.items() if value is not None}
+        return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
     except ValidationError as error:
         fields = {*_SweepFile.model_fields, *_Entry.model_fields}
-        raise InvalidSetting(f"{path}: {explain(error.errors()[0], fields)}") from None
+        raise InvalidSetting(f"{name}: {explain(error.errors()[0], fields)}") from None
     except InvalidSetting as error:
-        error.add_note(f"in {path}")
+        error.add_note(f"in {name}")
         raise
 
 

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from sparsellm.activations.sensitivity import TOKENS
-from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS
@@ -129,8 +128,7 @@ def block_shapes(recipe: Recipe, ready: Prepared, batch: int) -> BlockShapes:
     pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in pruned]
     parameters, block = max(sizes), pruned[sizes.index(max(sizes))]
-    assert isinstance(ready.source, Checkpoint)  # a model in memory is not planned
-    config, planned = ready.source.config.get_text_config(), planned_layers(block, ready.plan)
+    config, planned = ready.skeleton.config.get_text_config(), planned_layers(block, ready.plan)
     layers = {name: (layer.out_features, layer.in_features) for name, layer in block.layers.items()}
     part = next(iter(block.architecture.feed_forward_parts), None)
     experts = {name: view.expert for name, view in block.views.items() if view.expert is not None}

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.data.json_files import is_text
 from sparsellm.errors import InvalidSetting, OutputExists
+from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.events import LOG, EventLog
 from sparsellm.runs.publication import Paths, clean_settings
@@ -39,7 +39,7 @@ SHARD_SIZE = "5GB"
 
 
 @dataclass(repr=False)
-class Result:
+class Result(Summarized):
     """A pruned model with its report.
 
     Attributes:
@@ -60,14 +60,9 @@ class Result:
     along: tuple[Path, ...] = ()
     log: EventLog | None = None
 
-    def __repr__(self) -> str:
-        """The summary of the report in three lines."""
-        return repr(self.report)
-
-    def _repr_html_(self) -> str:
-        """The summary of the report as a table, which notebooks show."""
-        cells = ((escape(name), escape(value)) for name, value in self.report.summary().items())
-        return f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in cells)}</table>"
+    def summary(self) -> dict[str, str]:
+        """The summary of the report."""
+        return self.report.summary()
 
     def save_pretrained(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Write model, tokenizer, model card, report and log to a folder, and read the files back to verify them.

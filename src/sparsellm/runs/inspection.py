@@ -1,20 +1,20 @@
-"""Inspection of a checkpoint: zeros per layer, whether a pattern holds, and which tensors differ from another checkpoint."""
+"""Inspection of a model: zeros per layer, whether a pattern holds, and which tensors differ from another model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Comparison, Tensors, compare
-from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
-from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.runs.loading import open_source
 from sparsellm.runs.records import REPORT, load_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
@@ -48,18 +48,18 @@ class LayerZeros:
         return self.zeros / (self.shape[0] * self.shape[1])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inspection(Comparison):
-    """Zeros of a checkpoint, and its differences from another one.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Inspection(Summarized, Comparison):
+    """Zeros of a model, and its differences from another one.
 
     Attributes:
-        model: Name of the checkpoint.
+        model: Name of the model.
         layers: Zeros of each linear layer in the blocks.
         parameters: Number of parameters, tied ones counted once.
         zeros: Number of parameters that are zero.
         expected: The expected pattern, if any.
-        against: Name of the other checkpoint, if any.
-        missing: Layers that the checkpoint should have and does not.
+        against: Name of the other model, if any.
+        missing: Layers that the model should have and does not.
         total: Fraction of zeros in all checked layers together.
         total_holds: Whether `total` reaches the expected sparsity; True if none is expected.
     """
@@ -81,6 +81,30 @@ class Inspection(Comparison):
         checked = [layer.holds for layer in self.layers if layer.holds is not None]
         return self.expected is None or (bool(checked) and all(checked) and not self.missing and self.total_holds)
 
+    def failures(self) -> str:
+        """What differs from the expected pattern, in a few words; empty if nothing does."""
+        failed = [layer.name for layer in self.layers if layer.holds is False]
+        if self.as_expected:
+            return ""
+        if self.missing:
+            return f"{_layers(self.missing)} missing, {self.missing[0]} first"
+        if failed:
+            return f"{_layers(failed)} {'does' if len(failed) == 1 else 'do'} not match {self.expected}, {failed[0]} first"
+        return "no such layer was found" if self.total_holds else f"all layers together have fewer zeros than {self.expected}"
+
+    def summary(self) -> dict[str, str]:
+        """The zeros, whether the pattern holds, and the differences, each in one line."""
+        weights, zeros = sum(x.shape[0] * x.shape[1] for x in self.layers), sum(x.zeros for x in self.layers)
+        model = f"{PurePath(self.model).name}: {100 * zeros / max(weights, 1):.2f} % zeros in {_layers(self.layers)}"
+        differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {self.alike} are equal"
+        if only := len(self.only_here) + len(self.only_there):
+            differences += f", {only} are only in one of the two"
+        return {
+            "model": f"{model}, {100 * self.zeros / max(self.parameters, 1):.2f} % in the model",
+            "pattern": "none was expected" if self.expected is None else self.failures() or f"{self.expected} holds",
+            "against": differences if self.against else "compared with no other model",
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data for JSON."""
         data: dict[str, Any] = TypeAdapter(Inspection).dump_python(self, mode="json")
@@ -88,18 +112,18 @@ class Inspection(Comparison):
 
 
 def inspect(
-    model: str | Path,
-    against: str | Path | None = None,
-    expect: str | Pattern | None = None,
+    model: str | Path | PreTrainedModel,
+    against: str | Path | PreTrainedModel | None = None,
+    expect: str | float | Pattern | None = None,
     *,
     trust_remote_code: bool = False,
     architecture: str | Path | None = None,
 ) -> Inspection:
-    """Count the zeros of a checkpoint tensor by tensor, check a pattern, and compare with another checkpoint.
+    """Count the zeros of a model tensor by tensor, check a pattern, and compare with another model.
 
     Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama".
-        against: Another checkpoint to compare with, named in the same way.
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
+        against: Another model to compare with, given in the same way.
         expect: Pattern that every pruned layer must have: each layer that the folder's sparsellm.json lists, or every linear
             layer of the blocks if there is no such file. If the run allocated different sparsities to the layers, each layer
             must have its own, and all together the expected one.
@@ -107,20 +131,19 @@ def inspect(
         architecture: YAML file that describes the model's architecture.
 
     Returns:
-        The zeros of each layer and of the checkpoint, whether the pattern holds, and the tensors that differ.
+        The zeros of each layer and of the model, whether the pattern holds, and the tensors that differ.
 
     Raises:
         InvalidSetting: The pattern or the architecture is invalid.
         BadCheckpoint: A checkpoint or its report cannot be read.
     """
-    described = None if architecture is None else read_architecture(architecture)
-    checkpoint = open_checkpoint(str(model), trusted=trust_remote_code, architecture=described)
-    pattern = parse_pattern(expect) if isinstance(expect, str) else expect
-    skeleton = checkpoint.skeleton()
-    tensors = Tensors(checkpoint.folder, skeleton)
+    source = open_source(model, architecture, trusted=trust_remote_code)
+    pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
+    skeleton = source.skeleton()
+    tensors = Tensors(source.folder, skeleton)
     layers_of = layers_by_parameter(skeleton)
     all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
-    planned = planned_patterns(checkpoint.folder)
+    planned = planned_patterns(source.folder)
     allocated = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
@@ -136,17 +159,17 @@ def inspect(
         layers += [_layer_zeros(block, name, tensor, required=required) for block, name in layers_of.get(key, ())]
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
-    changes = Comparison()
-    if against:
-        other = open_checkpoint(str(against), trusted=trust_remote_code)
+    changes, other = Comparison(), None
+    if against is not None:
+        other = open_source(against, architecture, trusted=trust_remote_code)
         changes = compare(tensors, Tensors(other.folder, other.skeleton()))
     return Inspection(
-        model=str(model),
+        model=source.name,
         layers=tuple(layers),
         parameters=parameters,
         zeros=zeros,
         expected=pattern,
-        against=None if against is None else str(against),
+        against=other.name if other else None,
         missing=tuple(sorted(set(names) - {layer.name for layer in layers})),
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
@@ -181,7 +204,13 @@ def follows(weight: Tensor, pattern: Pattern) -> bool:
     return int(zero.sum()) >= pattern.count_removed(weight.numel())
 
 
-def planned_patterns(folder: Path) -> dict[str, Pattern] | None:
+def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:
     """Pattern of each pruned layer by its full name, from the report in the folder; None without a report."""
-    file = folder / REPORT
-    return {layer.name: layer.pattern for layer in load_report(file).layers} if file.is_file() else None
+    if folder is None or not (folder / REPORT).is_file():
+        return None
+    return {layer.name: layer.pattern for layer in load_report(folder).layers}
+
+
+def _layers(layers: Sized) -> str:
+    """Their number, with the noun."""
+    return f"{len(layers):,} layer{'' if len(layers) == 1 else 's'}"

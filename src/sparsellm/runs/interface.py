@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from torch import Tensor
 
+from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import Observer
 from sparsellm.runs.export import Result
 from sparsellm.runs.loading import named_model
-from sparsellm.runs.planning import RunPlan, plan_run
+from sparsellm.runs.planning import plan_run
 from sparsellm.runs.preparation import GivenText
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.records import folder_path
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
 from sparsellm.runs.settings import PruneSettings, RecoverySettings, recipe_keywords
@@ -61,41 +63,46 @@ def prune(
 
 @recipe_keywords(PruneSettings)
 def plan(
-    model: str | Path,
+    model: str | Path | PreTrainedModel,
     method: MethodName = "sparsellm",
     sparsity: str | float | Pattern = "50%",
     *,
     calibration: str | Path | Sequence[str] | Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
     **settings: Unpack[PruneSettings],
 ) -> RunPlan:
     """Estimate memory, disk space, operations and time of `prune` with the same arguments, without reading any weights.
 
     Args:
-        model: A folder, a hub name, "demo:opt" or "demo:llama".
+        model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, whose memory counts as taken by the run.
         method: As for `prune`.
         sparsity: As for `prune`.
         calibration: As for `prune`.
+        tokenizer: As for `prune`.
         output: Folder that the result would be saved to, for the free space of its disk. Default: the current folder.
         **settings: Any other field of `Recipe`.
 
     Returns:
-        The estimates. `fits` says whether the run would begin, and `refusal` why it would not.
+        The estimates. `fits` says whether memory and disk suffice, and `refusal` why the run would not begin: a model in memory
+        is pruned in any case.
 
     Raises:
         SparseLLMError: As `prune`.
     """
+    fields, source = named_model(model, tokenizer)
     text, given = _calibration(calibration)
-    recipe = read_recipe({"model": str(model), **settings, "method": method, "sparsity": sparsity, "calibration": text})
-    return plan_run(recipe, output, given=given)
+    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    return plan_run(recipe, output, given=given, source=source)
 
 
 @recipe_keywords(RecoverySettings, RecoveryFields)
 def recover(
     pruned: str | Path,
-    against: str | Path,
+    against: str | Path | PreTrainedModel,
     calibration: str | Path | Sequence[str] | Tensor,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     scope: Literal["block", "model"] = "model",
     steps: int | None = None,
     observe: Observer | None = None,
@@ -105,9 +112,11 @@ def recover(
 
     Args:
         pruned: Folder that `prune` or `recover` wrote. It is not changed.
-        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama".
+        against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
+            which becomes the recovered model.
         calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
             (samples, length) without padding.
+        tokenizer: Tokenizer of a model in memory, for calibration on text.
         scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
             "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
         steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
@@ -121,9 +130,11 @@ def recover(
     Raises:
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
+    folder_path(pruned)  # refuses anything but a path
+    fields, source = named_model(against, tokenizer)
     text, given = _calibration(calibration)
-    fields = {"pruned": str(pruned), "model": str(against), "calibration": text, "scope": scope, "steps": steps}
-    return run(read_recovery({**settings, **fields}), observe, given=given)
+    own = {"pruned": str(pruned), "calibration": text, "scope": scope, "steps": steps}
+    return run(read_recovery({**fields, **settings, **own}), observe, given=given, source=source)
 
 
 def _calibration(calibration: str | Path | Sequence[str] | Tensor | None) -> tuple[str | None, GivenText]:

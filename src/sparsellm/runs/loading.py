@@ -15,7 +15,7 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.headers import read_all_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint, resolve_device
 from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
-from sparsellm.errors import BadCheckpoint, TooLarge
+from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of, describe
@@ -66,11 +66,36 @@ class OpenedModel:
 def named_model(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[dict[str, str], InMemoryModel | None]:
-    """The recipe's fields for a model, and the model with its tokenizer if it is in memory."""
+    """The recipe's fields for a model, and the model with its tokenizer if it is in memory.
+
+    Raises:
+        InvalidSetting: The model is neither named nor a model of transformers.
+    """
     if isinstance(model, (str, Path)):
         return {"model": str(model)}, None
+    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+        advice = " Pass its attribute model." if hasattr(model, "model") else ""
+        raise InvalidSetting(
+            f"A model is a folder, a hub name, or a model of transformers in memory, got {type(model).__name__}.{advice}"
+        )
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
+
+
+def open_source(
+    model: str | Path | PreTrainedModel, architecture: str | Path | None, *, trusted: bool
+) -> Checkpoint | InMemoryModel:
+    """Open a checkpoint, or take a model that is in memory, with the architecture in a file.
+
+    Raises:
+        SparseLLMError: As `named_model`, `read_architecture` and `open_checkpoint`.
+    """
+    fields, source = named_model(model, None)
+    described = None if architecture is None else read_architecture(architecture)
+    if source is None:
+        return open_checkpoint(fields["model"], trusted=trusted, architecture=described)
+    describe(source.model, described)
+    return source
 
 
 def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None) -> OpenedModel:

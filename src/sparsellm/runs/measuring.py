@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.generation import generate_text
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
@@ -57,6 +57,8 @@ def evaluate(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     fields, source = named_model(model, tokenizer)
+    if unknown := sorted(set(settings) - set(EvaluationSettings.__annotations__)):
+        raise InvalidSetting(f"Unknown field {unknown[0]!r}. {nearest(unknown[0], EvaluationSettings.__annotations__)}")
     texts = (str(text),) if isinstance(text, (str, Path)) else tuple(text)
     recipe = read_recipe({**fields, **settings, "method": "magnitude", "evaluate": texts})
     if not (recipe.evaluate or recipe.task):

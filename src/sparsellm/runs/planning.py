@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
-from sparsellm.models.coverage import Coverage
 from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shapes, rates, work
+from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import GivenText, Prepared, make_plan, model_bytes, model_step, model_written, prepare
@@ -36,86 +36,30 @@ LOGITS_BYTES = 12
 """Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
 
 
-@dataclass(frozen=True)
-class StageEstimate:
-    """Estimates for one stage."""
-
-    name: str  # as in the run's events
-    memory: Mapping[str, int]  # bytes of data at the peak, by device type
-    files: int  # bytes of hidden states in files
-    operations: float
-    seconds: float  # without reading and writing; NaN if the machine's rates were not measured
-
-
-@dataclass(frozen=True)
-class PeakEstimate:
-    """Estimates for the moment at which most memory is held."""
-
-    stage: str
-    data_bytes: int  # on the device that computes
-    libraries_bytes: int  # resident in this process, before the run
-    resident_bytes: int  # of the run's process
-    disk_bytes: int  # with the output and, block by block, the finished blocks
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Estimates for a run, from the shapes of its largest block; all blocks are taken to be like it."""
-
-    recipe: Recipe
-    blocks: int
-    layers: Counter[tuple[str, tuple[int, int]]]  # to prune, by pattern and (out, in)
-    samples: int
-    length: int  # tokens per sequence
-    batch: int  # sequences per batch
-    device: str
-    placement: Placement
-    free_bytes: int  # on the device
-    disk_free_bytes: int
-    stages: list[StageEstimate]
-    peak: PeakEstimate
-    seconds: float
-    most_samples: int | None  # whose hidden states fit into memory or on the disk; None for a run without any
-    fits: bool
-    refusal: str = ""  # why the run would not begin
-    coverage: Coverage | None = None  # how much of the blocks' weights is pruned
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the plan to plain data, ready for JSON."""
-        placement, fields = self.placement, asdict(replace(self, layers=Counter(), coverage=None))
-        del fields["placement"]
-        return fields | {
-            "model": self.recipe.model,
-            "recipe": self.recipe.model_dump(mode="json"),
-            "layers": [{"pattern": pattern, "shape": list(shape), "count": n} for (pattern, shape), n in self.layers.items()],
-            "coverage": self.coverage and self.coverage.to_dict(),
-            "model_bytes": placement.model,
-            "streamed": placement.streamed,
-            "note": placement.note,
-            "memory_bytes": placement.memory,
-            "operations": sum(stage.operations for stage in self.stages),
-        }
-
-
-def plan_run(recipe: Recipe, output: str | Path | None = None, *, given: GivenText = None) -> RunPlan:
+def plan_run(
+    recipe: Recipe, output: str | Path | None = None, *, given: GivenText = None, source: InMemoryModel | None = None
+) -> RunPlan:
     """Estimate what `prune` would take, without reading weights.
 
     Args:
         recipe: The run.
         output: The folder that it would write, for the free bytes of its disk.
         given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+        source: Model in memory that replaces the recipe's.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
-    opened = open_model(recipe)
+    opened = open_model(recipe, source)
     ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
+    if source:  # its weights are no longer part of the free memory
+        placement = replace(placement, memory=placement.memory + placement.model)
     try:
         placement, batch = fit_to_memory(recipe, ready, placement, observer=lambda _: None, output=folder)
     except TooLarge as error:
         refusal = str(error)
     release_free_memory()  # what tokenising took
     plan = estimate(recipe, ready, placement, batch=batch, output=folder, speed=rates(ready.device))
-    return replace(plan, coverage=report.coverage, fits=not refusal, refusal=refusal)
+    return replace(plan, coverage=report.coverage, fits=plan.fits and not refusal, refusal=refusal)
 
 
 def estimate(
@@ -126,8 +70,9 @@ def estimate(
     stages = [_estimate_stage(name, cost, device=device, placement=placement, speed=speed) for name, cost in costs.items()]
     peak = max(stages, key=lambda stage: stage.memory[device])
     host, libraries = max(stage.memory["cpu"] for stage in stages), current_memory()
-    resident = libraries + host + min(int(FREED_SHARE * host), FREED_BYTES)
-    written = placement.model * (1 if placement.streamed else 2)  # finished blocks, and the output
+    held = isinstance(ready.source, InMemoryModel)
+    resident = libraries - placement.model * (held and device == "cpu") + host + min(int(FREED_SHARE * host), FREED_BYTES)
+    written = placement.model * (1 if placement.streamed or held else 2)  # finished blocks, and the output
     disk, disk_free = written + max(stage.files for stage in stages), free_disk(output or Path())
     streams, room = sum(costs[PRUNING].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
     layers = [(block.full_name(name), layer) for block in ready.blocks for name, layer in block.layers.items()]

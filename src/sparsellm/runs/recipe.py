@@ -117,7 +117,7 @@ class Recipe(RunRecipe, RecipeFields):
     @field_validator("sparsity", "blocks", "scope", mode="before")
     @classmethod
     def _as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, (int, float, Pattern)) and not isinstance(value, bool) else value
+        return value if value is None else str(value)
 
     @field_validator("sparsity")
     @classmethod

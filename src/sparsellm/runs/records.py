@@ -198,6 +198,16 @@ def read_record(
         raise refusal(f"{file} is damaged: it is not a {what} ({where}: {first['msg']}, got {got}).") from None
 
 
+def folder_path(output: str | Path) -> Path:
+    """The path of what a run wrote. Raises InvalidSetting for anything but a path, such as a model in memory."""
+    if not isinstance(output, (str, Path)):
+        raise InvalidSetting(
+            f"A folder that a run wrote is needed, got {type(output).__name__}. "
+            "Write the result of a run with save_pretrained, which verifies what it writes, and pass the folder."
+        )
+    return Path(output).expanduser()
+
+
 def load_report(run: str | Path) -> SavedReport:
     """Read the report of a run.
 
@@ -210,7 +220,7 @@ def load_report(run: str | Path) -> SavedReport:
     Raises:
         BadCheckpoint: The report is missing or damaged.
     """
-    file = Path(run).expanduser()
+    file = folder_path(run)
     return read_record(file / REPORT if file.is_dir() else file, SavedReport, "report of a run", refusal=BadCheckpoint)[0]
 
 
@@ -258,7 +268,7 @@ def read_finished(output: str | Path) -> Output:
         InvalidSetting: The folder is not an output, or is unfinished.
         BadCheckpoint: The report is damaged, or files are missing.
     """
-    folder = Path(output).expanduser()
+    folder = folder_path(output)
     if (folder / WORK).exists():
         raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
     finished = read_output(folder)

@@ -15,6 +15,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block
 from sparsellm.runs.recipe import RecoveryRecipe
@@ -103,12 +104,11 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
         InvalidSetting: The pruned checkpoint has no zeros, or its tensors differ in name or shape from the dense model's.
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
-    if isinstance(source, InMemoryModel):
-        raise InvalidSetting("Recovery needs the dense model as a checkpoint, got one in memory. Save it, and pass its folder.")
     output = read_finished(recipe.pruned)
     if not any(layer.zeros for layer in output.report.layers):
         raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
-    pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code, architecture=source.architecture)
+    described = None if recipe.architecture is None else read_architecture(recipe.architecture)
+    pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code, architecture=described)
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
     if pruned_shapes != dense_shapes:
         names = {**pruned_shapes, **dense_shapes}
@@ -118,7 +118,8 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
             f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
             "Pass the dense model that it was made from as `against`."
         )
-    verify(output.folder, source.folder, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
+    dense = source.folder or source.skeleton()
+    verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
     training = MaskedAdam(recipe.block_steps, RATE)
     read = _reader(pruned, source.dtype(recipe.dtype))
@@ -128,7 +129,7 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
     return method, plan, kept
 
 
-def _shapes(checkpoint: Checkpoint) -> dict[str, list[int]]:
+def _shapes(checkpoint: Checkpoint | InMemoryModel) -> dict[str, list[int]]:
     """Shape of each parameter."""
     return {name: list(parameter.shape) for name, parameter in checkpoint.skeleton().named_parameters()}
 

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.files import Origin
-from sparsellm.evaluation.measurements import Accuracy, Perplexity
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
@@ -40,7 +40,7 @@ ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 @dataclass(repr=False)
-class Report:
+class Report(Summarized):
     """The results of a run, filled in as the run proceeds.
 
     Attributes:
@@ -106,7 +106,7 @@ class Report:
         """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
         measured = (
-            f"{' → '.join(_plus_minus(pair[when]) for when in WHEN if when in pair)} on {PurePath(text).name}"
+            f"{' → '.join(plus_minus(pair[when]) for when in WHEN if when in pair)} on {PurePath(text).name}"
             for text, pair in self.perplexity.items()
         )
         return {
@@ -115,10 +115,6 @@ class Report:
             f"{100 * totals['sparsity_of_model']:.2f} % of the model",
             "perplexity": "; ".join(measured) or "not measured",
         }
-
-    def __repr__(self) -> str:
-        """The summary as three lines, since all results together fill pages."""
-        return "\n".join(f"{name}: {value}" for name, value in self.summary().items())
 
     def to_frame(self) -> DataFrame:
         """The results of each pruned layer as the rows of a pandas DataFrame.
@@ -210,7 +206,7 @@ class Report:
         )
         previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else ""
         environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-        environment.filters.update(plain=plain, fenced=fenced, plus_minus=_plus_minus)
+        environment.filters.update(plain=plain, fenced=fenced, plus_minus=plus_minus)
         return environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).render(
             report=self,
             totals=self.totals(),
@@ -249,13 +245,6 @@ def _block_to_dict(block: BlockResult) -> dict[str, Any]:
 def _results_to_dict(results: Mapping[str, Mapping[When, Perplexity | Accuracy]]) -> dict[str, dict[str, Any]]:
     """Results by text or task as plain data."""
     return {name: {when: asdict(result) for when, result in pair.items()} for name, pair in results.items()}
-
-
-def _plus_minus(result: Perplexity | Accuracy | None) -> str:
-    """Format a result with its standard error."""
-    if result is None:
-        return "not measured"
-    return f"{result.value:.3f}" + (f" ± {result.standard_error:.3f}" if result.standard_error is not None else "")
 
 
 def plain(text: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare
-from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.errors import BadCheckpoint, VerificationFailed
+from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
-from sparsellm.models.architecture_file import read_architecture
 from sparsellm.runs.inspection import follows, layers_by_parameter
+from sparsellm.runs.loading import open_source
 from sparsellm.runs.records import CARD, REPORT, Output, SavedLayer, read_finished
 from sparsellm.runs.report import Report, finite
 from sparsellm.solvers.linalg import count_zeros
@@ -34,8 +34,8 @@ SHOWN = 5
 """Number of differences that a message names; all are in the error's `differences`."""
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Summarized):
     """An output without differences from its report.
 
     Attributes:
@@ -52,6 +52,16 @@ class Verification:
     layers: int
     against: str | None = None
 
+    def summary(self) -> dict[str, str]:
+        """What was verified, in three lines."""
+        return {
+            "output": f"{PurePath(self.output).name} is unchanged since the run wrote it",
+            "checked": f"{self.files} files, {self.tensors} tensors, {self.layers} pruned layers",
+            "against": f"all other tensors equal those of {PurePath(self.against).name}"
+            if self.against
+            else "compared with no dense model",
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         return asdict(self) | {"holds": True, "differences": []}
@@ -59,7 +69,7 @@ class Verification:
 
 def verify(
     output: str | Path,
-    against: str | Path | None = None,
+    against: str | Path | PreTrainedModel | None = None,
     *,
     trust_remote_code: bool = False,
     architecture: str | Path | None = None,
@@ -71,8 +81,8 @@ def verify(
 
     Args:
         output: Folder that a run wrote.
-        against: The dense model: a folder, a hub name or "demo:opt". Tensors that the run did not change must equal its tensors
-            bit by bit, in the output's dtype.
+        against: The dense model: a folder, a hub name, "demo:opt", or a model in memory. Tensors that the run did not change
+            must equal its tensors bit by bit, in the output's dtype.
         trust_remote_code: Run the Python code that comes with the output.
         architecture: YAML file that describes the model's architecture.
 
@@ -88,11 +98,10 @@ def verify(
     folder, report = finished.folder, finished.report
     tensors = _digests_in(folder, report.files)
     _raise_if_any(output, [*_tensor_differences(finished.digests.tensors, tensors), *_file_differences(finished)])
-    described = None if architecture is None else read_architecture(architecture)
-    model = open_checkpoint(str(folder), trusted=trust_remote_code, architecture=described).skeleton()
-    dense_tensors = None
+    model = open_source(folder, architecture, trusted=trust_remote_code).skeleton()
+    dense, dense_tensors = None, None
     if against is not None:
-        dense = open_checkpoint(str(against), trusted=trust_remote_code, architecture=described)
+        dense = open_source(against, architecture, trusted=trust_remote_code)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
     if total != len(layers):
@@ -101,7 +110,7 @@ def verify(
         output,
         _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
     )
-    return Verification(str(output), len(report.files), len(tensors), len(layers), None if against is None else str(against))
+    return Verification(str(output), len(report.files), len(tensors), len(layers), dense.name if dense else None)
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
