@@ -253,7 +253,7 @@ def test_evaluation_of_a_folder_and_of_a_model_in_memory(tiny: dict[str, Path], 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(InvalidSetting, match="name a `text` or a `task`"):
         sparsellm.evaluate(tiny["llama"])
-    with pytest.raises(InvalidSetting, match="tokenizer="):
+    with pytest.raises(InvalidSetting, match="`tokenizer`"):
         sparsellm.evaluate(model, text_file, sequence_length=32)
 
 

@@ -19,7 +19,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
-KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text"}
+KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files"}
@@ -76,6 +76,7 @@ def test_the_library_names_settings_in_the_words_of_python(file: Path) -> None:
         ("recover", "Pass it as `against`, not as `pruned`.", "Pass it as --against, not as PRUNED."),
         ("sweep", "Leave out `smoke`, or change `samples` in `changes`.", "Leave out --smoke, or change `samples` in --set."),
         ("push", "Run `hf auth login`, or pass `overwrite=True`.", "Run `hf auth login`, or pass --overwrite."),
+        ("prune", r"`overwrite=False` `exclude='a\b'` `samples='4`", r"`overwrite=False` `exclude='a\b'` `samples='4`"),
         ("prune", "samples 'samples' `samples:` `samples=x` ``", "samples 'samples' `samples:` `samples=x` ``"),
     ],
 )

@@ -228,7 +228,9 @@ class InMemoryModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer. Raises InvalidSetting if there is none."""
         if self.own_tokenizer is None:
-            raise InvalidSetting("A model in memory and a text need a tokenizer: pass tokenizer=..., or token numbers.")
+            raise InvalidSetting(
+                "A text needs the tokenizer of the model in memory: pass it as `tokenizer`, or token ids in place of the text."
+            )
         return self.own_tokenizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import re
 import shlex
@@ -62,10 +61,11 @@ def in_options(text: str, context: typer.Context) -> str:
         if match["value"] in (None, "True"):
             return option
         if match["value"] == "False":
-            return str(parameter.secondary_opts[0])
-        return f"{option} {shlex.quote(str(ast.literal_eval(match['value'])))}"
+            return next(iter(parameter.secondary_opts), match[0])
+        value = match["value"].strip("'")
+        return f"{option} {shlex.quote(value)}"
 
-    return re.sub(r"`(?P<name>[a-z_]+)(=(?P<value>True|False|\d+|'[^'`]*'))?`", written, text)
+    return re.sub(r"`(?P<name>[a-z_]+)(=(?P<value>True|False|\d+|'[^'`\\]*'))?`", written, text)
 
 
 def print_line(console: Console, text: str) -> None:

@@ -69,7 +69,7 @@ def named_model(
     """The recipe's fields for a model, and the model with its tokenizer if it is in memory.
 
     Raises:
-        InvalidSetting: The model is neither named nor a model of transformers.
+        InvalidSetting: The model is neither named nor a model of transformers, or not all of its weights are in memory.
     """
     if isinstance(model, (str, Path)):
         return {"model": str(model)}, None
@@ -77,6 +77,10 @@ def named_model(
         advice = " Pass its attribute model." if hasattr(model, "model") else ""
         raise InvalidSetting(
             f"A model is a folder, a hub name, or a model of transformers in memory, got {type(model).__name__}.{advice}"
+        )
+    if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise InvalidSetting(
+            f"{len(absent)} weights of the model are not in memory, {absent[0]} first. Load it as a whole, or pass its folder."
         )
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return {"model": name, "device": str(model.device)}, InMemoryModel(name, model, tokenizer)
