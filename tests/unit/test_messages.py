@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 from sparsellm.cli.app import app
 from sparsellm.cli.console import in_options
+from sparsellm.cli.display import Progress
+from sparsellm.runs.events import Note
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 
 PACKAGE = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists()) / "src" / "sparsellm"
@@ -83,6 +87,12 @@ def test_the_library_names_settings_in_the_words_of_python(file: Path) -> None:
 def test_the_command_line_names_its_options(command: str, python: str, options: str) -> None:
     """Only names between backticks that the command has an option or an argument for."""
     assert in_options(python, typer.Context(COMMANDS[command])) == options
+
+
+def test_notes_of_a_run_name_options_too() -> None:
+    text = StringIO()
+    Progress(Console(file=text, width=80), typer.Context(COMMANDS["prune"]))(Note("Not measured. Try `dtype='float32'`."))
+    assert text.getvalue() == "note: Not measured. Try --dtype float32.\n"
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS - {"pruned", "against"}))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from sparsellm.cli.console import plural, print_line, show, table
+from sparsellm.cli.console import in_options, plural, print_line, show, table
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.events import Event, Measured, Note, Stage
@@ -22,8 +23,8 @@ GIB = 1024**3
 class Progress:
     """Observer that displays a run's progress: one live line on a terminal, plain lines elsewhere. Use as a context manager."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, context: typer.Context) -> None:
+        self._console, self._context = console, context
         self._status = console.status("")
         self._stage = ""
         self._blocks = self._done = 0
@@ -45,7 +46,7 @@ class Progress:
             if plain:
                 print_line(self._console, event.name)
         elif isinstance(event, Note):
-            self._console.print(Text(f"note: {event.text}", style="yellow"), soft_wrap=True)
+            self._console.print(Text(f"note: {in_options(event.text, self._context)}", style="yellow"), soft_wrap=True)
         elif isinstance(event, LayerResult):
             detail = f"{event.name}  error {event.error:.3g}"
         elif isinstance(event, EpochResult):

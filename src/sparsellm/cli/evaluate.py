@@ -223,7 +223,7 @@ def demo(
 
         if output is not None:
             check_output(output)
-        with Progress(stderr) as progress:
+        with Progress(stderr, context) as progress:
             rows = demonstrate(family, output, combine_observers(manage_memory, progress))
         if as_json:
             print_json(

@@ -141,7 +141,7 @@ def _write(
         if is_main:
             check_output(output, overwrite, recipe.model)
         with (
-            Progress(stderr if is_main else silent) as progress,
+            Progress(stderr if is_main else silent, context) as progress,
             Tracked(*(report_to if is_main else ()), observer=progress) as tracked,
             work_directory(output, resume, restart) as work,
         ):

@@ -53,7 +53,10 @@ def sweep(
             return
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = watchdog.independent_process(os.environ)
-        with Progress(silent if rank else stderr) as progress, Tracked(*(report_to or ()), observer=progress) as tracked:
+        with (
+            Progress(silent if rank else stderr, context) as progress,
+            Tracked(*(report_to or ()), observer=progress) as tracked,
+        ):
             observe = combine_observers(manage_memory, progress, tracked)
             outcomes = run_sweep(
                 cells,
