@@ -10,8 +10,7 @@ trap 'rm -f "$types"' EXIT
 mypy > "$types" 2>&1 &
 mypy=$!
 failed=0
-# One process for each core, each with one thread: the tests' models are too small for more.
-OMP_NUM_THREADS=1 pytest --numprocesses logical --maxprocesses 8 --dist worksteal --durations=25 "$@" || failed=1
+pytest --numprocesses logical --maxprocesses 8 --dist worksteal --durations=25 "$@" || failed=1
 wait "$mypy" || failed=1
 cat "$types"
 exit "$failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ if TYPE_CHECKING:  # torch, transformers and typer take seconds to import: only 
     from _pytest.mark import ParameterSet
     from transformers import PreTrainedTokenizerFast
     from typer.testing import Result
+
+# Before torch is imported. The tests' models are too small for more threads, and the last bits of a sum depend on their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEXT = "the sum of the weights that stay is what a layer can still say when the rest of them are gone"
 WORDS = TEXT.split(" ")
