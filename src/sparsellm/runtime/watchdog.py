@@ -130,7 +130,7 @@ class Watchdog:
                     lost[rank] = f"failed: {value.rstrip('.')}"
                 elif self._answered - changed[rank] > self._silence:
                     lost[rank] = UNREACHABLE
-            self._lost |= lost if os.getppid() == self._parent else {-1: "The launcher is gone"}
+            self._lost |= lost if os.getppid() == self._parent else {-1: "The launcher ended"}
         if not self._closed.wait(GRACE):
             self._end(self._message())
             os._exit(1)
