@@ -11,6 +11,7 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
+    collection_paused,
     print_error,
     print_json,
     print_line,
@@ -172,7 +173,7 @@ def plan(
 
     Example: sparsellm plan demo:opt --sparsity 70% --calibration demo --samples 16
     """
-    with report_errors(context):
+    with report_errors(context), collection_paused():
         from sparsellm.cli.display import print_plan
         from sparsellm.errors import TooLarge
         from sparsellm.runs.planning import plan_run

@@ -104,7 +104,15 @@ def _docstrings(path: Path) -> list[str]:
             tree = ast.parse(file.read())
     except (SyntaxError, ValueError):  # test data, a template, or a wrong encoding declaration
         return []
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, owners)]
-    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line number and comes first
-    return [text.strip() for node in nodes if (text := ast.get_docstring(node))]
+    nodes = [tree, *_statements(tree)]
+    owners = [node for node in nodes if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+    owners.sort(key=lambda node: getattr(node, "lineno", 0))  # the module has no line number and comes first
+    return [text.strip() for node in owners if (text := ast.get_docstring(node))]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the statements within a node, however deep; expressions, most of the tree, hold none and are passed over."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from _statements(child)
