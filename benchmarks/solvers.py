@@ -22,7 +22,7 @@ import torch
 from measuring import MEASURED, markdown_table, read_figures, write_figures
 from torch import Tensor
 
-from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import calibration_windows

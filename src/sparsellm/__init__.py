@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sparsellm._version import __version__ as __version__
+__version__ = "0.1.0.dev0"  # the build reads it from here
 
 if TYPE_CHECKING:
     from sparsellm.activations.walk import walk as walk

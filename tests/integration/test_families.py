@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.output_cache import OutputCache
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM

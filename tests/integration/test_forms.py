@@ -17,9 +17,9 @@ from typer.testing import Result
 from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.models.architecture_file import read_architecture
+from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.architectures import ARCHITECTURES
-from sparsellm.models.blocks import blocks_of, describe
+from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runs.inspection import inspect
 from sparsellm.solvers import LayerSolver

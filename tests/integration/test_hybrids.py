@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.configuration import auto_model
 from sparsellm.errors import UnsupportedModel

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.output_cache import CacheableModule, OutputCache, trace_dataflow
-from sparsellm.activations.streams import Stream
+from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import LayerResult
 from sparsellm.methods.sparsellm import SparseLLM

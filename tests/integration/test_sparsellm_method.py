@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 
-from sparsellm.activations.hooks import CaptureRequest
 from sparsellm.activations.output_cache import BlockDataflow, trace_dataflow
 from sparsellm.activations.sensitivity import layer_sensitivities, output_sensitivities
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.methods import EpochResult, LayerResult, targets
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of

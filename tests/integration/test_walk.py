@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM

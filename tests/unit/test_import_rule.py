@@ -19,7 +19,6 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PACKAGE = ROOT / "src" / "sparsellm"
 
 MAY_IMPORT = {
-    "_version": set(),
     "errors": set(),
     "runtime": {"errors"},
     "data": {"errors", "runtime"},
@@ -89,6 +88,18 @@ def run_time_nodes(module: ast.Module) -> Iterator[ast.AST]:
             continue
         yield node
         waiting += ast.iter_child_nodes(node)
+
+
+def test_pruning_in_python_imports_few_files() -> None:
+    """What `LayerWise(SparseGPT())` and `prune_blocks` import, without the `__init__` of folders."""
+    files, waiting = set(), {"methods/layerwise", "solvers/sparsegpt", "pruning/sequential"}
+    while waiting:
+        files |= waiting
+        nodes = (node for file in waiting for node in run_time_nodes(parse(file)))
+        waiting = {file for node in nodes for name in imported_names(node) for file in imported_files(name)} - files
+    count = len([file for file in files if not file.endswith("__init__")])
+    assert count <= 23
+    assert f"import {count} files of the package" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_the_package_has_these_folders_and_no_lone_files() -> None:

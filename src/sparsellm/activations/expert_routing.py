@@ -8,12 +8,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from sparsellm.activations.hooks import StopForward, allclose_bf16
+from sparsellm.activations.streams import StopForward
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import replace_forward
 from sparsellm.models.experts import expert_members, experts_of, forward_by_expert, routed_tokens
 from sparsellm.runtime import collectives
+from sparsellm.solvers.linalg import allclose_bf16
 
 
 class ExpertSamples:

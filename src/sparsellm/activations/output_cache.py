@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.hooks import allclose_bf16, output_tensor
-from sparsellm.models.blocks import Block, Call
+from sparsellm.models.blocks import Block, Call, output_tensor
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import OffloadManager, TensorList
+from sparsellm.solvers.linalg import allclose_bf16
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import read_headers, read_pickle
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
+from sparsellm.models.blocks import Block, blocks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +59,15 @@ class Tensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((key, self[key]) for key in self.files)
+
+
+def layers_by_parameter(model: PreTrainedModel) -> dict[str, list[tuple[Block, str]]]:
+    """The linear layers of the blocks, by the full name of the parameter that holds them."""
+    layers: dict[str, list[tuple[Block, str]]] = {}
+    for block in blocks_of(model):
+        for name in block.layers:
+            layers.setdefault(block.full_name(block.parameter(name)), []).append((block, name))
+    return layers
 
 
 @dataclass(frozen=True)

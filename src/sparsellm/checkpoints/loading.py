@@ -34,8 +34,8 @@ from sparsellm.checkpoints.files import (
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
-from sparsellm.models.blocks import describe
 from sparsellm.runtime import devices
 from sparsellm.solvers.linalg import all_finite
 

@@ -14,7 +14,7 @@ import typer
 import typer.core
 from pydantic.fields import FieldInfo
 
-from sparsellm._version import __version__
+from sparsellm import __version__
 from sparsellm.runs.recipe_fields import PANELS, RecipeFields, RecoveryFields, RunFields
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sparsellm.activations.hooks import Capture, CaptureRequest
+from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations.hooks import Capture, CaptureRequest
+from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.errors import SingularGram
 from sparsellm.methods.signal_updates import activation_correction, fit_activated, fit_hidden
 from sparsellm.models.blocks import Block

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparsellm.activations.hooks import CaptureRequest
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsellm.activations.hooks import Capture, CaptureRequest
+from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import EpochResult, LayerResult, Plan, planned_layers
 from sparsellm.methods.layer_solve import assign_owners, broadcast_results, layer_result, problem_of, prune_layer

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sparsellm.activations.hooks import Capture, CaptureRequest
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
+from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import Plan
 from sparsellm.methods.feedforward_problem import weights_of

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.models.architectures import Architecture, Split
-from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
+from sparsellm.models.blocks import ARCHITECTURE_ATTRIBUTE, Block, blocks_of
+from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, GatedFeedForward, PlainFeedForward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FIELDS = ("blocks", "groups", "feed_forward", "activation", "splits", "experts")
 """Fields of the file; `blocks` and `groups` are required."""
@@ -96,3 +100,34 @@ def _text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidSetting(f"`{field}:` must be text, got {value!r}.")
     return value
+
+
+def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:
+    """Attach a user's architecture, resolved with the model's configuration, to the model; None changes nothing.
+
+    Raises:
+        UnsupportedModel: As `blocks_of`.
+        InvalidSetting: The architecture names layers that no block has, or an activation function that is not supported.
+    """
+    if architecture is not None:
+        resolved = architecture.resolved(model.config.get_text_config())
+        setattr(model, ARCHITECTURE_ATTRIBUTE, resolved)
+        _check_described(resolved, blocks_of(model))
+    return model
+
+
+def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> None:
+    """Raise InvalidSetting where a user names a layer that no block has: a typing error would silently leave it dense."""
+    layers = {name for block in blocks for group in block.architecture.groups for name in group}
+    modules = {name for block in blocks for name, _ in block.module.named_modules() if name}
+    for name in (name for group in architecture.groups for name in group):
+        if name not in layers or not any(name in {*block.views, *dict(block.module.named_modules())} for block in blocks):
+            raise InvalidSetting(f"The architecture names {name!r}, which no block has. {nearest(name, modules)}")
+    if architecture.experts and not any(block.architecture.experts for block in blocks):
+        raise InvalidSetting(f"The architecture's experts, {architecture.experts!r}, are in no block.")
+    if architecture.activation not in ("none", "relu", *ACTIVATION_FUNCTIONS):
+        raise InvalidSetting(
+            f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
+            f"supported: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward:` and `activation:` out to prune its "
+            "layers one by one."
+        )

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel, nearest
+from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.architectures import Architecture, architecture_of, discover_architecture, is_linear
 from sparsellm.models.contexts import replace_forward
 from sparsellm.models.experts import Rows, experts_of, forward_by_expert
-from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS
 from sparsellm.models.linear_views import Layer, LinearView, RouteMatmulThroughLayers, forward_by_views, piece_rows
 from sparsellm.solvers.linalg import all_finite
 
@@ -213,6 +212,12 @@ class Block:
         return output if isinstance(output, Tensor) else output[0]
 
 
+def output_tensor(output: Any) -> Tensor:
+    """Return the tensor of a module's output, the first item if that is a tuple."""
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
 def blocks_of(model: PreTrainedModel) -> list[Block]:
     """Return the decoder blocks of a model, in order; of a multimodal model, those of its language model.
 
@@ -220,7 +225,6 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
 
     Raises:
         UnsupportedModel: No blocks are found, they do not have the described layers, or two of them share weights.
-        InvalidSetting: The user's architecture names layers that no block has.
     """
     architecture = getattr(model, ARCHITECTURE_ATTRIBUTE, None) or architecture_of(model.config) or discover_architecture(model)
     paths = [f"{tower}{architecture.blocks.removeprefix('model.') if tower else architecture.blocks}" for tower in TOWERS]
@@ -237,8 +241,6 @@ def blocks_of(model: PreTrainedModel) -> list[Block]:
         except (AttributeError, ValueError) as error:
             raise UnsupportedModel(f"{path}.{index} is not of the form that is described: {error}.") from None
         blocks.append(Block(index, f"{path}.{index}", module, block_architecture, dtypes, views))
-    if hasattr(model, ARCHITECTURE_ATTRIBUTE):
-        _check_described(architecture, blocks)
     _check_unshared(blocks)
     return blocks
 
@@ -254,35 +256,6 @@ def _check_unshared(blocks: Sequence[Block]) -> None:
                 raise UnsupportedModel(
                     f"{owner} and {block.name} share {parameter}. Models whose blocks share weights cannot be pruned."
                 )
-
-
-def _check_described(architecture: Architecture, blocks: Sequence[Block]) -> None:
-    """Raise InvalidSetting where a user names a layer that no block has: a typing error would silently leave it dense."""
-    layers = {name for block in blocks for group in block.architecture.groups for name in group}
-    modules = {name for block in blocks for name, _ in block.module.named_modules() if name}
-    for name in (name for group in architecture.groups for name in group):
-        if name not in layers or not any(_has_layer(block, name) for block in blocks):
-            raise InvalidSetting(f"The architecture names {name!r}, which no block has. {nearest(name, modules)}")
-    if architecture.experts and not any(block.architecture.experts for block in blocks):
-        raise InvalidSetting(f"The architecture's experts, {architecture.experts!r}, are in no block.")
-    if architecture.activation not in ("none", "relu", *ACTIVATION_FUNCTIONS):
-        raise InvalidSetting(
-            f"The architecture's activation is {architecture.activation!r}, neither a key of the configuration nor one that is "
-            f"supported: relu, {', '.join(ACTIVATION_FUNCTIONS)}. Leave `feed_forward:` and `activation:` out to prune its "
-            "layers one by one."
-        )
-
-
-def _has_layer(block: Block, name: str) -> bool:
-    """Whether a block has a view or a module of that name."""
-    return name in block.views or any(path == name for path, _ in block.module.named_modules())
-
-
-def describe(model: PreTrainedModel, architecture: Architecture | None) -> PreTrainedModel:
-    """Attach a user's architecture, resolved with the model's configuration, to the model; None changes nothing."""
-    if architecture is not None:
-        setattr(model, ARCHITECTURE_ATTRIBUTE, architecture.resolved(model.config.get_text_config()))
-    return model
 
 
 def _views(module: nn.Module, architecture: Architecture) -> dict[str, LinearView]:

@@ -1,18 +1,22 @@
-"""A loaded model with the settings of a walk through it: where its weights are, where streams are stored, compute dtype."""
+"""A loaded model: where its weights are and how a walk computes, and passes through what is outside of its blocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sparsellm.models.blocks import Block
+from sparsellm.errors import SparseLLMError, UnsupportedModel
+from sparsellm.models.blocks import Block, Call
+from sparsellm.models.contexts import compute_dtype_context, replace_forward
+from sparsellm.runtime import devices
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.linalg import count_zeros
 
@@ -96,3 +100,166 @@ class LoadedModel:
     def of(cls, model: PreTrainedModel | LoadedModel, compute: torch.dtype | None = None) -> LoadedModel:
         """Return a `LoadedModel` as it is, and a model in memory with the default settings, computing in `compute`."""
         return model if isinstance(model, LoadedModel) else cls(model, ResidentWeights(model), compute=compute)
+
+
+@contextmanager
+def prediction_head(
+    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Context that yields a function from token ids (batch, seq) and the last block's output (batch, seq, model) to logits.
+
+    The function runs the model with blocks that return their input, and a last block that returns the given output.
+
+    Args:
+        model: The model.
+        blocks: Its decoder blocks; their own parameters are not used.
+        dtype: The dtype to compute in outside of the blocks; None for the model's own.
+    """
+
+    def predict(tokens: Tensor, output: Tensor) -> Tensor:
+        def block_output(block: Block, hidden: Tensor, call: Call) -> Tensor:
+            return output if block is blocks[-1] else hidden
+
+        run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
+        return run_with_replaced_blocks(blocks, block_output, run).logits  # type: ignore[no-any-return]
+
+    with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
+        yield predict
+
+
+class _PartialOutput(Exception):
+    """The model took a part of a block's output for the hidden states."""
+
+
+EXTRA_OUTPUTS = (None, 0, 1, 2, 3)
+"""Possible numbers of values after the hidden states in a block's output tuple; None for a block that returns a tensor."""
+
+
+def run_with_replaced_blocks(
+    blocks: Sequence[Block], answer: Callable[[Block, Tensor, Call], Tensor], run: Callable[[], Any]
+) -> Any:
+    """Run the model with replaced forward functions of its blocks, and return the model's output.
+
+    Depending on the family, a block returns the hidden states or a tuple that starts with them. All forms in `EXTRA_OUTPUTS`
+    are tried; the right one keeps the shape of the hidden states from block to block.
+
+    Args:
+        blocks: The decoder blocks.
+        answer: Replaces the forward function; maps the block, the hidden states (batch, seq, model) and the other arguments to
+            new hidden states.
+        run: Runs the model.
+    """
+
+    def run_once(extra: int | None) -> Any:
+        shapes: list[torch.Size] = []
+
+        def forward_of(block: Block) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+                shapes.append(hidden.shape)
+                if hidden.shape != shapes[0]:
+                    raise _PartialOutput
+                output = answer(block, hidden, Call(arguments, keywords))
+                return output if extra is None else (output, *[None] * extra)
+
+            return forward
+
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(replace_forward(block.module, forward_of(block)))
+            return run()
+
+    first_error: Exception | None = None
+    for extra in EXTRA_OUTPUTS:
+        try:
+            return run_once(extra)
+        except (torch.OutOfMemoryError, SparseLLMError):
+            raise
+        except (_PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+            if first_error is None or isinstance(first_error, _PartialOutput):
+                first_error = error
+    assert first_error is not None
+    raise first_error
+
+
+def equal_calls(one: Any, other: Any) -> bool:
+    """Whether two calls hold equal values, so that one copy serves both: masks are large and mostly equal."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and one.dtype == other.dtype and torch.equal(one, other))
+    if isinstance(one, Call) and isinstance(other, Call):
+        return equal_calls(one.arguments, other.arguments) and equal_calls(one.keywords, other.keywords)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(equal_calls, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal_calls(one[key], other[key]) for key in one)
+    return one is other or (isinstance(one, (int, float, str, bool)) and one == other)
+
+
+def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[Tensor, Call]]) -> None:
+    """Raise UnsupportedModel where the inputs of consecutive blocks differ, although each block returns its input.
+
+    Args:
+        before: The previous block.
+        block: The block.
+        entered: Hidden states and call of each block, by index.
+    """
+    if not equal_calls(entered[before.index][0], entered[block.index][0]):
+        message = f"The model changes the hidden states between {before.name} and {block.name}."
+        raise UnsupportedModel(f"{message} Such models cannot be pruned block by block.")
+
+
+def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor) -> list[tuple[Tensor, Call]]:
+    """Return the hidden states and other arguments that each block is called with, with blocks that return their input.
+
+    The hidden states of every block are therefore those of the first.
+
+    Args:
+        model: The model.
+        blocks: Its decoder blocks.
+        batch: Token ids, (batch, seq).
+
+    Raises:
+        UnsupportedModel: The model does not run on token ids alone, changes the hidden states between blocks, or does not call
+            each block exactly once.
+    """
+    inputs: dict[int, tuple[Tensor, Call]] = {}
+    class_name = type(model).__name__
+
+    def record(block: Block, hidden: Tensor, call: Call) -> Tensor:
+        if block.index in inputs:
+            raise UnsupportedModel(f"A {class_name} runs {block.name} more than once for every text and cannot be pruned.")
+        inputs[block.index] = hidden, call
+        check_block_chain(blocks[max(block.index - 1, 0)], block, inputs)
+        return hidden
+
+    def run() -> Any:
+        inputs.clear()  # the model runs once for each form of the blocks' outputs
+        return model.base_model(input_ids=batch.to(input_device(model)), use_cache=False)
+
+    with model_errors(model, "block by block on text alone"):
+        run_with_replaced_blocks(blocks, record, run)
+    missing = [block.name for block in blocks if block.index not in inputs]
+    if missing:
+        raise UnsupportedModel(f"A {class_name} does not run {missing[0]} on text, so the inputs of its layers are unknown.")
+    return [inputs[block.index] for block in blocks]
+
+
+@contextmanager
+def model_errors(model: PreTrainedModel, how: str) -> Iterator[None]:
+    """Turn errors of the model's own code within the context into UnsupportedModel, except out-of-memory errors.
+
+    Args:
+        model: The model.
+        how: Completes the message "A ... cannot be run ...".
+    """
+    try:
+        yield
+    except Exception as error:  # the model's code may fail in any way on unchecked values of its configuration
+        if isinstance(error, SparseLLMError) or devices.is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UnsupportedModel(f"A {type(model).__name__} cannot be run {how} ({reason}).") from error
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which a model expects token ids: that of its input embedding."""
+    return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from sparsellm._version import __version__
+from sparsellm import __version__
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.pruning.journal import JOURNAL, Journal

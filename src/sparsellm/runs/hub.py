@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsellm._version import __version__
+from sparsellm import __version__
 from sparsellm.checkpoints.files import first_line
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
 from sparsellm.runs.records import read_finished

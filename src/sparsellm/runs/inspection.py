@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Comparison, Tensors, compare
+from sparsellm.checkpoints.comparison import Comparison, Tensors, compare, layers_by_parameter
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
-from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.blocks import Block
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.records import REPORT, load_report
 from sparsellm.solvers.linalg import count_zeros
-from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -178,30 +178,11 @@ def inspect(
     )
 
 
-def layers_by_parameter(model: PreTrainedModel) -> dict[str, list[tuple[Block, str]]]:
-    """The linear layers of the blocks, by the full name of the parameter that holds them."""
-    layers: dict[str, list[tuple[Block, str]]] = {}
-    for block in blocks_of(model):
-        for name in block.layers:
-            layers.setdefault(block.full_name(block.parameter(name)), []).append((block, name))
-    return layers
-
-
 def _layer_zeros(block: Block, name: str, parameter: Tensor, *, required: Mapping[str, Pattern]) -> LayerZeros:
     """Count the zeros of a layer, and check the pattern that is required of it, if any."""
     weight, pattern = block.linear_view(name, parameter), required.get(block.full_name(name))
-    holds = None if pattern is None else follows(weight, pattern)
+    holds = None if pattern is None else pattern.holds(weight)
     return LayerZeros(block.full_name(name), (weight.shape[0], weight.shape[1]), count_zeros(weight), pattern, holds)
-
-
-def follows(weight: Tensor, pattern: Pattern) -> bool:
-    """Whether a weight, (out, in), has at least the zeros that a pattern requires: per group for N:M, otherwise in total."""
-    zero = weight == 0
-    if isinstance(pattern, NM):
-        if weight.shape[1] % pattern.group:
-            return False
-        return bool((zero.unflatten(1, (-1, pattern.group)).sum(-1) >= pattern.zeros).all())
-    return int(zero.sum()) >= pattern.count_removed(weight.numel())
 
 
 def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:

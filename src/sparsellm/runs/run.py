@@ -46,7 +46,7 @@ from sparsellm.runs.stages import prune_model
 from sparsellm.runs.startup import start_run
 from sparsellm.runs.workspace import WorkDirectory
 from sparsellm.runtime import collectives, devices
-from sparsellm.runtime.memory import is_out_of_memory, peak_memory, release_free_memory
+from sparsellm.runtime.memory import peak_memory, release_free_memory
 
 
 def run(
@@ -176,7 +176,8 @@ def _prune(
             prune_model(loaded, ready, batches, report=report, observer=observer, journal=journal, facts=facts)
             return loaded
         except RuntimeError as error:
-            if not is_out_of_memory(error) or batch == 1 or isinstance(source, InMemoryModel) or collectives.world() > 1:
+            can_retry = batch > 1 and isinstance(source, Checkpoint) and collectives.world() == 1
+            if not can_retry or not devices.is_out_of_memory(error):
                 raise
         batch //= 2
         observer(Note(f"{ready.device} is out of memory: continuing with {batch} sequences per batch"))

@@ -13,12 +13,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare
+from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
-from sparsellm.runs.inspection import follows, layers_by_parameter
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.records import CARD, REPORT, Output, SavedLayer, read_finished
 from sparsellm.runs.report import Report, finite
@@ -259,6 +258,6 @@ def _layer_differences(
 def _layer_difference(weight: Tensor, expected: LayerResult | SavedLayer) -> list[str]:
     """How a pruned layer differs from its report; empty if it does not."""
     zeros = count_zeros(weight)
-    if zeros == expected.zeros and follows(weight, expected.pattern):
+    if zeros == expected.zeros and expected.pattern.holds(weight):
         return []
     return [f"{expected.name} has {zeros} zeros where the report says {expected.zeros} ({expected.pattern})"]

@@ -53,6 +53,13 @@ def empty_cache(device: torch.device) -> None:
         get_device_module(device).empty_cache()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is an out-of-memory error; on the CPU only the message shows it."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
+    )
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until all work queued on a device is done."""
     if queued(device):

@@ -1,4 +1,4 @@
-"""Available memory, memory use of this process, and out-of-memory errors."""
+"""Available memory, and memory use of this process."""
 
 from __future__ import annotations
 
@@ -34,13 +34,6 @@ def check_fits(needed: int, device: torch.device, *, stage: str, advice: str) ->
     free = available(device)
     if needed > free:
         raise TooLarge(f"{stage} needs {needed:,} bytes of memory on {device}, and {free:,} are free. {advice}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is an out-of-memory error; on the CPU only the message shows it."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "not enough memory" in str(error))
-    )
 
 
 def human_bytes(count: float) -> str:

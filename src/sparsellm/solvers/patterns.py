@@ -55,6 +55,10 @@ class Unstructured:
         """Number of weights removed out of `count`."""
         return round(self.sparsity * count)
 
+    def holds(self, weight: Tensor) -> bool:
+        """Whether a weight, (out, in), has at least as many zeros as the pattern removes."""
+        return int((weight == 0).sum()) >= self.count_removed(weight.numel())
+
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of the whole layer, or of each row. Of equal scores the later position is kept.
 
@@ -121,6 +125,12 @@ class NM:
     def count_removed(self, count: int) -> int:
         """Number of weights removed out of `count`."""
         return count * self.zeros // self.group
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether each group of a weight, (out, in), has at least as many zeros as the pattern removes."""
+        if weight.shape[1] % self.group:
+            return False
+        return bool(((weight == 0).unflatten(1, (-1, self.group)).sum(-1) >= self.zeros).all())
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of each group. Of equal scores the later position is kept.
