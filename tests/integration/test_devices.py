@@ -311,7 +311,7 @@ def test_sixteen_bits_are_multiplied_as_they_are(dtype: torch.dtype, monkeypatch
     plain, plain_cross = Gram(200), CrossMoment(30, 200)
     plain.update(x)
     plain_cross.update(y, x)
-    monkeypatch.setattr(devices, "mixed_products", lambda device: True)
+    monkeypatch.setattr(devices, "is_nvidia", lambda device: True)
     monkeypatch.setattr(torch, "mm", mm)
     gram, cross, wide = Gram(200), CrossMoment(30, 200), Gram(200, dtype=torch.float64)
     gram.update(x)

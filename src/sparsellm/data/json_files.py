@@ -1,4 +1,4 @@
-"""Strict JSON parsing of untrusted files: the result is a checked value, or an error with one message."""
+"""Strict JSON parsing of untrusted files: the result is a checked value, or an error with one message. Durable writing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,29 @@ def build_mapping(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
             raise Unreadable(f"it names {str(key)[:80]!r} twice")
         mapping[key] = value
     return mapping
+
+
+def durable(file: Path, data: bytes) -> None:
+    """Write a file atomically and flush it to disk: after a crash it has either its old or its new content."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")  # unique, as another process may write the same file
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(file.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the entries of a folder to disk, where the system supports it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from sparsellm.data.json_files import durable, flush_folder
 from sparsellm.errors import BadCheckpoint, CannotResume
 from sparsellm.methods import BLOCK_RESULT, BlockResult
 from sparsellm.models.blocks import Block
@@ -200,7 +200,7 @@ class Journal:
                 stream.write(line)
                 stream.flush()
                 os.fsync(stream.fileno())
-            _flush_folder(self.folder)
+            flush_folder(self.folder)
             self._add(json.loads(line))  # before the broadcast, which fails if another process is lost
         line = collectives.broadcast_object(line)
         if not collectives.is_main():
@@ -281,29 +281,3 @@ def _remove_partial_files(folder: Path) -> None:
     """Remove the temporary files of a killed process."""
     for file in folder.glob("*.partial"):
         file.unlink(missing_ok=True)
-
-
-def durable(file: Path, data: bytes) -> None:
-    """Write a file atomically and flush it to disk: after a crash it has either its old or its new content."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.partial")  # unique, as another process may write the same file
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _flush_folder(file.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk, where the system supports it."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from sparsellm.data.json_files import durable
 from sparsellm.evaluation.zeroshot import mean
-from sparsellm.pruning.journal import durable
 from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
 from sparsellm.runs.records import SavedReport

@@ -17,8 +17,8 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
+from sparsellm.data.json_files import durable
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
-from sparsellm.pruning.journal import durable
 from sparsellm.reports.sweep_file import Cell, Sweep
 from sparsellm.runs.events import Note, Observer, Stage
 from sparsellm.runs.export import Result, check_output

@@ -177,19 +177,16 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
             return SolverCost(4, 0, 0, 0, 0, 14 + (mask if isinstance(pattern, NM) else SORT_PASSES))
         case ALPS():  # mostly ends after the fewest iterations, later where the penalty rises more slowly
             steps = min(solver.iterations, MIN_ITERATIONS / solver.penalty_growth**0.85)
-            return _admm_cost(steps, solver.refit_steps, penalties=steps / CHECK_EVERY, passes=30 + mask, curved=curved)
+            penalties = steps / CHECK_EVERY
         case FastADMM():
-            return _admm_cost(solver.steps, solver.refit_steps, penalties=1, passes=30 + mask, curved=curved)
-    return SolverCost(2.6, 1.8, 0.8, 1, 0, 50 + mask)
-
-
-def _admm_cost(steps: float, refit_steps: int, *, penalties: float, passes: float, curved: bool) -> SolverCost:
-    """What a search and its refit take; each penalty takes a Cholesky factor and its inverse. `passes` is of each step."""
-    passes = passes * steps + 10 * refit_steps
+            steps, penalties = solver.steps, 1
+        case _:
+            return SolverCost(2.6, 1.8, 0.8, 1, 0, 50 + mask)
+    products, passes = steps + solver.refit_steps + 2, (30 + mask) * steps + 10 * solver.refit_steps
     if curved:  # one eigendecomposition serves all penalties, and a step takes two products
-        return SolverCost(9.2, 3.0, 2 * steps + refit_steps + 2, 0, 1, passes)
+        return SolverCost(9.2, 3.0, products + steps, 0, 1, passes)
     squares = 3.7 if penalties > 1 else 1.4  # the previous inverse is held while the next one is computed
-    return SolverCost(9.2, squares, steps + refit_steps + 2, 3 * penalties, 0, passes)
+    return SolverCost(9.2, squares, products, 3 * penalties, 0, passes)  # an inverse counts as two factors
 
 
 def block_cost(method: object, shapes: BlockShapes) -> Cost:

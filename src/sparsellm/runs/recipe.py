@@ -36,8 +36,7 @@ SOLVERS: dict[str, Callable[[], LayerSolver]] = {
 }
 """Layer solvers by name; each is also a layer-wise method of that name."""
 
-_ONLY_DEFAULT = ("effort", "gauss_newton_steps")
-_ONLY_PUBLISHED = ("epochs", "alpha", "beta")
+_ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
 _ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
 EFFORTS: dict[str, tuple[SolverName, str]] = {

@@ -122,9 +122,15 @@ def full_precision(numbers: Tensor) -> Tensor:
     return numbers.to("cpu" if widest_float(numbers.device) is torch.float32 else numbers.device, torch.float64)
 
 
-def mixed_products(device: torch.device) -> bool:
-    """Return whether a device multiplies 16-bit matrices into a float32 output: NVIDIA GPUs."""
-    return is_nvidia(device)
+def as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to `dtype` for `product`; 16-bit numbers, whose products are exact in float32, stay where the device takes them."""
+    exact = rows.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32 and is_nvidia(rows.device)
+    return rows if exact else rows.to(dtype)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return leftᵀ right of two factors, accumulated in `dtype`."""
+    return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
 
 
 def to_python(numbers: Sequence[Tensor]) -> list[float]:

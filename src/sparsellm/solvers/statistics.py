@@ -35,9 +35,6 @@ MIN_PANEL_ROWS = 16
 ASYNC_PANEL_ROWS = 512
 """Minimum number of rows of a panel on a GPU, to occupy the device; not measured."""
 
-HALF = (torch.bfloat16, torch.float16)
-"""Dtypes whose products are exact in float32."""
-
 
 class TokenCount:
     """The number of tokens.
@@ -52,8 +49,7 @@ class TokenCount:
     """Place in the order of the classes: statistics serve every solver that needs a class of their rank or a lower one."""
 
     def __init__(self, features: int, device: torch.device | str = "cpu", unit: int | None = None) -> None:
-        self.features, self.unit = features, unit
-        self._device = torch.device(device)
+        self.features, self.unit, self._device = features, unit, torch.device(device)
         self._tokens = 0  # a Python int: dividing by it needs no synchronisation
 
     @property
@@ -206,9 +202,9 @@ class Gram(InputRMS):
         return [torch.zeros(shape, dtype=dtype, device=self._device) for shape in (*shapes, (self.features,))]
 
     def _accumulate(self, rows: Tensor) -> None:
-        x = _as_factor(rows, self._dtype)
+        x = devices.as_factor(rows, self._dtype)
         for (start, stop), products in self._panels():
-            _add_by_panel(products, _product(x[:, start:stop], x[:, start:], self._dtype))
+            _add_by_panel(products, devices.product(x[:, start:stop], x[:, start:], self._dtype))
         self._sums[-1] += x.sum(0, dtype=self._dtype)
 
     def _squares(self) -> Tensor:
@@ -253,8 +249,7 @@ class CrossMoment:
     """
 
     def __init__(self, outputs: int, features: int, device: torch.device | str = "cpu", *, unit: int | None = None) -> None:
-        self._device, self.unit = torch.device(device), unit
-        self._tokens = 0
+        self.unit, self._device, self._tokens = unit, torch.device(device), 0
         self._products = torch.zeros(outputs, features, dtype=devices.widest_float(self._device), device=device)
 
     @property
@@ -284,8 +279,8 @@ class CrossMoment:
             targets, inputs = targets.float(), inputs.float()
         size = self.unit or max(len(inputs), 1)
         for target_rows, input_rows in zip(targets.split(size), inputs.split(size), strict=True):
-            y, x = _as_factor(target_rows, torch.float32), _as_factor(input_rows, torch.float32)
-            _add_by_panel(self._products, _product(y, x, torch.float32))
+            y, x = devices.as_factor(target_rows, torch.float32), devices.as_factor(input_rows, torch.float32)
+            _add_by_panel(self._products, devices.product(y, x, torch.float32))
 
     def reduce(self) -> None:
         """Sum over all processes."""
@@ -303,14 +298,3 @@ def _add_by_panel(sums: Tensor, products: Tensor) -> None:
     """Add a batch's products to their sums, panel by panel, which limits the temporary of the cast to float64."""
     for start, stop in _panel_bounds(len(products), products.device):
         sums[start:stop] += products[start:stop]
-
-
-def _as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to `dtype` for a product; 16-bit numbers stay as they are if the device accumulates their products in float32."""
-    exact = rows.dtype in HALF and dtype == torch.float32 and devices.mixed_products(rows.device)
-    return rows if exact else rows.to(dtype)
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """leftᵀ right, accumulated in `dtype`."""
-    return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)

@@ -32,7 +32,7 @@ def grid_best(m: Tensor, z: Tensor, p: Tensor, ratio: float, rounds: int = 2, cu
     the curve is 0 or s; then `rounds` times twenty times finer around the five best places.
     """
     m, z, p = (signal.double()[:, None] for signal in (m, z, p))
-    span = torch.linspace(-30, 30, 801, dtype=torch.float64)
+    span = torch.linspace(-30, 30, 401, dtype=torch.float64)
     places = torch.cat([span.expand(len(m), -1), m + span / 3, m, (m + ratio * z * p) / (1 + ratio * z.square())], dim=1)
     width = float(span[1] - span[0])
     for _ in range(rounds + 1):

@@ -37,13 +37,14 @@ def block_of(columns: int, outputs: int) -> tuple[Tensor, Tensor]:
     return weight.to(DEVICE), factor.to(DEVICE)[4 : 4 + columns, 4 : 4 + columns]
 
 
-def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> None:
-    """The same masks; the same weights but for rounding."""
+def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern) -> Tensor:
+    """The same masks; the same weights but for rounding. Returns those of the kernel."""
     one, other = columns.clone(), columns.clone()
     sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern=pattern)
     sparsegpt_triton.prune_columns(other, factor, keep, pattern=pattern)
     assert torch.equal(other == 0, one == 0)
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    return other
 
 
 @pytest.mark.parametrize(
@@ -83,9 +84,7 @@ def test_ties_go_by_position(text: str) -> None:
     pattern = parse_pattern(text)
     weight = torch.randint(-2, 3, (16, 9), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
     factor = torch.eye(16, device=DEVICE)
-    both(weight, factor, None, pattern)
-    pruned = weight.clone()
-    sparsegpt_triton.prune_columns(pruned, factor, None, pattern=pattern)
+    pruned = both(weight, factor, None, pattern)
     assert torch.equal(pruned, (weight.T * pattern.keep(weight.T.square())).T)
 
 
