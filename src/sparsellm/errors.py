@@ -108,6 +108,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"Did you mean {matches[0]!r}?" if matches else f"Known: {', '.join(names)}."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without a trailing full stop; the error's class if there is no text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:
     """Make a text safe to print: escape control characters and surrogates, and elide the middle beyond `limit` characters."""
     if len(text) > limit:

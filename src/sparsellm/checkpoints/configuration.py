@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.files import first_line
 from sparsellm.checkpoints.headers import TensorHeader
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.data.json_files import read_json
-from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel
+from sparsellm.errors import BadCheckpoint, MissingPackage, SparseLLMError, UnsupportedModel, first_line
 from sparsellm.models.architectures import ARCHITECTURES
 
 if TYPE_CHECKING:

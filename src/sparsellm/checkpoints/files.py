@@ -11,7 +11,7 @@ from typing import Any
 from sparsellm.data import demo
 from sparsellm.data.json_files import is_path, read_json
 from sparsellm.data.yaml_files import read_strings
-from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable
+from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line
 
 DEMO = "demo:"
 """Prefix of the names of bundled models."""
@@ -192,9 +192,3 @@ def _shards(index: Path) -> list[Path]:
     for file in files:
         _check_link("", file, index.parent)
     return files
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without a trailing full stop; the error's class if there is no text."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")

@@ -27,16 +27,14 @@ from sparsellm.checkpoints.files import (
     check_files,
     check_within,
     find_checkpoint,
-    first_line,
     is_hub_name,
     licence_files,
 )
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.tensor_index import stored_dtype
-from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
-from sparsellm.runtime import devices
 from sparsellm.solvers.linalg import all_finite
 
 if TYPE_CHECKING:
@@ -264,22 +262,6 @@ def open_checkpoint(
     checkpoint = Checkpoint(name, folder, config, trusted, architecture)
     check_tensors(name, checkpoint.skeleton(), files=files, headers=headers)
     return checkpoint
-
-
-def resolve_device(text: str) -> torch.device:
-    """Return the device of a name; "auto" is an NVIDIA or AMD GPU if there is one, otherwise the CPU.
-
-    Raises:
-        InvalidSetting: The name is not valid, or the device is not available.
-    """
-    if text == "auto":
-        return devices.accelerator() or torch.device("cpu")
-    try:
-        device = torch.device(text)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise InvalidSetting(f"`device` got {text!r}: {first_line(error)}. Write auto, cpu, cuda, cuda:1 or mps.") from None
-    return device
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | None:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from sparsellm.checkpoints.files import first_line
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable
+from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable, first_line
 from sparsellm.evaluation.measurements import SPLITS, Accuracy, TaskName
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsellm import __version__
-from sparsellm.checkpoints.files import first_line
-from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable
+from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line
 from sparsellm.runs.records import read_finished
 from sparsellm.runs.verification import verify
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.headers import read_all_headers
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint, resolve_device
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
 from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge
 from sparsellm.methods import Plan
@@ -109,7 +109,7 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         BadCheckpoint: The checkpoint is damaged, or its tokenizer belongs to another model.
         UnsupportedModel: The model cannot be pruned.
     """
-    device = resolve_device(recipe.device)
+    device = devices.resolve_device(recipe.device)
     architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
     source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture)
     if isinstance(source, InMemoryModel):

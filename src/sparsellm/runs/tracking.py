@@ -16,8 +16,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 from accelerate.utils import clear_environment
 
-from sparsellm.checkpoints.files import first_line
-from sparsellm.errors import InvalidSetting, MissingPackage, nearest
+from sparsellm.errors import InvalidSetting, MissingPackage, first_line, nearest
 from sparsellm.methods import BlockResult, TrainingResult
 from sparsellm.runs.events import OPENING, TRAINING, Begun, Ended, Event, Measured, Note, Observer, Stage
 from sparsellm.runtime import devices

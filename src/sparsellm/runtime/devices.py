@@ -15,11 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, get_device_module
 
+from sparsellm.errors import InvalidSetting, first_line
+
 
 def accelerator() -> torch.device | None:
     """Return the accelerator type of this machine, if it has dedicated memory; otherwise None."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device if device is not None and has_own_memory(device) else None
+
+
+def resolve_device(text: str) -> torch.device:
+    """Return the device of a name; "auto" is an NVIDIA or AMD GPU if there is one, otherwise the CPU.
+
+    Raises:
+        InvalidSetting: The name is not valid, or the device is not available.
+    """
+    if text == "auto":
+        return accelerator() or torch.device("cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidSetting(f"`device` got {text!r}: {first_line(error)}. Write auto, cpu, cuda, cuda:1 or mps.") from None
+    return device
 
 
 def set_device(index: int) -> None:
