@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
-from sparsellm.evaluation.measurements import SPLITS, TaskName
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.runs.recipe import SOLVERS, Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
@@ -68,7 +67,6 @@ def test_options_for_fields_show_the_description_and_default_of_the_field(name: 
 def test_value_lists_hold_every_name() -> None:
     assert set(get_args(SolverName)) == set(SOLVERS)
     assert set(get_args(MethodName)) == set(METHODS)
-    assert set(get_args(TaskName)) == set(SPLITS)
     assert all(rule in (Recipe.model_fields["allocation"].description or "") for rule in ALLOCATIONS)
 
 
@@ -80,7 +78,7 @@ def test_help_lists_the_values_of_a_field_and_completion_offers_them() -> None:
     parameters = {parameter.name: parameter for parameter in COMMANDS["prune"].params}
     assert parameters["dtype"].metavar == "[auto|float32|bfloat16|float16]"
     context = COMMANDS["prune"].make_context("prune", [])
-    for name, start, expected in (("dtype", "b", ["bfloat16"]), ("task", "arc", ["arc_easy", "arc_challenge"])):
+    for name, start, expected in (("dtype", "b", ["bfloat16"]), ("solver", "alps", ["alps-accurate", "alps"])):
         assert [item.value for item in parameters[name].shell_complete(context, start)] == expected
     assert parameters["seed"].shell_complete(context, "") == []
 

@@ -1,4 +1,4 @@
-"""Zero-shot tasks: what lm-eval gives for the saved folder, from local files; what is missing is told."""
+"""Tasks: what lm-eval gives for the saved folder, from local files or any data set; what is missing is told."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import Result
 
-from sparsellm.errors import BadText, InvalidSetting, MissingPackage
+from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable
 from sparsellm.evaluation import zeroshot
-from sparsellm.evaluation.measurements import SPLITS
 from sparsellm.evaluation.zeroshot import definition, mean, prepare_tasks
 from sparsellm.runs.measuring import evaluate
-from sparsellm.runs.recipe_file import read_recipe
 
 Command = Callable[..., Result]
 HERE = find_spec("lm_eval") is not None
@@ -130,10 +129,140 @@ def test_the_mean_and_its_error() -> None:
     assert mean([(0.5, None), (0.7, 0.04)]) == (pytest.approx(0.6), None)
 
 
-def test_an_unknown_task_is_refused() -> None:
-    with pytest.raises(InvalidSetting, match=r"`task` is unknown: got 'helaswag'\. Did you mean 'hellaswag'"):
-        read_recipe({"model": "x", "method": "magnitude", "task": "helaswag"})
-    assert set(PAPER) < set(SPLITS)
+ROWS = [{"question": f"{n} is", "choices": ["odd", "even"], "answer": n % 2, "text": f"the number {n} is"} for n in range(6)]
+
+CHOICE = {"output_type": "multiple_choice", "doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer"}
+GENERATE = {
+    "output_type": "generate_until",
+    "doc_to_text": "question",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": ["."], "max_gen_toks": 4},
+    "filter_list": [{"name": "first-word", "filter": [{"function": "take_first"}]}],
+}
+OWN = {
+    "choice_acc": CHOICE | {"metric_list": [{"metric": "acc"}], "tag": "choices"},
+    "choice_norm": CHOICE | {"metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}], "tag": "choices"},
+    "choice_shots": CHOICE | {"metric_list": [{"metric": "acc"}], "num_fewshot": 2, "fewshot_split": "test"},
+    "generated": GENERATE | {"metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}]},
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}],
+    },
+    "unsafe": GENERATE | {"metric_list": [{"metric": "exact_match"}], "unsafe_code": True},
+    "absent": CHOICE | {"metric_list": [{"metric": "acc"}], "dataset_path": "some/where", "dataset_kwargs": None},
+    "other_fields": CHOICE | {"metric_list": [{"metric": "acc"}], "doc_to_text": "{{no_such_field[0][1]}}"},
+}
+GROUPS = {
+    "combined": {
+        "task": ["choice_acc", "choice_norm"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    },
+    "listed": {"task": ["combined", "rolling"]},
+    "several": {"task": ["choice_acc", "generated"], "aggregate_metric_list": [{"metric": "acc"}, {"metric": "exact_match"}]},
+}
+
+
+@pytest.fixture
+def own_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """lm-eval's index of a few small tasks with data from a file, in place of that of its own tasks."""
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path / "own"
+    folder.mkdir()
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    for name, fields in OWN.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | common | fields), encoding="utf-8")
+    for name, fields in GROUPS.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"group": name} | fields), encoding="utf-8")
+    index = TaskManager(include_path=str(folder), include_defaults=False)
+    monkeypatch.setattr(zeroshot, "_task_manager", lambda: index)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return index
+
+
+@WITH
+def test_any_task_group_or_tag_is_measured_by_its_own_metric(tiny: dict[str, Path], own_tasks: Any, command: Command) -> None:
+    """acc_norm before acc before the first metric; generated answers and whole texts too; as lm-eval by itself."""
+    from lm_eval import simple_evaluate
+
+    expected = {
+        "choice_shots": ("acc", "acc,none"),
+        "generated": ("exact_match,first-word", "exact_match,first-word"),
+        "rolling": ("word_perplexity", "word_perplexity,none"),
+        "choice_acc": ("acc", "acc,none"),
+        "choice_norm": ("acc_norm", "acc_norm,none"),
+    }
+    measured = evaluate(str(tiny["llama"]), task=["choice_shots", "generated", "rolling", "choices"]).accuracy
+    assert list(measured) == list(expected)
+    arguments = {"pretrained": str(tiny["llama"]), "dtype": "float32"}
+    settings = {"batch_size": 8, "device": "cpu", "log_samples": False, "task_manager": own_tasks}
+    theirs = simple_evaluate("hf", arguments, tasks=list(expected), **settings)
+    assert theirs is not None
+    for name, (metric, key) in expected.items():
+        assert (measured[name].metric, measured[name].value) == (metric, theirs["results"][name][key])
+        assert measured[name].questions == 6
+    assert theirs["n-shot"]["choice_shots"] == 2
+    assert measured["choice_norm"].normalised == measured["choice_norm"].value
+    done = command("evaluate", tiny["llama"], "--task", "listed", "--task", "generated")
+    assert done.exit_code == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:2] for line in lines[1:]] == [
+        ["combined", "acc,"],
+        ["rolling", "word_perplexity"],
+        ["generated", lines[3][1]],
+    ]
+    assert lines[1][-1] == "12"  # the questions of both tasks of the group
+    assert "mean" not in done.stdout  # of one accuracy
+    assert list(evaluate(str(tiny["llama"]), task="several").accuracy) == ["choice_acc", "generated"]
+
+
+@WITH
+def test_a_report_names_the_metric_of_each_task(
+    tiny: dict[str, Path], own_tasks: Any, tmp_path: Path, command: Command
+) -> None:
+    words = ["--method", "magnitude", "--task", "rolling", "--task", "choice_norm"]
+    done = command("prune", tiny["llama"], tmp_path / "out", *words)
+    assert done.exit_code == 0, done.stderr
+    assert "word_perplexity on rolling, dense: " in done.stderr
+    assert "accuracy on choice_norm, pruned: " in done.stderr
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "| rolling | word_perplexity | " in card
+    assert "| choice_norm | acc_norm | " in card
+    head, *rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("task", "rolling", "choice_norm"))]
+    assert head == ["task", "metric", "dense", "pruned"]
+    assert [row[1] for row in rows] == ["word_perplexity", "acc_norm,"]
+
+
+@WITH
+@pytest.mark.parametrize(
+    ("task", "error", "message"),
+    [
+        ("choice_nrm", InvalidSetting, r"`task` is unknown: got 'choice_nrm'\. Did you mean 'choice_norm' or "),
+        ("zzzzzzz", InvalidSetting, r"`task` is unknown: got 'zzzzzzz'\. `lm-eval ls tasks` lists all\."),
+        ("unsafe", InvalidSetting, "task unsafe runs code that the model writes"),
+        ("absent", Unreachable, r"data of the task absent cannot be loaded \(.*some/where.*\)\. Run once with a network"),
+    ],
+)
+def test_a_task_that_cannot_run_is_refused_before_any_work(
+    task: str, error: type[Exception], message: str, tiny: dict[str, Path], own_tasks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights_are_read(*_: object, **__: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("sparsellm.runs.measuring.load", weights_are_read)
+    with pytest.raises(error, match=message):
+        evaluate(str(tiny["opt"]), task=task)
+
+
+@WITH
+def test_local_files_are_for_the_paper_s_tasks_only(own_tasks: Any, questions: Path) -> None:
+    with pytest.raises(InvalidSetting, match=r"`task_data` can hold the tasks boolq, .*, not choice_acc"):
+        prepare_tasks(["boolq", "choice_acc"], str(questions))
 
 
 @WITH

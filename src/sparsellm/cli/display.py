@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sparsellm.cli.console import in_options, plural, print_line, show, table
+from sparsellm.evaluation.measurements import Accuracy, is_fraction
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.events import Event, Measured, Note, Stage
@@ -54,8 +55,9 @@ class Progress:
         elif isinstance(event, TrainingResult):
             detail = f"trained, held-out error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, Measured):
-            value = (plus_minus if event.kind == "perplexity" else percent)(event.value, event.standard_error)
-            unit = " %" if event.kind == "accuracy" else ""
+            fraction = is_fraction(event.kind)
+            value = (percent if fraction else plus_minus)(event.value, event.standard_error)
+            unit = " %" if fraction else ""
             print_line(self._console, f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
         elif isinstance(event, BlockResult):
             self._done += 1
@@ -88,6 +90,16 @@ def percent(value: float, error: float | None) -> str:
     return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
 
 
+def task_metric(metric: str) -> str:
+    """Name a task's metric, with its unit."""
+    return f"{metric}, %" if is_fraction(metric) else metric
+
+
+def task_value(result: Accuracy) -> str:
+    """Format a task's result in the unit of `task_metric`, with its standard error."""
+    return (percent if is_fraction(result.metric) else plus_minus)(result.value, result.standard_error)
+
+
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
@@ -96,13 +108,17 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
-    for subject, measure, results, format_value in (
-        ("text", "perplexity", report.perplexity, plus_minus),
-        ("task", "accuracy, %", report.tasks, percent),
-    ):
-        rows = [[name, *(format_value(x.value, x.standard_error) for x in pair.values())] for name, pair in results.items()]
-        if rows:
-            show(console, table([subject, f"dense {measure}", f"pruned {measure}"], rows))
+    if report.perplexity:
+        rows = [
+            [name, *(plus_minus(x.value, x.standard_error) for x in pair.values())] for name, pair in report.perplexity.items()
+        ]
+        show(console, table(["text", "dense perplexity", "pruned perplexity"], rows))
+    if report.tasks:
+        rows = [
+            [name, task_metric(next(iter(pair.values())).metric), *map(task_value, pair.values())]
+            for name, pair in report.tasks.items()
+        ]
+        show(console, table(["task", "metric", "dense", "pruned"], rows))
     print_line(console, f"Wrote {folder}, read back and verified.")
 
 

@@ -37,7 +37,7 @@ def evaluate(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Measure perplexity on texts and accuracy on zero-shot tasks.
+    """Measure perplexity on texts and accuracy on tasks.
 
     Each figure comes with its standard error.
 
@@ -45,7 +45,8 @@ def evaluate(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import keep_pages
-        from sparsellm.cli.display import percent, plus_minus
+        from sparsellm.cli.display import percent, plus_minus, task_metric, task_value
+        from sparsellm.evaluation.measurements import measure_of
         from sparsellm.evaluation.zeroshot import mean
         from sparsellm.runs.measuring import evaluate as evaluate_model
         from sparsellm.runtime import watchdog
@@ -70,9 +71,12 @@ def evaluate(
             ]
             show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))
         if result.accuracy:
-            rows = [[name, percent(x.value, x.standard_error), f"{x.questions}"] for name, x in result.accuracy.items()]
-            average = mean([(x.value, x.standard_error) for x in result.accuracy.values()])
-            show(stdout, table(["task", "accuracy, %", "questions"], [*rows, ["mean", percent(*average), ""]]))
+            rows = [[name, task_metric(x.metric), task_value(x), f"{x.questions}"] for name, x in result.accuracy.items()]
+            accuracies = [x for x in result.accuracy.values() if measure_of(x.metric) == "accuracy"]
+            if len(accuracies) > 1:
+                average = mean([(x.value, x.standard_error) for x in accuracies])
+                rows.append(["mean", "accuracy, %", percent(*average), ""])
+            show(stdout, table(["task", "metric", "value", "questions"], rows))
 
 
 @options.recipe_options("trust_remote_code", "architecture")

@@ -1,27 +1,12 @@
-"""Results of an evaluation, perplexity on texts and accuracy on zero-shot tasks; and how results print."""
+"""Results of an evaluation, perplexity on texts and accuracy on tasks; and how results print."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
-from typing import Literal
 
 from sparsellm.errors import printable
-
-TaskName = Literal["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa", "piqa"]
-
-SPLITS: dict[TaskName, str] = {
-    "boolq": "validation",
-    "rte": "validation",
-    "hellaswag": "validation",
-    "winogrande": "validation",
-    "arc_easy": "test",
-    "arc_challenge": "test",
-    "openbookqa": "test",
-    "piqa": "validation",
-}
-"""Split that lm-eval evaluates, by task. The SparseLLM paper uses the first seven tasks."""
 
 
 class Summarized:
@@ -63,19 +48,31 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Accuracy on a zero-shot task.
+    """Accuracy on a task of lm-eval, or the task's own metric where it has no accuracy.
 
     Attributes:
-        value: Fraction of questions whose most likely choice is correct.
-        standard_error: Standard error of `value` over questions; None for a single question.
+        value: For `acc`, the fraction of questions whose most likely choice is correct.
+        standard_error: Standard error of `value` over questions; None for a single question, or where lm-eval computes none.
         normalised: Accuracy by log-likelihood per byte of the choice; None if lm-eval does not compute it.
         questions: Number of questions.
+        metric: Name of the metric, as lm-eval has it; the name of a filter of the answers follows a comma.
     """
 
     value: float
     standard_error: float | None
     normalised: float | None
     questions: int
+    metric: str = "acc"
+
+
+def measure_of(metric: str) -> str:
+    """Name of what a metric of lm-eval measures: "accuracy", or the metric's own name."""
+    return "accuracy" if metric in ("acc", "acc_norm") else metric
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether a metric is a fraction of the questions, to be shown in percent."""
+    return metric.startswith(("acc", "exact_match"))
 
 
 def plus_minus(result: Perplexity | Accuracy | None) -> str:
@@ -91,7 +88,7 @@ class Evaluation(Summarized):
 
     Attributes:
         perplexity: Perplexity by text.
-        accuracy: Accuracy by zero-shot task.
+        accuracy: Accuracy by task.
     """
 
     perplexity: dict[str, Perplexity]

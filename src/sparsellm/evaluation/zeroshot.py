@@ -1,7 +1,8 @@
-"""Zero-shot accuracy on multiple-choice tasks through lm-eval, with data from the hub or from local files."""
+"""Accuracy on the tasks of lm-eval, with data from the hub or, for those of the SparseLLM paper, from local files."""
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 import logging
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sparsellm.checkpoints.loading import compute_dtype
-from sparsellm.errors import BadText, MissingPackage, TooLarge, Unreachable, first_line
-from sparsellm.evaluation.measurements import SPLITS, Accuracy, TaskName
+from sparsellm.errors import BadText, InvalidSetting, MissingPackage, TooLarge, Unreachable, first_line, printable
+from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
+from sparsellm.runtime.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,27 +35,92 @@ if TYPE_CHECKING:
 BATCH = 8
 """Requests per batch. Requests are padded, so another number changes the scores by rounding."""
 
+SPLITS = {
+    "boolq": "validation",
+    "rte": "validation",
+    "hellaswag": "validation",
+    "winogrande": "validation",
+    "arc_easy": "test",
+    "arc_challenge": "test",
+    "openbookqa": "test",
+    "piqa": "validation",
+}
+"""Tasks that can be read from local files, with the split that lm-eval evaluates. The SparseLLM paper uses the first seven and
+reports their `acc`, also where lm-eval has `acc_norm`."""
 
-def prepare_tasks(tasks: Sequence[TaskName], folder: str | None) -> dict[str, dict[str, Any]]:
-    """Check that all tasks can run.
+
+def prepare_tasks(tasks: Sequence[str], folder: str | None) -> dict[str, dict[str, Any]]:
+    """Check that all tasks can run: their names, and their data, which is downloaded unless it is in a folder or a cache.
 
     Args:
-        tasks: The tasks.
+        tasks: Names of tasks, groups and tags of lm-eval.
         folder: Folder with a local file of each task; None for data from the hub.
 
     Returns:
         By task, the fields of lm-eval's task definition to override; empty for data from the hub.
 
     Raises:
-        MissingPackage: If lm-eval is not installed.
+        MissingPackage: If lm-eval, or a package that a task needs, is not installed.
+        InvalidSetting: If a task is unknown, runs code that the model writes, or cannot be read from a local file.
         BadText: If the local file of a task is missing or cannot be read.
+        Unreachable: If a task's data on the hub cannot be loaded.
     """
     if tasks and find_spec("lm_eval") is None:
         raise MissingPackage("Tasks run through lm-eval, which is not installed: pip install 'sparsellm[eval]'.")
-    return {task: {} if folder is None else _local_overrides(task, Path(folder).expanduser()) for task in tasks}
+    if others := [task for task in tasks if task not in SPLITS]:
+        for task in others:
+            _check_name(task)
+        if folder is not None:
+            raise InvalidSetting(f"`task_data` can hold the tasks {', '.join(SPLITS)}, not {others[0]}. Leave out one of them.")
+    if folder is not None:
+        return {task: _local_overrides(task, Path(folder).expanduser()) for task in tasks}
+    for task in tasks:
+        _check_loads(task)
+    return {task: {} for task in tasks}
 
 
-def _local_overrides(task: TaskName, folder: Path) -> dict[str, Any]:
+def _check_name(task: str) -> None:
+    """Raise InvalidSetting for a name that lm-eval does not have."""
+    known = _task_manager().all_tasks
+    if task not in known:
+        close = [repr(name) for name in difflib.get_close_matches(task, known)]
+        question = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise InvalidSetting(f"`task` is unknown: got {task!r}. {question}`lm-eval ls tasks` lists all.")
+
+
+def _check_loads(task: str) -> None:
+    """Raise an error for a task whose data cannot be loaded, or that this package does not run."""
+    with _silence_lm_eval(), _task_errors(task):
+        members: Mapping[str, Any] = _task_manager().load([task])["tasks"]
+    for name, member in members.items():
+        for flag, what in (("UNSAFE_CODE", "runs code that the model writes"), ("MULTIMODAL", "has images or sounds")):
+            if getattr(member, flag, False):
+                raise InvalidSetting(f"The task {name} {what}: run lm-eval itself on the output for it.")
+
+
+@contextmanager
+def _task_errors(*tasks: str) -> Iterator[None]:
+    """Turn the errors of lm-eval's code for these tasks within the context into one message with their names."""
+    noun = f"task{'s' * (len(tasks) > 1)} {', '.join(tasks)}"
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackage(f"The {noun} cannot be loaded ({first_line(error)}): install what lm-eval asks for.") from error
+    except OSError as error:
+        paper = set(tasks) <= set(SPLITS)
+        local = " Or pass a folder of .jsonl files as `task_data`." if paper else ""
+        raise Unreachable(
+            f"The data of the {noun} cannot be loaded ({first_line(error)}). Run once with a network: the data then stay in "
+            f"the cache of data sets (HF_HOME).{local}"
+        ) from error
+    except Exception as error:  # a task's own code may fail in any way on data that it does not expect
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise BadText(f"lm-eval cannot read the data of the {noun} ({reason}): the fields must be as on the hub.") from error
+
+
+def _local_overrides(task: str, folder: Path) -> dict[str, Any]:
     """Fields of a task definition that read its JSONL file in `folder`, whose fields are those of the hub data set."""
     part = SPLITS[task]
     files = sorted(folder.glob(f"{task}*{part}*.jsonl"))
@@ -76,28 +143,30 @@ def _local_overrides(task: TaskName, folder: Path) -> dict[str, Any]:
 def evaluate_tasks(
     loaded: LoadedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[TaskName],
+    tasks: Sequence[str],
     *,
     folder: str | None = None,
     limit: int | None = None,
 ) -> dict[str, Accuracy]:
-    """Evaluate a model on zero-shot tasks.
+    """Evaluate a model on tasks.
 
-    The results equal those of lm-eval with `--num_fewshot 0 --batch_size 8` and, for a 16-bit model on a CPU, `dtype=float32`.
-    In a distributed run, each process evaluates a shard of the tasks.
+    The results equal those of lm-eval with `--batch_size 8` and, for a 16-bit model on a CPU, `dtype=float32`: with as many
+    examples in the prompt as the task's definition says, zero for most. In a distributed run, each process evaluates a shard of
+    the tasks.
 
     Args:
         loaded: The model.
         tokenizer: Its tokenizer.
-        tasks: The tasks.
+        tasks: Names of tasks, groups and tags of lm-eval.
         folder: Folder with a local file of each task; None for data from the hub.
         limit: Maximum number of questions per task; None for all.
 
+    Returns:
+        By task. A group has one result if lm-eval combines one metric of its tasks, else one for each member, as has a tag.
+
     Raises:
         TooLarge: If the model is offloaded.
-        MissingPackage: If lm-eval is not installed.
-        BadText: If the local file of a task is missing or cannot be read.
-        Unreachable: If a task's data on the hub cannot be loaded.
+        SparseLLMError: As `prepare_tasks`.
     """
     if loaded.weights.on_disk:
         raise TooLarge(
@@ -108,38 +177,25 @@ def evaluate_tasks(
     local = {task: overrides[task] for task in collectives.shard(list(tasks))}
     with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), _silence_lm_eval():
         results = _run_lm_eval(model, tokenizer, local, limit=limit) if local else {}
-    accuracies = [asdict(_accuracy(results["results"][task], results["n-samples"][task]["effective"])) for task in local]
-    return {task: Accuracy(**accuracy) for task, accuracy in zip(tasks, collectives.all_gather(accuracies), strict=True)}
+    figures = [{name: asdict(_accuracy(results, name)) for name in _reported_names(results, task)} for task in local]
+    return {name: Accuracy(**figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()}
 
 
 def _run_lm_eval(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Mapping[TaskName, Mapping[str, Any]],
+    tasks: Mapping[str, Mapping[str, Any]],
     *,
     limit: int | None,
 ) -> dict[str, Any]:
     """The result dictionary of lm-eval for tasks, given with their overrides."""
-    from jinja2 import UndefinedError
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
-            results = simple_evaluate(
-                lm, tasks=names, num_fewshot=0, limit=limit, log_samples=False, task_manager=_task_manager()
-            )
-    except (ConnectionError, OSError) as error:
-        raise Unreachable(
-            f"The tasks' data cannot be loaded ({first_line(error)}). Pass a folder of .jsonl files as `task_data`."
-        ) from error
-    except (KeyError, ValueError, UndefinedError) as error:
-        raise BadText(
-            f"lm-eval cannot read the tasks' data ({first_line(error)}): the fields must be as on the hub."
-        ) from error
-    return dict(results or {})
+    with _task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
+        names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
+        return dict(simple_evaluate(lm, tasks=names, limit=limit, log_samples=False, task_manager=_task_manager()) or {})
 
 
 @cache
@@ -167,11 +223,41 @@ def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
     return file
 
 
-def _accuracy(results: Mapping[str, Any], questions: int) -> Accuracy:
-    """Convert lm-eval's results for one task."""
-    error = results.get("acc_stderr,none")
+def _reported_names(results: Mapping[str, Any], task: str) -> list[str]:
+    """The names in lm-eval's results that a task, group or tag is reported under."""
+    is_group = task not in results["n-samples"]
+    if not is_group or len(_metrics(results["results"].get(task, {}))) == 1:
+        return [task]
+    index = _task_manager().task_index
+    members = results["group_subtasks"].get(task) or [name for name, entry in index.items() if task in entry.tags]
+    return [name for member in members for name in _reported_names(results, member)]
+
+
+def _leaves(results: Mapping[str, Any], name: str) -> list[str]:
+    """The tasks of a group; a task itself."""
+    members = results["group_subtasks"].get(name)
+    return [leaf for member in members for leaf in _leaves(results, member)] if members else [name]
+
+
+def _metrics(figures: Mapping[str, Any]) -> list[str]:
+    """The names of the metrics with a number, each with that of its filter after a comma."""
+    return [key for key, value in figures.items() if "," in key and "_stderr," not in key and isinstance(value, (int, float))]
+
+
+def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
+    """Convert lm-eval's results for one task or group: `acc_norm`, else `acc`, else its first metric."""
+    figures = results["results"][name]
+    metrics = _metrics(figures)
+    if not metrics:
+        raise BadText(f"lm-eval gives no number for the task {name}, got {printable(str(figures), 200)}. Leave it out.")
+    preferred = [] if name in SPLITS else ["acc_norm,none"]
+    key = next((key for key in (*preferred, "acc,none") if key in metrics), metrics[0])
+    metric, _, filtered_by = key.partition(",")
+    error = figures.get(f"{metric}_stderr,{filtered_by}")
     finite = isinstance(error, float) and math.isfinite(error)
-    return Accuracy(results["acc,none"], error if finite else None, results.get("acc_norm,none"), questions)
+    questions = sum(results["n-samples"][leaf]["effective"] for leaf in _leaves(results, name))
+    normalised = figures.get("acc_norm,none")
+    return Accuracy(figures[key], error if finite else None, normalised, questions, key.removesuffix(",none"))
 
 
 def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, float | None]:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.data.json_files import durable
+from sparsellm.evaluation.measurements import measure_of
 from sparsellm.evaluation.zeroshot import mean
 from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
@@ -85,10 +86,10 @@ def measures(report: SavedReport) -> dict[str, Figure]:
         for name, x in (("dense perplexity", report.perplexity[text].dense), ("perplexity", report.perplexity[text].pruned))
         if x
     }
-    accuracies = {task: (x.pruned.value, x.pruned.standard_error) for task, x in report.tasks.items() if x.pruned}
-    figures |= {f"accuracy {task}": Figure(*accuracy) for task, accuracy in accuracies.items()}
-    if accuracies:
-        figures["accuracy mean"] = Figure(*mean(accuracies.values()))
+    on_tasks = {task: x.pruned for task, x in report.tasks.items() if x.pruned}
+    figures |= {f"{measure_of(x.metric)} {task}": Figure(x.value, x.standard_error) for task, x in on_tasks.items()}
+    if accuracies := [(x.value, x.standard_error) for x in on_tasks.values() if measure_of(x.metric) == "accuracy"]:
+        figures["accuracy mean"] = Figure(*mean(accuracies))
     figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers)
     seconds = sum(block.seconds for block in report.blocks)  # includes blocks that an earlier process finished
     figures["seconds"] = Figure(seconds)
@@ -186,10 +187,12 @@ def grid(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]
 
 
 def shown_measures(rows: Sequence[Row]) -> list[str]:
-    """The measures in a printed table: perplexity and accuracy of the pruned model, and measures with published values."""
+    """The measures in a printed table: those of the pruned model on texts and tasks, and measures with published values."""
     names = dict.fromkeys(name for row in rows for name in row.figures)
     published = {name for row in rows for name, figure in row.figures.items() if figure.published is not None}
-    return [name for name in names if name.startswith(("perplexity ", "accuracy ")) or name in published] or list(names)
+    others = ("sparsity", "seconds", "seconds per block")
+    shown = [name for name in names if name in published or not (name.startswith("dense ") or name in others)]
+    return shown or list(names)
 
 
 def _cell(row: Row, name: str) -> str:

@@ -66,14 +66,14 @@ class Measured:
     """A measurement of the model.
 
     Attributes:
-        kind: What was measured.
+        kind: What was measured: "perplexity", "accuracy", or the name of a task's metric.
         on: Name of the text or task.
         when: Which model was measured.
         value: The measurement.
         standard_error: Its standard error, if known.
     """
 
-    kind: Literal["perplexity", "accuracy"]
+    kind: str
     on: str
     when: Literal["dense", "pruned"]
     value: float

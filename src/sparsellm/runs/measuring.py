@@ -1,4 +1,4 @@
-"""What is measured of a model: perplexity on texts, accuracy on zero-shot tasks, continuations of prompts."""
+"""What is measured of a model: perplexity on texts, accuracy on tasks, continuations of prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.generation import generate_text
-from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity
+from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
 from sparsellm.models.loaded_model import LoadedModel
@@ -40,7 +40,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **settings: Unpack[EvaluationSettings],
 ) -> Evaluation:
-    """Measure a model's perplexity on texts and its accuracy on zero-shot tasks, with standard errors.
+    """Measure a model's perplexity on texts and its accuracy on tasks of lm-eval, with standard errors.
 
     All texts and tasks are read before the first measurement. A model that does not fit in memory is loaded block by block.
 
@@ -64,10 +64,10 @@ def evaluate(
     if not (recipe.evaluate or recipe.task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
     opened = open_model(recipe, source)
+    prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, opened.source.length)
     tests = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
     check_tokens(opened.skeleton, *tests.values())
-    prepare_tasks(recipe.task, recipe.task_data)
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)
     perplexity = {name: measure_perplexity(loaded, test, name) for name, test in tests.items()}
@@ -120,7 +120,7 @@ def measure_into(
             accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():
                 report.tasks.setdefault(task, {})[when] = accuracy
-                observer(Measured("accuracy", task, when, accuracy.value, accuracy.standard_error))
+                observer(Measured(measure_of(accuracy.metric), task, when, accuracy.value, accuracy.standard_error))
     for prompt in recipe.prompt:
         with phase(CONTINUING, report, observer):
             report.samples.setdefault(prompt, {})[when] = generate_text(loaded, ready.source.tokenizer(), prompt)

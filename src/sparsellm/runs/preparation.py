@@ -83,11 +83,11 @@ def prepare(
     report.coverage = opened.coverage.of_plan(blocks, plan)
     if isinstance(source, Checkpoint):
         check_names(source, skeleton, blocks=blocks, plan=plan)
+    prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
     windows, report.calibration = draw_windows(recipe, source, length, given=given)
     tests = {text: read_test(recipe, source, text, length=length) for text in recipe.evaluate}
     check_tokens(skeleton, windows, *tests.values())
-    prepare_tasks(recipe.task, recipe.task_data)
     if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
         add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:

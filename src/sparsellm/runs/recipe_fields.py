@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from sparsellm.evaluation.measurements import TaskName
-
 SolverName = Literal["alps-accurate", "alps", "fast-admm", "sparsegpt", "wanda", "magnitude"]
 MethodName = Literal["sparsellm", SolverName]
 
@@ -97,8 +95,10 @@ class RunFields(BaseModel):
         None, "Evaluate at most this many sequences per text.", "256 for c4, otherwise all", gt=0
     )
     prompt: Names = _evaluation((), "Prompt that the dense and the pruned model continue in the report.")
-    task: Annotated[tuple[TaskName, ...], _as_tuple] = _evaluation((), "Zero-shot task to measure the accuracy on.")
-    task_data: str | None = _evaluation(None, "Folder with the tasks' questions as .jsonl files.", "downloaded from the hub")
+    task: Names = _evaluation((), "Task or group of lm-eval to measure on, such as boolq, arc_easy or mmlu.")
+    task_data: str | None = _evaluation(
+        None, "Folder with the questions of the SparseLLM paper's tasks and piqa as .jsonl files.", "downloaded from the hub"
+    )
     task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
 
     max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of the free memory")

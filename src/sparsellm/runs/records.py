@@ -50,6 +50,7 @@ class SavedFigure(Record):
 
     value: Number
     standard_error: Finite | None
+    metric: str = "acc"  # of an accuracy
 
 
 class SavedPair(Record):

@@ -50,7 +50,7 @@ class Report(Summarized):
         calibration: How the calibration sequences were drawn.
         blocks: Results by block, in order.
         perplexity: Perplexity before and after, by text.
-        tasks: Zero-shot accuracy before and after, by task.
+        tasks: Accuracy before and after, by task.
         samples: Continuations by the dense and the pruned model, by prompt.
         notes: Warnings and remarks for the user.
         seconds: Duration of each stage.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from sparsellm.evaluation.measurements import TaskName
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields, SolverName
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -24,7 +23,7 @@ class MeasurementSettings(TypedDict, total=False):
     text_field: str | None
     sequence_length: int | None
     evaluate_limit: int | None
-    task: TaskName | Sequence[TaskName]
+    task: str | Sequence[str]
     task_data: str | None
     task_limit: int | None
     max_memory: str | None
