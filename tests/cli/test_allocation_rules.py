@@ -16,6 +16,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.pruning.allocation import round_to_total
 from sparsellm.pruning.plan import plan_from_file
+from sparsellm.pruning.selection import LayerName
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.conftest import report_of
 
@@ -28,6 +29,7 @@ SHAPES = {
 }
 SIZES = {name: rows * columns for name, (rows, columns) in SHAPES.items()}
 TOTAL = sum(SIZES.values())
+LAYERS = [LayerName(name, shape, name.split(".", 2)[2]) for name, shape in SHAPES.items()]
 
 two_families = pytest.mark.parametrize("family", ["opt", "llama"])
 
@@ -36,7 +38,7 @@ def read(folder: Path, content: str | bytes, sparsity: str = "60%") -> Plan:
     """The plan that a file of this content makes of the layers above."""
     file = folder / "shares.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return plan_from_file(file, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, parse_pattern(sparsity))
+    return plan_from_file(file, dict.fromkeys(SHAPES, Unstructured(0)), LAYERS, parse_pattern(sparsity))
 
 
 def removed(plan: Plan) -> dict[str, int]:
@@ -85,7 +87,7 @@ def test_a_files_total(named: dict[str, int], share: int, tmp_path_factory: pyte
 @pytest.mark.parametrize(
     ("content", "sparsity", "parts"),
     [
-        ('"attn.q": 50%\n"attn.k": 50%', "60%", ("names 'attn.k'", "no pruned layer matches", "layers.0.attn.q")),
+        ('"attn.q": 50%\n"attn.k": 50%', "60%", ("got 'attn.k'", "matches no layer", "'attn.q'")),
         ('"attn.q": 150%', "60%", ("attn.q", "'150%'")),
         ('"attn.q": much', "60%", ("attn.q", "'much'", "2:4")),
         ('"mlp.down": 2:4\n"attn.*": 3:5', "60%", ("layers.0.attn.q: 3:5 needs", "got 8")),
@@ -117,7 +119,7 @@ def test_no_file(tmp_path: Path) -> None:
     """A file that is not there, and a folder in its place."""
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(InvalidSetting, match=f"{path} cannot be read"):
-            plan_from_file(path, dict.fromkeys(SHAPES, Unstructured(0)), SHAPES, Unstructured(0.5))
+            plan_from_file(path, dict.fromkeys(SHAPES, Unstructured(0)), LAYERS, Unstructured(0.5))
 
 
 @given(

@@ -23,6 +23,7 @@ from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import plan_from_file, uniform_plan
+from sparsellm.pruning.selection import LayerName
 from sparsellm.reports.comparison import measures, table, to_markdown
 from sparsellm.reports.page import report_page
 from sparsellm.reports.sweep_file import read_sweep
@@ -72,7 +73,8 @@ def test_allocations(tmp_path: Path) -> None:
     shapes = {f"layers.{block}.{layer}": (16, 8) for block in range(2) for layer in ("attn.q", "attn.k", "mlp.up")}
     total = parse_pattern("50%")
     texts = ['"attn.q": 50%\n"layers.0.*": 2:4\n', "mlp.up: 0.7\nattn.*: 25%\n"]
-    fuzz(file, both(texts), lambda: plan_from_file(file, dict.fromkeys(shapes, total), shapes, total))
+    layers = [LayerName(name, shape) for name, shape in shapes.items()]
+    fuzz(file, both(texts), lambda: plan_from_file(file, dict.fromkeys(shapes, total), layers, total))
 
 
 TEXTS = {

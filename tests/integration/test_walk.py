@@ -26,7 +26,8 @@ from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
-from sparsellm.pruning.plan import select_blocks, uniform_plan
+from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pruning.selection import select_blocks
 from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -329,6 +330,7 @@ def test_non_finite_activations_name_their_layer() -> None:
         ("all", 4, {0, 1, 2, 3}), ("none", 4, set()), ("first-half", 4, {0, 1}), ("first-half", 5, {0, 1}),
         ("0:2", 4, {0, 1}), (":2", 4, {0, 1}), ("2:", 4, {2, 3}), (":", 4, {0, 1, 2, 3}), ("3", 4, {3}),
         ("0,3", 4, {0, 3}), (" 0 , 2:4 ", 4, {0, 2, 3}), ("1,1", 4, {1}),
+        ("-1", 4, {3}), ("-4", 4, {0}), ("-2:", 4, {2, 3}), (":-1", 4, {0, 1, 2}), ("1:-1", 4, {1, 2}), ("0,-1", 4, {0, 3}),
     ],
 )  # fmt: skip
 def test_blocks_chosen(text: str, count: int, chosen: set[int]) -> None:
@@ -336,7 +338,7 @@ def test_blocks_chosen(text: str, count: int, chosen: set[int]) -> None:
     assert select_blocks(text, count) == frozenset(chosen)
 
 
-@pytest.mark.parametrize("text", ["4", "0:5", "2:2", "3:1", "5:", "half", "", "1,", "-1", "1.5", "0-2", "1:2:3"])
+@pytest.mark.parametrize("text", ["4", "0:5", "2:2", "3:1", "5:", "half", "", "1,", "-5", "-5:", "-1:1", "1.5", "0-2", "1:2:3"])
 def test_blocks_refused(text: str) -> None:
     """Blocks that are not there and texts that mean none are refused, with what was got."""
     with pytest.raises(InvalidSetting, match=rf"`blocks` got {text!r}"):
@@ -358,9 +360,9 @@ def test_plans_by_name() -> None:
 def test_plans_refused() -> None:
     """Names that match nothing, shapes that do not divide (naming the layer), and empty plans are refused."""
     blocks = blocks_of(tiny("llama"))
-    with pytest.raises(InvalidSetting, match=r"No layer matches 'dwn_proj'\. Did you mean 'down_proj'\?"):
+    with pytest.raises(InvalidSetting, match=r"`include` got 'dwn_proj', which matches no layer\. Did you mean 'down_proj'"):
         uniform_plan(blocks, Unstructured(0.5), include=["dwn_proj"])
-    with pytest.raises(InvalidSetting, match="No layer matches 'fc1'"):
+    with pytest.raises(InvalidSetting, match="`exclude` got 'fc1', which matches no layer"):
         uniform_plan(blocks, Unstructured(0.5), exclude=["fc1"])
     with pytest.raises(InvalidSetting, match=r"model\.layers\.0\.self_attn\.q_proj \(and 20 more layers\): 3:5 needs"):
         uniform_plan(blocks, NM(3, 5))

@@ -15,6 +15,7 @@ from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingRes
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import human_bytes, peak_memory
 
@@ -144,13 +145,18 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
                 print_line(console, f"Only in {label}: {', '.join(names)}.")
 
 
-def print_plan(console: Console, plan: RunPlan) -> None:
-    """Print the estimates of a planned run."""
+def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None:
+    """Print the estimates of a planned run, before them each layer if `layers` is set."""
+    if layers:
+        each = [[x.name, f"{x.shape[0]} x {x.shape[1]}", str(x.pattern or f"dense: {x.reason}")] for x in plan.each_layer]
+        show(console, table(["layer", "shape", "pattern"], each))
+        if (rule := plan.recipe.allocation_rule) in ALLOCATIONS[1:]:
+            print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
-    layers = plural(sum(plan.layers.values()), "layer")
-    print_line(console, f"{plural(plan.blocks, 'block')}, {layers} to prune: {shapes}.")
+    count = plural(sum(plan.layers.values()), "layer")
+    print_line(console, f"{plural(plan.blocks, 'block')}, {count} to prune: {shapes}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         print_line(console, coverage)
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")

@@ -188,6 +188,7 @@ Track = Annotated[
     list[str] | None,
     _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
 ]
+Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]

@@ -164,6 +164,7 @@ def plan(
     output: options.Out = None,
     *,
     config: options.Config = None,
+    layers: options.Layers = False,
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -186,6 +187,6 @@ def plan(
         if as_json:
             print_json(run_plan.to_dict())
         else:
-            print_plan(stdout, run_plan)
+            print_plan(stdout, run_plan, layers=layers)
         if run_plan.refusal:
             raise TooLarge(run_plan.refusal)

@@ -2,44 +2,89 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from sparsellm.data.yaml_files import read_mapping
-from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.methods import Plan
+from sparsellm.errors import InvalidSetting
+from sparsellm.methods import Plan, StoredPattern
+from sparsellm.models.architectures import ROUTERS
 from sparsellm.models.blocks import Block
+from sparsellm.pruning.selection import HEADS, LayerName, layer_names, matching, name_matcher, other_modules, unmatched
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 
 
-def select_blocks(text: str, count: int) -> frozenset[int]:
-    """Parse a selection of blocks.
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A linear layer of the blocks as a plan has it.
 
-    Args:
-        text: "all", "none", "first-half", or a list of numbers and half-open ranges such as "0:12,15". "first-half" is the
-            first `count // 2` blocks, as in the paper's tables.
-        count: Number of blocks of the model.
+    Attributes:
+        name: Full name.
+        shape: (out, in).
+        pattern: Its pattern; None for a layer that stays dense.
+        reason: Why it stays dense; empty for a layer of the plan.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    pattern: StoredPattern | None
+    reason: str = ""
+
+
+PLANNED_LAYERS = TypeAdapter(list[PlannedLayer])
+"""Converts layers of a plan to JSON-serialisable data."""
+
+
+def list_layers(
+    blocks: Sequence[Block],
+    pattern: Pattern,
+    *,
+    chosen: frozenset[int] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> list[PlannedLayer]:
+    """Decide for each linear layer of the blocks whether it gets the pattern, whose fit to the shapes is not checked.
+
+    Arguments as for `uniform_plan`. Modules that are never pruned, such as routers, come after the layers of their block.
 
     Raises:
-        InvalidSetting: The text is malformed, or holds an empty range or a block that the model does not have.
+        InvalidSetting: A layer-name pattern is invalid or matches no layer.
     """
-    named = {"all": range(count), "none": range(0), "first-half": range(count // 2)}
-    if text in named:
-        return frozenset(named[text])
-    chosen: set[int] = set()
-    for part in text.split(","):
-        if match := re.fullmatch(r"\s*(\d*):(\d*)\s*", part):
-            start, stop = int(match[1] or 0), int(match[2] or count)
-        elif re.fullmatch(r"\s*\d+\s*", part):
-            start, stop = int(part), int(part) + 1
-        else:
-            raise InvalidSetting(f"`blocks` got {text!r}. Write all, first-half, none, a range 0:12, or a list 3,5.")
-        if start >= stop or stop > count:
-            raise InvalidSetting(f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}.")
-        chosen.update(range(start, stop))
-    return frozenset(chosen)
+    layers = layer_names(blocks)
+    never_pruned = other_modules(blocks)
+    if head := next((name for name in include if name in HEADS), None):
+        raise InvalidSetting(
+            f"`include` got {head!r}, but only layers in the blocks can be pruned, not the head. Leave it out."
+        )
+    included, excluded = set[str](), set[str]()
+    for setting, patterns, names in (("`include`", include, included), ("`exclude`", exclude, excluded)):
+        for wildcard in patterns:
+            matched = matching(layers, wildcard, setting)
+            is_match = name_matcher(wildcard, setting)
+            if not matched and not (setting == "`exclude`" and any(map(is_match, (*never_pruned, *HEADS)))):
+                raise unmatched(wildcard, setting, layers)
+            names.update(matched)
+    result: list[PlannedLayer] = []
+    for block in blocks:
+        for layer in (layer for layer in layers if layer.block is block):
+            reason = ""
+            if chosen is not None and block.index not in chosen:
+                reason = "not in blocks"
+            elif layer.full_name in excluded:
+                reason = "excluded"
+            elif include and layer.full_name not in included:
+                reason = "not included"
+            result.append(PlannedLayer(layer.full_name, layer.shape, None if reason else pattern, reason))
+        prefix = f"{block.name}."
+        result += [
+            PlannedLayer(name, shape, None, "router" if set(name.split(".")) & set(ROUTERS) else "not a known layer")
+            for name, shape in never_pruned.items()
+            if shape and name.startswith(prefix)
+        ]
+    return result
 
 
 def uniform_plan(
@@ -56,34 +101,21 @@ def uniform_plan(
         blocks: The blocks of the model.
         pattern: The pattern.
         chosen: Numbers of the blocks to prune; None for all.
-        include: Layer-name patterns with `*`, compared with a layer's full name ("model.layers.0.mlp.*") or its end ("fc2",
-            "self_attn.*"); empty for all layers.
-        exclude: Layer-name patterns of layers to leave dense; they override `include`.
+        include: Layer-name patterns (`sparsellm.pruning.selection`) of the layers to prune; empty for all.
+        exclude: Layer-name patterns of layers to leave dense; they override `include`, and may match modules that are never
+            pruned, such as routers and the head.
 
     Raises:
         InvalidSetting: The shape of a layer does not fit the pattern, a name matches no layer, or no layer is left.
     """
-    layers = [(block, name) for block in blocks for name in block.layers]
-    for wildcard in (*include, *exclude):
-        if not any(_matches(block.full_name(name), wildcard) for block, name in layers):
-            ends = {name for _, name in layers} | {name.rsplit(".", 1)[-1] for _, name in layers}
-            raise InvalidSetting(f"No layer matches {wildcard!r}. {nearest(wildcard, ends)}")
-    plan: Plan = {}
+    layers = list_layers(blocks, pattern, chosen=chosen, include=include, exclude=exclude)
+    plan: Plan = {layer.name: pattern for layer in layers if layer.pattern is not None}
     errors: list[tuple[str, InvalidSetting]] = []
-    for block, name in layers:
-        full_name = block.full_name(name)
-        if chosen is not None and block.index not in chosen:
-            continue
-        if include and not any(_matches(full_name, wildcard) for wildcard in include):
-            continue
-        if any(_matches(full_name, wildcard) for wildcard in exclude):
-            continue
-        layer = block.layer(name)
+    for layer in (layer for layer in layers if layer.pattern is not None):
         try:
-            pattern.check((layer.out_features, layer.in_features))
+            pattern.check(layer.shape)
         except InvalidSetting as error:
-            errors.append((full_name, error))
-        plan[full_name] = pattern
+            errors.append((layer.name, error))
     if errors:
         more = f" (and {len(errors) - 1} more layers)" if len(errors) > 1 else ""
         raise InvalidSetting(f"{errors[0][0]}{more}: {errors[0][1]}")
@@ -92,34 +124,32 @@ def uniform_plan(
     return plan
 
 
-def _matches(full_name: str, wildcard: str) -> bool:
-    """Whether a layer's full name, or the end of it after a dot, matches a layer-name pattern."""
-    return fnmatchcase(full_name, wildcard) or fnmatchcase(full_name, f"*.{wildcard}")
-
-
-def plan_from_file(path: str | Path, plan: Plan, shapes: Mapping[str, tuple[int, int]], pattern: Pattern) -> Plan:
+def plan_from_file(path: str | Path, plan: Plan, layers: Sequence[LayerName], pattern: Pattern) -> Plan:
     """Read the patterns of a plan from a YAML file.
 
-    The file maps layer names, with `*` as in `uniform_plan`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`. The first
+    The file maps layer-name patterns, as in `uniform_plan`, to patterns: `"mlp.*": 80%`, `"self_attn.*": "2:4"`. The first
     entry that matches a layer applies. The remaining layers get one unstructured sparsity, chosen so that as many weights are
     removed in total as by `pattern`.
 
     Args:
         path: The file.
         plan: The layers to prune; their patterns are ignored.
-        shapes: Shape (out, in) of each layer.
+        layers: The layers of the model, with those of the plan among them.
         pattern: The pattern whose sparsity sets the total.
 
     Raises:
         InvalidSetting: A name matches no layer, the shape of a layer does not fit its pattern, or the total cannot be reached.
     """
     patterns = _read_patterns(Path(path))
-    for wildcard in patterns:
-        if not any(_matches(name, wildcard) for name in plan):
-            raise InvalidSetting(f"{path} names {wildcard!r}, which no pruned layer matches. {nearest(wildcard, plan)}")
+    planned = [layer for layer in layers if layer.full_name in plan]
+    shapes = {layer.full_name: layer.shape for layer in planned}
+    matches = {wildcard: matching(planned, wildcard, str(path)) for wildcard in patterns}
+    for wildcard, names in matches.items():
+        if not names:
+            raise unmatched(wildcard, str(path), planned)
     result: Plan = {}
     for name in plan:
-        first = next((wildcard for wildcard in patterns if _matches(name, wildcard)), None)
+        first = next((wildcard for wildcard in patterns if name in matches[wildcard]), None)
         if first is not None:
             result[name] = patterns[first]
             try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.coverage import Coverage
+from sparsellm.pruning.plan import PLANNED_LAYERS, PlannedLayer
 from sparsellm.runs.loading import Placement
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runtime.memory import human_bytes
@@ -58,6 +59,7 @@ class RunPlan(Summarized):
     fits: bool
     refusal: str = ""  # why the run would not begin
     coverage: Coverage | None = None  # how much of the blocks' weights is pruned
+    each_layer: Sequence[PlannedLayer] = ()  # every linear layer of the blocks; empty from `estimate`
 
     def summary(self) -> dict[str, str]:
         """What is planned, what it takes, and whether that fits, each in one line."""
@@ -73,12 +75,13 @@ class RunPlan(Summarized):
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the plan to plain data, ready for JSON."""
-        placement, fields = self.placement, asdict(replace(self, layers=Counter(), coverage=None))
+        placement, fields = self.placement, asdict(replace(self, layers=Counter(), coverage=None, each_layer=()))
         del fields["placement"]
         return fields | {
             "model": self.recipe.model,
             "recipe": self.recipe.model_dump(mode="json"),
             "layers": [{"pattern": pattern, "shape": list(shape), "count": n} for (pattern, shape), n in self.layers.items()],
+            "each_layer": PLANNED_LAYERS.dump_python(list(self.each_layer), mode="json"),
             "coverage": self.coverage and self.coverage.to_dict(),
             "model_bytes": placement.model,
             "streamed": placement.streamed,

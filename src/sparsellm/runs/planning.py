@@ -23,7 +23,16 @@ from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shap
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
-from sparsellm.runs.preparation import GivenText, Prepared, make_plan, model_bytes, model_step, model_written, prepare
+from sparsellm.runs.preparation import (
+    GivenText,
+    Prepared,
+    make_plan,
+    model_bytes,
+    model_step,
+    model_written,
+    prepare,
+    recipe_layers,
+)
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
@@ -59,7 +68,8 @@ def plan_run(
         refusal = str(error)
     release_free_memory()  # what tokenising took
     plan = estimate(recipe, ready, placement, batch=batch, output=folder, speed=rates(ready.device))
-    return replace(plan, coverage=report.coverage, fits=plan.fits and not refusal, refusal=refusal)
+    each_layer, fits = recipe_layers(recipe, ready.blocks, ready.plan), plan.fits and not refusal
+    return replace(plan, coverage=report.coverage, fits=fits, refusal=refusal, each_layer=each_layer)
 
 
 def estimate(

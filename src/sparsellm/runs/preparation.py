@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,8 @@ from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import Block
-from sparsellm.pruning.plan import plan_from_file, select_blocks, uniform_plan
+from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
+from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
 from sparsellm.runs.events import Note, Observer, Stage, add_note
 from sparsellm.runs.loading import OpenedModel, check_names
@@ -128,10 +129,15 @@ def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Pla
     pattern = Unstructured(0) if from_file else recipe.pattern
     plan = uniform_plan(blocks, pattern, chosen=selected, include=recipe.include, exclude=recipe.exclude)
     if from_file:
-        layers = {block.full_name(name): layer for block in blocks for name, layer in block.layers.items()}
-        shapes = {name: (layers[name].out_features, layers[name].in_features) for name in plan}
-        plan = plan_from_file(recipe.allocation_rule, plan, shapes, recipe.pattern)
+        plan = plan_from_file(recipe.allocation_rule, plan, layer_names(blocks), recipe.pattern)
     return method, plan
+
+
+def recipe_layers(recipe: Recipe, blocks: Sequence[Block], plan: Plan) -> list[PlannedLayer]:
+    """Every linear layer of the blocks with its pattern in the recipe's plan, or the reason why it stays dense."""
+    chosen = select_blocks(recipe.blocks, len(blocks))
+    layers = list_layers(blocks, recipe.pattern, chosen=chosen, include=recipe.include, exclude=recipe.exclude)
+    return [replace(layer, pattern=plan.get(layer.name)) for layer in layers]
 
 
 def model_step(samples: int, length: int) -> int:

@@ -17,7 +17,7 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
-from sparsellm.pruning.plan import select_blocks
+from sparsellm.pruning.selection import select_blocks
 from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RecoveryFields, RunFields, SolverName
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS

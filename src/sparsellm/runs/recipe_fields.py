@@ -143,9 +143,9 @@ class RecipeFields(RunFields):
     allocation_bounds: str | None = _layers(
         None, "Lowest and highest sparsity that a rule may give a layer, as 60%:95%.", "0%:100%", essential=False
     )
-    blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, or a list 3,5.")
-    include: Names = _layers((), "Prune only layers of this name; * is any text.")
-    exclude: Names = _layers((), "Do not prune layers of this name; * is any text.")
+    blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
+    include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
+    exclude: Names = _layers((), "Do not prune such layers, named as for include.")
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = _method(
         False,

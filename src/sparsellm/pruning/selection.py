@@ -1,0 +1,163 @@
+"""Selection of blocks by number, and of layers by name, glob, regular expression, type or role."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.models.blocks import Block
+
+REGEX = "re:"
+"""Prefix of a layer-name pattern that is a regular expression, as in llm-compressor."""
+
+ANY_LAYER = "Linear"
+"""Type of every layer, whatever the module that stores it."""
+
+
+HEADS = ("lm_head", "embed_out")
+"""Names of prediction heads, which are not in a block and stay dense."""
+
+
+@dataclass(frozen=True)
+class LayerName:
+    """A layer, with what patterns are compared with.
+
+    Attributes:
+        full_name: Path of the layer in the model.
+        shape: (out, in).
+        name: Name of the layer within its block.
+        block: The block; None for a layer without a model.
+        labels: Types of the layer and of the modules that hold it within the block, and its role: attention or mlp.
+    """
+
+    full_name: str
+    shape: tuple[int, int]
+    name: str = ""
+    block: Block | None = None
+    labels: frozenset[str] = field(default_factory=frozenset)
+
+
+def layer_names(blocks: Sequence[Block]) -> list[LayerName]:
+    """The layers of blocks, in running order, with their types and roles."""
+    names: list[LayerName] = []
+    for block in blocks:
+        types = {path: type(module).__name__ for path, module in block.module.named_modules()}
+        groups = block.architecture.groups
+        attention = groups[0][0].partition(".")[0] if block.architecture.known and len(groups) > 1 else ""
+        for name, layer in block.layers.items():
+            labels = {ANY_LAYER, *(types.get(path, ANY_LAYER) for path in _holders(name))}
+            if attention:
+                labels.add("attention" if name.partition(".")[0] == attention else "mlp")
+            shape = (layer.out_features, layer.in_features)
+            names.append(LayerName(block.full_name(name), shape, name, block, frozenset(labels)))
+    return names
+
+
+def other_modules(blocks: Sequence[Block]) -> dict[str, tuple[int, int] | None]:
+    """The modules of the blocks that are no layers, by full name, with the shape of a weight that is a matrix, else None."""
+    modules: dict[str, tuple[int, int] | None] = {}
+    for block in blocks:
+        layers = {path for name in block.layers for path in _holders(name)}
+        for path, module in block.module.named_modules():
+            if path and path not in layers:
+                weight = getattr(module, "weight", None)
+                is_matrix = isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+                shape = (weight.shape[0], weight.shape[1]) if weight is not None and is_matrix else None
+                modules[block.full_name(path)] = shape
+    return modules
+
+
+def _holders(name: str) -> list[str]:
+    """The name of a layer and of the modules that hold it."""
+    parts = name.split(".")
+    return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
+
+
+def select_blocks(text: str, count: int) -> frozenset[int]:
+    """Parse a selection of blocks.
+
+    Args:
+        text: "all", "none", "first-half", or a list of numbers and half-open ranges such as "0:12,15"; negative numbers count
+            from the end, as in "-1" or "-4:". "first-half" is the first `count // 2` blocks, as in the paper's tables.
+        count: Number of blocks of the model.
+
+    Raises:
+        InvalidSetting: The text is malformed, or holds an empty range or a block that the model does not have.
+    """
+    named = {"all": range(count), "none": range(0), "first-half": range(count // 2)}
+    if text in named:
+        return frozenset(named[text])
+    chosen: set[int] = set()
+    for part in text.split(","):
+        if match := re.fullmatch(r"\s*(-?\d+)?:(-?\d+)?\s*", part):
+            start, stop = int(match[1] or 0), count if match[2] is None else int(match[2])
+        elif re.fullmatch(r"\s*-?\d+\s*", part):
+            start = int(part)
+            stop = start + 1 or count
+        else:
+            message = "Write all, first-half, none, a range 0:12, or a list 3,5; -1 is the last block."
+            raise InvalidSetting(f"`blocks` got {text!r}. {message}")
+        start, stop = (number + count if number < 0 else number for number in (start, stop))
+        if not 0 <= start < stop <= count:
+            raise InvalidSetting(
+                f"`blocks` got {text!r}, but the model's {count} blocks are 0 to {count - 1}, or -{count} to -1 from the end, "
+                "and a range a:b ends before b."
+            )
+        chosen.update(range(start, stop))
+    return frozenset(chosen)
+
+
+def name_matcher(pattern: str, setting: str) -> Callable[[str], bool]:
+    """Compile a layer-name pattern to a function of a full name.
+
+    Args:
+        pattern: A regular expression after "re:", which must match from the start of the name (`re.match`). Otherwise a name
+            with `*`, `?` and `[...]`, compared with the full names of the layer and of the modules that hold it, and with their
+            ends after a dot.
+        setting: Name of the setting, for the error.
+
+    Raises:
+        InvalidSetting: The regular expression is invalid.
+    """
+    if pattern.startswith(REGEX):
+        try:
+            compiled = re.compile(pattern.removeprefix(REGEX))
+        except (re.error, OverflowError) as error:
+            raise InvalidSetting(f"{setting} got {pattern!r}, which is not a regular expression: {error}.") from None
+    else:
+        compiled = re.compile(rf"(?s:.*\.)?(?:{fnmatch.translate(pattern).removesuffix(chr(92) + 'Z')})(?s:\..*)?\Z")
+    return lambda full_name: compiled.match(full_name) is not None
+
+
+def matching(layers: Iterable[LayerName], pattern: str, setting: str) -> set[str]:
+    """The full names of the layers that a pattern matches by name, type or role. Raises InvalidSetting as `name_matcher`."""
+    is_match = name_matcher(pattern, setting)
+    return {layer.full_name for layer in layers if pattern in layer.labels or is_match(layer.full_name)}
+
+
+def unmatched(pattern: str, setting: str, layers: Sequence[LayerName]) -> InvalidSetting:
+    """The error for a pattern that matches no layer, with the nearest names, types and roles."""
+    message = f"{setting} got {pattern!r}, which matches no layer."
+    if pattern.startswith(REGEX):
+        expression = re.compile(pattern.removeprefix(REGEX))
+        inside = next((layer.full_name for layer in layers if expression.search(layer.full_name)), None)
+        first = layers[0].full_name if layers else ""
+        hint = f" Write {REGEX}.*{expression.pattern} to match it anywhere." if inside else ""
+        return InvalidSetting(f"{message} It must match from the start of a full name, such as {inside or first}.{hint}")
+    ends: Mapping[str, None] = dict.fromkeys(
+        end
+        for layer in layers
+        for end in (layer.name.rpartition(".")[2], layer.name, layer.name.partition(".")[0], *sorted(layer.labels))
+        if not end.isdigit()
+    )
+    bare = pattern.strip("*.")
+    if close := difflib.get_close_matches(bare, ends):
+        return InvalidSetting(f"{message} Did you mean {' or '.join(map(repr, close))}?")
+    known = [end for end in ends if "." not in end]
+    return InvalidSetting(f"{message} Known: {', '.join(known)}.")
