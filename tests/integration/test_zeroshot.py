@@ -243,7 +243,7 @@ def test_a_report_names_the_metric_of_each_task(
     ("task", "error", "message"),
     [
         ("choice_nrm", InvalidSetting, r"`task` is unknown: got 'choice_nrm'\. Did you mean 'choice_norm' or "),
-        ("zzzzzzz", InvalidSetting, r"`task` is unknown: got 'zzzzzzz'\. `lm-eval ls tasks` lists all\."),
+        ("zzzzzzz", InvalidSetting, r"`task` is unknown: got 'zzzzzzz'\. 'lm-eval ls tasks' lists all\."),
         ("unsafe", InvalidSetting, "task unsafe runs code that the model writes"),
         ("absent", Unreachable, r"data of the task absent cannot be loaded \(.*some/where.*\)\. Run once with a network"),
     ],

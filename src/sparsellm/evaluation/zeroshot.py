@@ -24,7 +24,7 @@ from sparsellm.evaluation.measurements import Accuracy
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
-from sparsellm.runtime.memory import is_out_of_memory
+from sparsellm.runtime.devices import is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ def _check_name(task: str) -> None:
     if task not in known:
         close = [repr(name) for name in difflib.get_close_matches(task, known)]
         question = f"Did you mean {' or '.join(close)}? " if close else ""
-        raise InvalidSetting(f"`task` is unknown: got {task!r}. {question}`lm-eval ls tasks` lists all.")
+        raise InvalidSetting(f"`task` is unknown: got {task!r}. {question}'lm-eval ls tasks' lists all.")
 
 
 def _check_loads(task: str) -> None:
