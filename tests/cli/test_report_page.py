@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import html
 import json
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,9 +18,17 @@ import pytest
 import yaml
 from typer.testing import Result
 
+from sparsellm.cli import prune as cli_prune
 from sparsellm.errors import BadCheckpoint, MissingPackage
+from sparsellm.reports.commands import run_command, sweep_yaml
 from sparsellm.reports.figures import Plot
-from sparsellm.reports.page import report_page
+from sparsellm.reports.page import report_page, verdict
+from sparsellm.reports.run_plots import at_bound, convergence, run_plots
+from sparsellm.reports.sweep_file import read_sweep
+from sparsellm.reports.sweep_runner import saved_sweep
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.records import SavedReport, load_report
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -92,6 +102,9 @@ def check(text: str, found: list[Plot]) -> Page:
     assert not {"script", "img", "iframe"} & {tag for tag, _ in page.tags}
     fetched = [a.get(key) for _, a in page.tags for key in ("src", "href", "xlink:href") if a.get(key)]
     assert all(link.startswith(("#", "data:")) for link in fetched if link)
+    assert "@media print" in text
+    for rule in ("h1,h2,summary{break-after:avoid}", "details::details-content{content-visibility:visible"):
+        assert rule in text[text.index("@media print") :]
     assert "url(http" not in text
     for plot in found:
         assert plot.text.endswith(".")
@@ -108,16 +121,19 @@ def check(text: str, found: list[Plot]) -> Page:
 def test_the_page_of_a_run(run_folder: Path) -> None:
     text, found = report_page(run_folder)
     check(text, found)
-    assert [plot.name for plot in found] == ["before-and-after", "error-map", "sparsity-map", "convergence", "time"]
+    assert [plot.name for plot in found] == ["error-map", "convergence", "time"], "the sparsities are equal"
     told = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
-    assert "60 % removed" in text
-    assert f"{next(iter(told['perplexity'].values()))['pruned']['value']:.4g}" in text
+    values = next(iter(told["perplexity"].values()))
+    dense, pruned = values["dense"]["value"], values["pruned"]["value"]
+    assert "60\N{NO-BREAK SPACE}% of the weights in the pruned layers removed; perplexity on words.txt " in text
+    assert f"words.txt {dense:.0f} → {pruned:.0f}, " in text
+    assert f", {100 * (pruned / dense - 1):+.1f}\N{NO-BREAK SPACE}%; verified when written." in text
     assert "&lt;script&gt;the sum" in text
     assert "sparsity: 60%" in text
     maps = {plot.name: plot for plot in found}
     assert len(maps["error-map"].rows) == 3
     block = told["blocks"][1]
-    assert list(maps["error-map"].rows[1][1:]) == [f"{x['error']:.3g}" for x in block["layers"]]
+    assert list(maps["error-map"].rows[1][1:]) == [f"{x['error']:.2g}" for x in block["layers"]]
     assert len(maps["convergence"].rows) == sum(len(block["epochs"]) for block in told["blocks"])
 
 
@@ -131,6 +147,10 @@ def test_the_page_of_a_sweep(sweep_folder: Path) -> None:
     depth = next(plot for plot in found if plot.name == "depth")
     assert depth.inline().count('id="depth-axes_') == 3, "a panel for each sparsity of the one model that could be pruned"
     assert "Small &amp; wide" in text
+    assert "perplexity on words.txt (dense " in text
+    assert {row[0] for row in found[0].rows} == {"opt"}
+    assert all(float(row[3].split()[0]) > 0 and row[5].endswith(" %") for row in found[0].rows), "dense and change"
+    assert all("dense" in plot.inline() for plot in found if plot.name.startswith("sparsity-"))
     assert "A &amp; B &lt;2024&gt;" in text
     assert "There is no folder" in text
     assert ["opt", "alpha 0.1, beta 0.1, samples 2", "50%"] in [list(row[:3]) for row in found[0].rows]
@@ -142,7 +162,7 @@ def test_the_command_writes_page_and_pictures(run_folder: Path, tmp_path: Path, 
     assert (tmp_path / "deep" / "page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     svgs, pngs = (sorted((tmp_path / "figures").glob(f"*.{kind}")) for kind in ("svg", "png"))
     assert [file.stem for file in svgs] == [file.stem for file in pngs]
-    assert len(svgs) == 5
+    assert len(svgs) == 3
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in pngs)
     beside = command("report", run_folder)
     assert beside.exit_code == 0
@@ -151,6 +171,203 @@ def test_the_command_writes_page_and_pictures(run_folder: Path, tmp_path: Path, 
 
 def test_pages_are_the_same_twice(run_folder: Path) -> None:
     assert report_page(run_folder)[0] == report_page(run_folder)[0]
+
+
+PERPLEXITY = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned": {"value": 50.9, "standard_error": 1.5}}}
+BOOLQ = {"boolq": {"dense": {"value": 0.61, "standard_error": 0.01}, "pruned": {"value": 0.58, "standard_error": 0.01}}}
+OTHERS = {"book.txt": {"dense": None, "pruned": {"value": 1234.5, "standard_error": None}}}
+OVERFLOWED = {"demo": {"dense": {"value": 43.5, "standard_error": 1.0}, "pruned": {"value": "inf", "standard_error": None}}}
+REMOVED = "70 % of the weights in the pruned layers removed"
+
+
+def made_up(**fields: Any) -> SavedReport:
+    """A report of two layers at 70 %, with these fields."""
+    layer = {"name": "a.x", "pattern": "70%", "zeros": 70, "sparsity": 0.7, "error": 0.1}
+    block = {"index": 0, "name": "a", "layers": [layer, layer | {"name": "a.y"}], "epochs": [], "seconds": 1.0}
+    totals = {"pruned_layers": 2, "sparsity_of_pruned_layers": 0.7, "sparsity_of_model": 0.5}
+    base = {
+        "recipe": {},
+        "environment": {},
+        "calibration": "",
+        "notes": [],
+        "seconds": {},
+        "peak_memory_bytes": 0,
+        "perplexity": {},
+    }
+    return SavedReport.model_validate(base | {"totals": totals, "blocks": [block]} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "verified", "expected"),
+    [
+        ({"perplexity": PERPLEXITY}, True, f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 %; verified when written."),
+        ({}, False, f"{REMOVED}; perplexity not measured; not verified."),
+        (
+            {"perplexity": PERPLEXITY | OTHERS},
+            True,
+            f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 %; perplexity on book.txt 1,234; verified when written.",
+        ),
+        ({"perplexity": OVERFLOWED}, True, f"{REMOVED}; perplexity on demo 43.5 → inf; verified when written."),
+        ({"tasks": BOOLQ}, True, f"{REMOVED}; accuracy on boolq 61.0 % → 58.0 %, -3.0 points; verified when written."),
+        (
+            {"tasks": BOOLQ | {"rte": BOOLQ["boolq"]}},
+            True,
+            f"{REMOVED}; mean accuracy 61.0 % → 58.0 %, -3.0 points; verified when written.",
+        ),
+        (
+            {
+                "perplexity": PERPLEXITY,
+                "pruned": {"perplexity": {"demo": PERPLEXITY["demo"] | {"pruned": {"value": 87.0, "standard_error": None}}}},
+            },
+            True,
+            f"{REMOVED}; perplexity on demo 43.5 → 50.9, +17.0 % (87.0, +100 % before the recovery); verified when written.",
+        ),
+    ],
+    ids=["measured", "nothing", "two texts", "overflow", "a task", "tasks", "recovery"],
+)
+def test_the_verdict(fields: dict[str, Any], verified: bool, expected: str) -> None:
+    assert verdict(made_up(**fields), verified) == expected
+
+
+def test_the_verdict_names_a_pattern_of_n_of_m() -> None:
+    layer = {"name": "a.x", "pattern": "2:4", "zeros": 50, "sparsity": 0.5, "error": 0.1}
+    block = {"index": 0, "name": "a", "layers": [layer], "epochs": [], "seconds": 1.0}
+    totals = {"pruned_layers": 1, "sparsity_of_pruned_layers": 0.5, "sparsity_of_model": 0.4}
+    assert verdict(made_up(blocks=[block], totals=totals), True).startswith("2:4 sparsity, 50 % of the weights")
+
+
+def test_an_edited_report_is_not_verified(run_folder: Path, tmp_path: Path) -> None:
+    report = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
+    report["totals"]["sparsity_of_pruned_layers"] = 0.9
+    (tmp_path / "sparsellm.json").write_text(json.dumps(report), encoding="utf-8")
+    assert "90\N{NO-BREAK SPACE}% of the weights" in report_page(tmp_path)[0]
+    assert "; not verified." in report_page(tmp_path)[0]
+
+
+def test_one_step_has_no_plot_of_convergence(run_folder: Path) -> None:
+    blocks = load_report(run_folder).blocks
+    assert convergence(blocks) is not None
+    assert convergence([block.model_copy(update={"epochs": block.epochs[:1]}) for block in blocks]) is None
+
+
+def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:
+    sparsities = {"a.x": 0.6, "a.y": 0.8, "b.x": 0.72, "b.y": 0.8}
+    blocks = [
+        {
+            "index": index,
+            "name": name,
+            "layers": [
+                {"name": layer, "pattern": f"{100 * x}%", "zeros": 1, "sparsity": x, "error": 0.1}
+                for layer, x in sparsities.items()
+                if layer.startswith(name)
+            ],
+            "epochs": [],
+            "seconds": 1.0,
+        }
+        for index, name in enumerate("ab")
+    ]
+    report = made_up(blocks=blocks)
+    assert at_bound(report.layers) == {"a.x": "minimum", "a.y": "maximum", "b.y": "maximum"}
+    plot = next(plot for plot in run_plots(report) if plot.name == "sparsity-map")
+    assert plot.rows == [["0", "60.0▼", "80.0▲"], ["1", "72.0", "80.0▲"]]
+    assert "The allocation has 1 at its minimum (▼) and 2 at its maximum (▲)." in plot.text
+    assert plot.inline().count("80.0▲") == 2, "the numbers are in the cells"
+    assert at_bound(made_up().layers) == {}
+
+
+def part_of(text: str, pattern: str) -> str:
+    """The first group of a pattern in a page, without escapes."""
+    match = re.search(pattern, text, re.DOTALL)
+    assert match
+    return html.unescape(match[1])
+
+
+def typed(line: str) -> list[str]:
+    """The arguments that a shell gives to sparsellm for a command line."""
+    script = f"sparsellm() {{ printf '%s\\0' \"$@\"; }}\n{line}\n"
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+def again(text: str) -> tuple[list[str], str]:
+    """The arguments of the command on a page, and the content of the file to download."""
+    content = part_of(text, r'<a download="[^"]*" href="data:application/yaml;base64,([^"]*)"')
+    return typed(part_of(text, r"<h2>Run it again</h2>\s*<pre>(.*?)</pre>")), b64decode(content).decode()
+
+
+def test_the_command_and_the_recipe_of_a_page_give_the_same_run(run_folder: Path, command: Command) -> None:
+    text, _ = report_page(run_folder)
+    words, recipe = again(text)
+    expected = validated(Recipe, load_report(run_folder).recipe)
+    assert validated(Recipe, yaml.safe_load(recipe)) == expected
+    assert words[:3] == ["prune", "opt", "out-again"]
+    assert command(*words, "--print-config").stdout == recipe
+    assert "<code>opt</code>, <code>words.txt</code>" in text, "the names that stand for local paths"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ['It\'s "two"\nlines, $HOME `x` \\', "-x", "--y", "", "é*"], "evaluate": ["a b.txt", "demo"]},
+        {"offload": False, "trust_remote_code": True, "max_memory": "16 GiB", "include": ["*.q_proj"]},
+        {"method": "sparsellm", "as_published": True, "alpha": 1e-05, "scope": "0:2", "sparsity": "2:4"},
+        {"allocation_bounds": "60%:90%", "sparsity": 0.7, "effort": "best", "written": 3, "seed": 2**40},
+    ],
+)
+def test_commands_give_their_recipe(fields: dict[str, Any], command: Command) -> None:
+    recipe = validated(Recipe, {"model": "demo:opt", "calibration": "demo"} | fields)
+    assert command(*typed(run_command(recipe, "out folder")), "--print-config").stdout == recipe.to_yaml()
+
+
+def test_a_recovery_s_command_gives_its_recipe(run_folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    fields = {"model": "demo:opt", "pruned": str(run_folder), "calibration": "demo", "scope": "block", "prompt": ["It's"]}
+    recipe = validated(RecoveryRecipe, fields)
+    written: list[RecoveryRecipe] = []
+    monkeypatch.setattr(cli_prune, "_write", lambda context, recipe, *_, **__: written.append(recipe))
+    done = command(*typed(run_command(recipe, "out-again")))
+    assert done.exit_code == 0, done.stderr
+    assert written == [recipe]
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_the_sweep_of_a_page_reads_as_the_same_sweep(smoke: bool, tmp_path: Path) -> None:
+    values = {"demo:opt": {"wanda": {"70%": 20.0}, "ours": {"2:4": 3}}}
+    content = {
+        "title": "A & B",
+        "recipe": {"calibration": "demo", "samples": 2},
+        "axes": {
+            "model": ["demo:opt", "demo:llama"],
+            "method": {"wanda": {"method": "wanda"}, "ours": {"method": "sparsellm", "effort": "fast"}},
+            "sparsity": ["70%", "2:4"],
+            "seed": [0, 1],
+        },
+        "leave_out": [{"method": "ours", "seed": 1}, {"model": "demo:llama", "sparsity": "2:4"}],
+        "columns": "sparsity",
+        "published": [{"source": "x", "measure": "perplexity", "axes": ["model", "method", "sparsity"], "values": values}],
+        "smoke": {"axes": {"sparsity": ["70%"]}, "recipe": {"samples": 1}},
+    }
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(yaml.safe_dump(content), encoding="utf-8")
+    sweep = read_sweep(first, smoke=smoke)
+    second.write_text(sweep_yaml(sweep), encoding="utf-8")
+    again = read_sweep(second, smoke=smoke)
+    assert again.model_dump(exclude={"published"}) == sweep.model_dump(exclude={"published"})
+    beside = [[entry.beside(cell.labels) for entry in x.published for cell in x.cells] for x in (sweep, again)]
+    assert beside[0] == beside[1]
+    assert any(beside[0])
+
+
+def test_the_page_of_a_sweep_has_its_file_without_local_paths(sweep_folder: Path, tmp_path: Path) -> None:
+    text, _ = report_page(sweep_folder)
+    words, content = again(text)
+    assert words == ["sweep", "sweep.yaml", "out-again"]
+    (tmp_path / "sweep.yaml").write_text(content, encoding="utf-8")
+    sweep, saved = read_sweep(tmp_path / "sweep.yaml"), saved_sweep(sweep_folder)
+    assert [cell.labels for cell in sweep.cells] == [cell.labels for cell in saved.cells]
+    assert [cell.recipe.model_copy(update={"model": "", "calibration": "", "evaluate": ()}) for cell in sweep.cells] == [
+        cell.recipe.model_copy(update={"model": "", "calibration": "", "evaluate": ()}) for cell in saved.cells
+    ]
+    assert str(sweep_folder.parent) not in text
+    assert {cell.recipe.calibration for cell in sweep.cells} == {"words.txt"}
 
 
 def test_a_folder_that_is_none(tmp_path: Path, command: Command) -> None:
@@ -198,6 +415,14 @@ def test_in_a_browser(kind: str, run_folder: Path, sweep_folder: Path, tmp_path:
     assert shown.stdout.count("<figure>") == len(found)
     assert shown.stdout.count("<svg") == len(found)
     assert "CONSOLE" not in shown.stderr
+    # A window has a smallest width, a frame has none.
+    frame = f'<iframe style="width:390px" srcdoc="{html.escape(text)}"></iframe>'
+    measure = "let page = document.querySelector('iframe').contentDocument.documentElement"
+    measure += "; document.title = page.scrollWidth - page.clientWidth"
+    (tmp_path / "frame.html").write_text(f"{frame}<script>onload = () => {{ {measure} }}</script>", encoding="utf-8")
+    narrow = [*words[:-1], f"file://{tmp_path / 'frame.html'}", "--dump-dom"]
+    shown = subprocess.run(narrow, capture_output=True, text=True, timeout=120, check=True)
+    assert "<title>0</title>" in shown.stdout, "nothing is wider than a phone"
     picture = tmp_path / "page.png"
     subprocess.run([*words, f"--screenshot={picture}"], capture_output=True, timeout=120, check=True)
     assert picture.stat().st_size > 10_000

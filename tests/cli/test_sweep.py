@@ -23,7 +23,8 @@ from sparsellm.cli.console import show
 from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
-from sparsellm.reports.comparison import grid, table, to_csv, to_json, to_latex, to_markdown
+from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_latex, to_markdown
+from sparsellm.reports.measures import Figure
 from sparsellm.reports.sweep_file import Sweep, read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 from sparsellm.runs import measuring, run, stages
@@ -269,8 +270,8 @@ def test_models_are_kept_where_asked(tiny: dict[str, Path], tmp_path: Path) -> N
     assert len(list((tmp_path / "out").glob("cells/*/model/model.safetensors"))) == 1
 
 
-def with_figures(tmp_path: Path, **parts: Any) -> tuple[Sweep, list[Outcome]]:
-    """A sweep with made-up results, three seeds, and a paper's figure for one of its rows."""
+def with_figures(tmp_path: Path, dense: float | None = None, **parts: Any) -> tuple[Sweep, list[Outcome]]:
+    """A sweep with made-up results, three seeds, and a paper's figure for one of its rows; of a dense model if it is given."""
     values = {"demo:opt": {"wanda": {"70%": 20.0}}}
     published = [
         {"source": "Someone 2024, Table 1", "measure": "perplexity", "axes": ["model", "method", "sparsity"], "values": values}
@@ -278,9 +279,10 @@ def with_figures(tmp_path: Path, **parts: Any) -> tuple[Sweep, list[Outcome]]:
     axes = AXES | {"seed": [0, 1, 2]}
     sweep = read_sweep(written(tmp_path, axes=axes, published=published, **parts))
     outcomes = []
+    before = None if dense is None else {"value": dense, "standard_error": 0.25}
     for number, cell in enumerate(sweep.cells):
         report = {
-            "perplexity": {"te_xt": {"pruned": {"value": 10.0 + number, "standard_error": 0.5}}},
+            "perplexity": {"te_xt": {"dense": before, "pruned": {"value": 10.0 + number, "standard_error": 0.5}}},
             "totals": {"pruned_layers": 6, "sparsity_of_pruned_layers": 0.7, "sparsity_of_model": 0.5},
             "recipe": {},
             "environment": {},
@@ -322,8 +324,53 @@ def test_figures_beside_the_paper_s(tmp_path: Path) -> None:
     assert "demo:opt, wanda, 2:4 (failed)" in text
     latex = to_latex(sweep, rows)
     assert r"17.00 $\pm$ 0.58 (paper 20.00, $\times$0.85)" in latex
-    assert r"perplexity te\_xt" in latex
+    assert r"perplexity on te\_xt" in latex
     assert latex.count(r"\\") == 1 + 4
+
+
+def test_tables_have_a_dense_line_and_the_change_from_it(tmp_path: Path) -> None:
+    sweep, outcomes = with_figures(tmp_path, dense=8.0)
+    rows = table(sweep, outcomes)
+    head, lines = grid(sweep, rows)
+    assert head == ["model", "method", "sparsity", "perplexity on te_xt"]
+    assert lines[:2] == [["demo:opt", "dense", "", "8.00 ± 0.25"], ["demo:opt", "magnitude", "70%", "11.00 ± 0.58 (+37.5 %)"]]
+    assert len(lines) == 1 + 4
+    assert "17.00 ± 0.58 (+112 %; paper 20.00, ×0.85)" in to_markdown(sweep, rows)
+    assert r"17.00 $\pm$ 0.58 (+112 \%; paper" in to_latex(sweep, rows)
+    assert "\nPerplexity on te_xt of demo:opt.\nIn brackets: the change from the dense model.\n" in to_markdown(sweep, rows)
+    line = next(x for x in csv.DictReader(to_csv(sweep, rows).splitlines()) if x["measure"] == "perplexity te_xt")
+    assert (float(line["dense"]), float(line["change"])) == (8.0, 11 / 8 - 1)
+    assert to_json(sweep, rows, outcomes)["rows"][0]["figures"]["perplexity te_xt"]["change"] == 11 / 8 - 1
+    sweep, outcomes = with_figures(tmp_path, dense=8.0, columns="sparsity")
+    assert grid(sweep, table(sweep, outcomes))[1][0] == ["demo:opt", "dense", "8.00 ± 0.25", "8.00 ± 0.25"]
+
+
+def test_the_dense_line_has_the_labels_on_which_it_depends(tmp_path: Path) -> None:
+    """Of a sweep over sequence lengths there are several dense figures; without other axes the line is named in the first."""
+    axes = {"sequence_length": [16, 32], "method": ["magnitude", "wanda"]}
+    for columns, method, expected in (
+        (None, ["magnitude", "wanda"], [["16", "dense", "16.00"], ["32", "dense", "32.00"]]),
+        (None, ["wanda"], [["16", "dense", "16.00"], ["32", "dense", "32.00"]]),
+        ("sequence_length", ["wanda"], [["dense", "16.00", "32.00"]]),
+    ):
+        sweep = read_sweep(
+            written(tmp_path, recipe=SHARED | {"model": "demo:opt"}, axes=axes | {"method": method}, columns=columns)
+        )
+        rows = []
+        for cell in sweep.cells:
+            dense = Figure(float(cell.labels["sequence_length"]))
+            rows.append(Row(cell.labels, {"perplexity demo": Figure(40.0, dense=dense)}, 1))
+        assert [line for line in grid(sweep, rows)[1] if "dense" in line] == expected
+    only_columns = read_sweep(
+        written(tmp_path, recipe=SHARED | {"model": "demo:opt"}, axes={"samples": [1, 2]}, columns="samples")
+    )
+    rows = [Row(cell.labels, {"perplexity demo": Figure(3.0, dense=Figure(2.0))}, 1) for cell in only_columns.cells]
+    assert grid(only_columns, rows) == (["", "1", "2"], [["dense", *["2.00"] * 2], ["pruned", *["3.00 (+50.0 %)"] * 2]])
+
+
+def test_accuracies_are_in_per_cent(tmp_path: Path) -> None:
+    figure = Figure(0.58, 0.01, dense=Figure(0.61, share=True), share=True, published=0.5)
+    assert str(figure) == "58.0 ± 1.0 % (-3.0 points; paper 50.00 %, ×1.16)"
 
 
 def test_an_axis_may_be_the_columns(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import plan_from_file, uniform_plan
 from sparsellm.pruning.selection import LayerName
-from sparsellm.reports.comparison import measures, table, to_markdown
+from sparsellm.reports.comparison import table, to_markdown
+from sparsellm.reports.measures import measures
 from sparsellm.reports.page import report_page
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, saved_sweep

@@ -37,7 +37,7 @@ def sweep(
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import Progress
-        from sparsellm.reports.comparison import grid, table, to_json, write_tables
+        from sparsellm.reports.comparison import grid, legend, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
         from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
         from sparsellm.runs.events import combine_observers
@@ -78,6 +78,8 @@ def sweep(
             print_json(to_json(cells, rows, outcomes) | {"output": str(folder)})
         else:
             show(stdout, text_table(*grid(cells, rows), title=cells.title))
+            for line in legend(cells, rows):
+                print_line(stdout, line)
             print_line(stdout, f"Wrote {', '.join(map(str, files))}.")
         if running := sum(x.state == "at work" for x in outcomes):
             print_line(stderr, f"{plural(running, 'cell')} still at work in other processes.")

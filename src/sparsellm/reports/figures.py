@@ -12,17 +12,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsellm.errors import MissingPackage
-from sparsellm.reports.comparison import value_with_error
+from sparsellm.reports.measures import value_with_error
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 INK, FAINT = "#22262e", "#c9ced6"
 """Colours of text and axes, and of grid lines. An HTML page replaces them by its own colours, light or dark."""
 
+WIDTH = 4.4
+"""Width of a figure in inches whose content needs no more, about that of a phone's screen."""
+
 COLOURS = ("#3d85c6", "#e08214", "#3a9a5b", "#c2559d", "#8c6bb1", "#a6761d", "#d1495b", "#5b9aa0")
 """Colours of lines and bars, distinct on white and on black and with most colour vision deficiencies."""
+
+SCALES = {"error": "YlOrRd", "sparsity": "PuBu", "measure": "YlGn", "block": "viridis"}
+"""Colour maps, one for each kind of value."""
+
+MARKS = {"minimum": "▼", "maximum": "▲"}
+"""Marks of layers whose sparsity is at a bound of the allocation."""
+
+NUMBERED = 12
+"""The most columns of a heat map with a number in each cell."""
 
 STYLE: Mapping[str, Any] = (
     dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
@@ -81,7 +94,11 @@ class Plot:
         svg = self.save("svg").decode()
         svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace(FAINT, "var(--line)")
         svg = re.sub(r'(\sid="|xlink:href="#|url\(#)', rf"\g<1>{self.name}-", svg)
-        return svg.replace("<svg", f'<svg role="img" aria-labelledby="{self.name}-title"', 1)
+        # The text keeps a readable size: a wide figure scrolls on a narrow screen, and a narrow one leaves space on a wide one.
+        width = re.search(r' width="([\d.]+)pt" height="[\d.]+pt"', svg)
+        assert width
+        size = f' style="min-width:{1.1 * float(width[1]):.0f}px;max-width:{1.6 * float(width[1]):.0f}px"'
+        return svg.replace(width[0], size, 1).replace("<svg", f'<svg role="img" aria-labelledby="{self.name}-title"', 1)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -91,33 +108,37 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def bar_figure(names: Sequence[str], xlabel: str, series: Mapping[str, Sequence[tuple[float, float | None]]]) -> Figure:
-    """Horizontal bars, one of each series for each name.
+def plain_numbers(axes: Axes) -> None:
+    """Write the numbers of a logarithmic axis without powers of ten. Its limits must be final."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log" and 0 < low < high:
+        locator = LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0))
+        axes.yaxis.set_major_locator(MaxNLocator(5) if high < 5 * low else locator)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def bar_figure(names: Sequence[str], xlabel: str, values: Sequence[float]) -> Figure:
+    """Horizontal bars.
 
     Args:
         names: Labels of the bars, from top to bottom.
         xlabel: Label of the values.
-        series: By label, a value and its standard error for each name.
+        values: A value for each name.
     """
-    figure = new_figure(5.4, 1.0 + (0.1 + 0.25 * len(series)) * len(names))
+    figure = new_figure(WIDTH, 0.8 + 0.3 * len(names))
     axes = figure.subplots()
-    height = 0.7 / len(series)
-    for number, (label, points) in enumerate(series.items()):
-        centres = [row + height * (number - (len(series) - 1) / 2) for row in range(len(names))]
-        values, errors = (
-            [value if math.isfinite(value) else math.nan for value, _ in points],
-            [error or 0.0 for _, error in points],
-        )
-        error_bars: dict[str, Any] = {"xerr": errors, "ecolor": INK, "capsize": 2} if any(errors) else {}
-        bars = axes.barh(centres, values, 0.9 * height, color=COLOURS[number], label=label, **error_bars)
-        axes.bar_label(bars, [value_with_error(value) for value, _ in points], padding=6)
+    bars = axes.barh(
+        range(len(names)), [value if math.isfinite(value) else math.nan for value in values], 0.65, color=COLOURS[0]
+    )
+    axes.bar_label(bars, [value_with_error(value) for value in values], padding=6)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(xlabel)
-    if len(series) > 1:
-        figure.legend(loc="outside upper right", ncols=len(series))
     return figure
 
 
@@ -126,10 +147,10 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     *,
-    xlabel: str,
-    ylabel: str,
-    label: str,
-    norm: Normalize | None = None,
+    labels: tuple[str, str],
+    kind: str,
+    texts: Sequence[Sequence[str]],
+    norm: Normalize,
 ) -> Figure:
     """A heat map.
 
@@ -137,20 +158,32 @@ def heat_map(
         cells: (rows, columns) values; cells with NaN are empty.
         rows: Labels of the rows, from top to bottom.
         columns: Labels of the columns; about twelve of them are shown.
-        xlabel: Label of the columns.
-        ylabel: Label of the rows.
-        label: Label of the values.
-        norm: Scale of the colours; linear by default.
+        labels: Labels of the columns and of the values.
+        kind: Kind of the values, a key of `SCALES`.
+        texts: Text of each cell. With more than `NUMBERED` columns only the marks in it are shown.
+        norm: Scale of the colours.
     """
-    figure = new_figure(min(10.0, max(5.4, 3.6 + 0.16 * len(columns))), 1.4 + 0.3 * len(rows))
+    from matplotlib import colormaps
+
+    numbered = len(columns) <= NUMBERED
+    lines = max((text.count("\n") + 1 for line in texts for text in line), default=1) if numbered else 1
+    width = 2.4 + max((0.5 if numbered else 0.16) * len(columns), 0.07 * max(map(len, columns)))
+    figure = new_figure(min(10.0, max(WIDTH, width)), 1.2 + (0.28 + 0.14 * (lines - 1)) * len(rows))
     axes = figure.subplots()
-    mesh = axes.pcolormesh(cells, norm=norm, cmap="viridis", edgecolors="face")
+    mesh = axes.pcolormesh(cells, norm=norm, cmap=SCALES[kind], edgecolors="face")
+    for y, (line, words) in enumerate(zip(cells, texts, strict=True)):
+        for x, (value, text) in enumerate(zip(line, words, strict=True)):
+            shown = text if numbered else "".join(mark for mark in MARKS.values() if mark in text)
+            if shown and math.isfinite(value):
+                red, green, blue, _ = colormaps[SCALES[kind]](norm(value))
+                light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.55
+                axes.text(x + 0.5, y + 0.5, shown, size=8, ha="center", va="center", color="black" if light else "white")
     axes.set_yticks([number + 0.5 for number in range(len(rows))], rows)
     step = max(1, len(columns) // 12)
     axes.set_xticks([number + 0.5 for number in range(0, len(columns), step)], columns[::step])
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    axes.set_xlabel(labels[0])
     axes.invert_yaxis()
     axes.grid(visible=False)
-    figure.colorbar(mesh, label=label, shrink=0.9)
+    figure.colorbar(mesh, label=labels[1], shrink=0.9)
+    plain_numbers(figure.axes[-1])
     return figure

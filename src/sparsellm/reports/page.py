@@ -1,26 +1,34 @@
-"""The HTML report of a run or a sweep, one file with key figures, tables and plots, from the template page.html."""
+"""The HTML report of a run or a sweep, one file with a verdict, tables and plots, from the template page.html."""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
 from jinja2 import Environment, StrictUndefined
 
-from sparsellm.errors import InvalidSetting
-from sparsellm.reports.comparison import grid, legend, measures, table
+from sparsellm.checkpoints.tensor_index import report_digest
+from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.reports.commands import local_files, run_command, sweep_yaml
+from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
-from sparsellm.reports.run_plots import run_plots
+from sparsellm.reports.measures import evaluations, headlines, spoken
+from sparsellm.reports.run_plots import at_bound, run_plots
+from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_plots import sweep_plots
-from sparsellm.reports.sweep_runner import is_sweep, read_outcomes, saved_sweep
+from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.export import Result
+from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import REPORT, SavedReport, folder_path, load_report
+from sparsellm.runs.records import REPORT, SavedReport, folder_path, read_record
+from sparsellm.solvers.patterns import NM
 
 
 def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
@@ -40,6 +48,8 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         content = _content(run)
         # The texts come from models, files and prompts, so all are escaped.
         environment = Environment(autoescape=True, undefined=StrictUndefined)
+        environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
+        environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
         return template.render(content) + "\n", content["plots"]
 
@@ -52,12 +62,17 @@ def page_name(run: str | Path | Result) -> str:
 def _content(run: str | Path | Result) -> dict[str, Any]:
     """Template variables for a run or a sweep."""
     if isinstance(run, Result):
-        return _run_content(SavedReport.model_validate(json.loads(run.report.to_json())), page_name(run))
+        published = Paths(run.report.recipe).without(run.report)
+        return _run_content(SavedReport.model_validate(json.loads(published.to_json())), page_name(run), verified=False)
     path = folder_path(run)
     if not is_sweep(path) and not (path / REPORT).is_file():
         problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
         raise InvalidSetting(f"{run} {problem}. Give the output folder of a run or a sweep.")
-    return _sweep_content(path) if is_sweep(path) else _run_content(load_report(path / REPORT), path.name)
+    if is_sweep(path):
+        return _sweep_content(path)
+    report, content = read_record(path / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)
+    verified = report.digests is not None and report_digest(content) == report.digests.report
+    return _run_content(report, path.resolve().name, verified=verified)
 
 
 def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
@@ -69,65 +84,135 @@ def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
         (path / f"{plot.name}.png").write_bytes(plot.save("png"))
 
 
-def _run_content(report: SavedReport, name: str) -> dict[str, Any]:
+def verdict(report: SavedReport, verified: bool) -> str:
+    """The result of a run in one sentence: what was removed, the change of perplexity or accuracy, and whether it is verified.
+
+    Args:
+        report: The report of the run.
+        verified: Whether the output was read back and verified when it was written.
+    """
+    patterns = {layer.pattern for layer in report.layers}
+    pattern = f"{patterns.pop()} sparsity, " if len(patterns) == 1 and all(isinstance(x, NM) for x in patterns) else ""
+    parts = [f"{pattern}{_percent(report.totals.sparsity_of_pruned_layers)} of the weights in the pruned layers removed"]
+    figures = evaluations(report)
+    before = evaluations(report.pruned) if report.pruned else {}
+    for name in headlines(figures):
+        figure, earlier = figures[name], before.get(name)
+        values = " → ".join(x.short for x in (figure.dense, figure) if x)
+        part = ", ".join(filter(None, (f"{spoken(name)} {values}", figure.change_text)))
+        if earlier and earlier.dense == figure.dense:
+            part += f" ({', '.join(filter(None, (earlier.short, earlier.change_text)))} before the recovery)"
+        parts.append(part)
+    parts += [] if figures else ["perplexity not measured"]
+    return "; ".join([*parts, "verified when written" if verified else "not verified"]) + "."
+
+
+def _word_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns of a table that hold words, and not numbers, in every row."""
+    return [
+        column for column, cells in enumerate(zip(*rows, strict=False)) if not any(x[:1] in set("0123456789+-") for x in cells)
+    ]
+
+
+def _percent(share: float) -> str:
+    """A share in per cent, with a digit after the point if it is not zero."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str, Any]:
     """Template variables for a run."""
-    recovery, totals = "pruned" in report.recipe, report.totals
-    recipe = validated(RecoveryRecipe if recovery else Recipe, report.recipe)
-    keys = {
-        "zeros in pruned layers": f"{100 * totals.sparsity_of_pruned_layers:.2f} %",
-        "zeros in the model": f"{100 * totals.sparsity_of_model:.2f} %",
-        "layers pruned": str(totals.pruned_layers),
-    }
-    for measure, figure in measures(report).items():
-        if "perplexity " in measure:
-            label = f"pruned {measure}" if measure.startswith("perplexity") else measure
-            keys[label] = str(figure)
-    if "total" in report.seconds:
-        keys["seconds"] = f"{report.seconds['total']:.0f}"
+    totals = report.totals
+    recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
+    recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
+    outcome = "recovered" if recovery else "pruned"
+    measured = [
+        [spoken(x), *(figure.measured if figure else "" for figure in (y.dense, y)), y.change_text]
+        for x, y in evaluations(report).items()
+    ]
     return {
-        "title": f"{name}: {Path(recipe.model).name} pruned",
-        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}.",
-        "note": report.calibration and f"Calibrated on {report.calibration}.",
-        "keys": keys,
+        "title": f"{name}: {Path(recipe.model).name} {outcome}",
+        "verdict": [verdict(report, verified)],
+        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}: {totals.pruned_layers} layers. "
+        f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero.",
+        "remarks": [f"Calibrated on {report.calibration}."] if report.calibration else [],
         "notes": report.notes,
-        "tables": {},
-        "legend": [],
+        "tables": {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {},
+        "legend": "± is the standard error over sequences or questions." if measured else "",
         "plots": run_plots(report),
         "samples": {"": report.samples} if report.samples else {},
-        "layers": [[x.name, str(x.pattern), f"{100 * x.sparsity:.2f} %", f"{x.error:.3g}"] for x in report.layers],
-        "command": (
-            f"sparsellm recover {recipe.pruned} {name} --against {recipe.model} --calibration {recipe.calibration}"
-            if isinstance(recipe, RecoveryRecipe)
-            else f"sparsellm prune --config recipe.yaml {name}"
-        ),
-        "recipe_title": "recipe.yaml",
-        "recipe": recipe.to_yaml(),
+        "layers": [
+            [
+                x.name,
+                str(x.pattern),
+                f"{100 * x.sparsity:.2f} %{f' ({bounds[x.name]})' if x.name in bounds else ''}",
+                f"{x.error:.3g}",
+            ]
+            for x in report.layers
+        ],
+        "command": run_command(recipe, f"{name}-again"),
+        "inputs": local_files(recipe),
+        "file": "recipe.yaml",
+        "settings": recipe.to_yaml(),
         "environment": report.environment,
     }
 
 
 def _sweep_content(path: Path) -> dict[str, Any]:
-    """Template variables for a sweep."""
-    sweep = saved_sweep(path)
-    outcomes = read_outcomes(sweep, path)
+    """Template variables for a sweep; paths of this machine are shortened to their last component, as in outputs."""
+    saved = saved_sweep(path)
+    paths = Paths(*(cell.recipe for cell in saved.cells))
+    sweep = paths.without(saved)
+    outcomes = paths.without(read_outcomes(saved, path))
     rows = table(sweep, outcomes)
     failed = [[outcome.cell.name, outcome.error] for outcome in outcomes if outcome.error]
-    tables = {"Cells that failed": (["cell", "error"], failed)} if failed else {}
-    recipes = {outcome.cell.name: outcome.cell.recipe.model_dump(mode="json") for outcome in outcomes}
-    axes = " × ".join(f"{len(labels)} {name}" for name, labels in sweep.axes.items())
+    notes = Counter(note for outcome in outcomes if outcome.report for note in dict.fromkeys(outcome.report.notes))
+    name = path.resolve().name
     return {
         "title": sweep.title,
-        "lead": f"{len(outcomes)} cells: {axes}.",
-        "note": sweep.note,
-        "keys": {f"cells {state}": str(count) for state, count in Counter(x.state for x in outcomes).items()},
-        "notes": [],
-        "tables": tables | {"Results": grid(sweep, rows)},
-        "legend": legend(sweep, rows),
+        "verdict": sweep_verdict(sweep, rows, outcomes),
+        "lead": f"Axes: {', '.join(f'{axis} ({len(labels)})' for axis, labels in sweep.axes.items())}.",
+        "remarks": [sweep.note] if sweep.note else [],
+        "notes": [
+            f"in {'all' if count == len(outcomes) else f'{count} of {len(outcomes)}'} cells, {note}"
+            for note, count in notes.items()
+        ],
+        "tables": {"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
+        "legend": " ".join(legend(sweep, rows)),
         "plots": sweep_plots(sweep, rows, outcomes),
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],
-        "command": "sparsellm sweep FILE.yaml FOLDER",
-        "recipe_title": "Recipes of all cells",
-        "recipe": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
+        "command": shlex.join(["sparsellm", "sweep", "sweep.yaml", f"{name}-again", *(["--smoke"] if sweep.smoke else [])]),
+        "inputs": list(dict.fromkeys(file for cell in sweep.cells for file in local_files(cell.recipe))),
+        "file": "sweep.yaml",
+        "settings": sweep_yaml(sweep),
         "environment": {},
     }
+
+
+def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
+    """The result of a sweep in sentences: its cells by state, and for each model the best combination at each sparsity."""
+    states = Counter(outcome.state for outcome in outcomes)
+    count = f"{len(outcomes)} cell{'' if len(outcomes) == 1 else 's'}"
+    sentences = [f"{count}: {', '.join(f'{number} {state}' for state, number in states.items())}."]
+    if states["finished"] == len(outcomes) > 1:
+        sentences = [f"All {count} finished."]
+    measure = next(iter(headlines(shown_measures(rows))), "")
+    best: dict[tuple[str, str], Row] = {}
+    for row in (row for row in rows if measure in row.figures and math.isfinite(row.figures[measure].value)):
+        key = row.labels.get("model", models(sweep)[0]), row.labels.get("sparsity", "")
+        figure, other = row.figures[measure], best.setdefault(key, row).figures[measure]
+        if figure.value > other.value if figure.share else figure.value < other.value:
+            best[key] = row
+    for model in dict.fromkeys(model for model, _ in best):
+        at_sparsities = {sparsity: row for (other, sparsity), row in best.items() if other == model}
+        places: dict[str, list[str]] = {}
+        for sparsity, row in at_sparsities.items():
+            results = ", ".join(filter(None, (row.figures[measure].short, row.figures[measure].change_text)))
+            kind = in_words(row.labels, ("model", "sparsity"))
+            places.setdefault(f"{kind} is best " if kind else "", []).append(
+                f"at {sparsity} ({results})" if sparsity else f"({results})"
+            )
+        dense = {x.dense.short for row in at_sparsities.values() if (x := row.figures[measure]).dense}
+        subject = f"{model}, {spoken(measure)}{f' (dense {dense.pop()})' if len(dense) == 1 else ''}"
+        sentences.append(f"{subject}: {'; '.join(kind + ', '.join(texts) for kind, texts in places.items())}.")
+    return sentences

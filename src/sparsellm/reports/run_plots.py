@@ -3,71 +3,84 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
-from sparsellm.reports.comparison import short_names, value_with_error
-from sparsellm.reports.figures import Plot, bar_figure, heat_map, new_figure
-from sparsellm.runs.records import SavedBlock, SavedReport
+from sparsellm.reports.figures import MARKS, SCALES, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
+from sparsellm.runs.records import SavedBlock, SavedLayer, SavedReport
+from sparsellm.solvers.patterns import Unstructured
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Normalize
+
+
+DIFFERENT = 0.001
+"""The least difference of sparsities that is shown: equal patterns differ by less, since counts are rounded."""
 
 
 def run_plots(report: SavedReport) -> list[Plot]:
     """All plots of a run that its report has data for."""
     blocks = [block for block in report.blocks if block.layers]
-    plots = [before_and_after(report), *(_layer_maps(blocks) if blocks else ()), convergence(blocks), where_time_went(report)]
+    plots = [*_layer_maps(blocks), convergence(blocks), where_time_went(report)]
     return [plot for plot in plots if plot is not None]
 
 
-def before_and_after(report: SavedReport) -> Plot | None:
-    """Perplexity of the dense and the pruned model on each text, with standard errors."""
-    names = short_names(report.perplexity)
-    pairs = {names[text]: (x.dense, x.pruned) for text, x in report.perplexity.items() if x.dense and x.pruned}
-    if not pairs:
-        return None
-    rows = [[text, *(value_with_error(x.value, x.standard_error) for x in pair if x)] for text, pair in pairs.items()]
-    text = "; ".join(f"{name}: perplexity changes from {dense} to {pruned}" for name, dense, pruned in rows)
-    series = {
-        model: [(x.value, x.standard_error) for pair in pairs.values() if (x := pair[number])]
-        for number, model in enumerate(("dense", "pruned"))
-    }
-    figure = bar_figure(list(pairs), "perplexity", series)
-    return Plot("before-and-after", "Before and after", f"{text}.", ["text", "dense", "pruned"], rows, figure)
+def at_bound(layers: Sequence[SavedLayer]) -> dict[str, str]:
+    """By name of a layer, "minimum" or "maximum" if its sparsity is at that bound of the allocation; empty if all are equal."""
+    sparsities = {layer.name: layer.pattern.sparsity for layer in layers if isinstance(layer.pattern, Unstructured)}
+    bounds = {name: choose(sparsities.values(), default=0.0) for name, choose in (("minimum", min), ("maximum", max))}
+    if bounds["maximum"] - bounds["minimum"] < DIFFERENT:
+        return {}
+    return {layer: name for layer, x in sparsities.items() for name, bound in bounds.items() if abs(x - bound) < DIFFERENT / 2}
 
 
-def _layer_maps(blocks: Sequence[SavedBlock]) -> list[Plot]:
-    """Heat maps of error and sparsity: a column for each block, a row for each kind of layer."""
+def _layer_maps(blocks: Sequence[SavedBlock]) -> Iterator[Plot]:
+    """Heat maps of the error, and of the sparsity if it differs: a column for each block, a row for each kind of layer."""
     from matplotlib.colors import LogNorm, Normalize
 
     layers = [layer for block in blocks for layer in block.layers]
+    if not layers:
+        return
     errors = [layer.error for layer in layers if 0 < layer.error < math.inf] or [1.0]
-    sparsities = [layer.sparsity for layer in layers]
-    # The scale ends at multiples of 0.05, so that rounding of the counts of one pattern does not look like a difference.
-    linear = Normalize(math.floor(20 * min(sparsities) - 1e-3) / 20, math.ceil(20 * max(sparsities) + 1e-3) / 20)
-    indices = [str(block.index) for block in blocks]
+    norm: Normalize = LogNorm(min(errors), max(errors) * (1 + 1e-9))
+    yield _layer_map(blocks, "error", label="relative output error", shown=lambda layer: f"{layer.error:.2g}", norm=norm)
+    lowest, highest = min(x.sparsity for x in layers), max(x.sparsity for x in layers)
+    if highest - lowest >= DIFFERENT:
+        norm = Normalize(100 * lowest, 100 * highest)
+        yield _layer_map(blocks, "sparsity", label="zeros, %", shown=lambda layer: f"{100 * layer.sparsity:.1f}", norm=norm)
+
+
+def _layer_map(
+    blocks: Sequence[SavedBlock], field: str, *, label: str, shown: Callable[[SavedLayer], str], norm: Normalize
+) -> Plot:
+    """A heat map of one value of each layer, which `shown` writes as text; of the sparsity, with marks of the bounds."""
+    scale, unit = (100, " %") if field == "sparsity" else (1, "")
     by_block = [{layer.name.removeprefix(f"{block.name}."): layer for layer in block.layers} for block in blocks]
+    layers = sorted((layer for by_kind in by_block for layer in by_kind.values()), key=attrgetter(field))
+    marks = {name: MARKS[bound] for name, bound in at_bound(layers).items()} if field == "sparsity" else {}
     kinds = list(dict.fromkeys(kind for by_kind in by_block for kind in by_kind))
-    plots = []
-    for field, title, label, norm in (
-        ("error", "Error of each layer", "relative output error", LogNorm(min(errors), max(errors) * (1 + 1e-9))),
-        ("sparsity", "Sparsity of each layer", "fraction of zeros", linear),
-    ):
-        value = attrgetter(field)
-        lowest, highest = (f"{value(x):.3g} ({x.name})" for x in (min(layers, key=value), max(layers, key=value)))
-        text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: the {label} is from {lowest} to {highest}."
-        cells = [[value(by_kind[kind]) if kind in by_kind else math.nan for by_kind in by_block] for kind in kinds]
-        columns = zip(*cells, strict=True)
-        rows = [[i, *("" if math.isnan(x) else f"{x:.3g}" for x in column)] for i, column in zip(indices, columns, strict=True)]
-        figure = heat_map(cells, kinds, indices, xlabel="block", ylabel="", label=label, norm=norm)
-        plots.append(Plot(f"{field}-map", title, text, ["block", *kinds], rows, figure))
-    return plots
+    indices = [str(block.index) for block in blocks]
+    cells = [[scale * getattr(x[kind], field) if kind in x else math.nan for x in by_block] for kind in kinds]
+    texts = [[shown(x[kind]) + marks.get(x[kind].name, "") if kind in x else "" for x in by_block] for kind in kinds]
+    extremes = " to ".join(f"{shown(x)}{unit} ({x.name})" for x in (layers[0], layers[-1]))
+    title = f"{field.capitalize()} of each layer"
+    text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: from {extremes}."
+    if marks:
+        at_bounds = (f"{list(marks.values()).count(mark)} at its {bound} ({mark})" for bound, mark in MARKS.items())
+        text += f" The allocation has {' and '.join(at_bounds)}."
+    rows = [[index, *column] for index, column in zip(indices, zip(*texts, strict=True), strict=True)]
+    figure = heat_map(cells, kinds, indices, labels=("block", label), kind=field, texts=texts, norm=norm)
+    return Plot(f"{field}-map", title, text, ["block", *kinds], rows, figure)
 
 
 def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
-    """Error of the feed-forward parts after each step, and the objective of Algorithm 1 if the report has it."""
+    """Error of the feed-forward parts after each step, and the objective of Algorithm 1; None if no part has two steps."""
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
-    series = {block.index: steps for block in blocks if (steps := [step for step in block.epochs if step.accepted])}
+    accepted = {block.index: [step for step in block.epochs if step.accepted] for block in blocks}
+    series = {index: steps for index, steps in accepted.items() if len(steps) > 1}
     if not series:
         return None
     measures = {"feed_forward_error": "feed-forward error"}
@@ -84,29 +97,32 @@ def convergence(blocks: Sequence[SavedBlock]) -> Plot | None:
         f"Steps over the feed-forward parts of {len(series)} blocks: the error after the last step is on average "
         f"{sum(ratios) / max(len(ratios), 1):.3g} times the error after the first."
     )
-    figure = new_figure(7.0 if len(measures) > 1 else 5.4, 3.4)
+    figure = new_figure(7.0 if len(measures) > 1 else WIDTH, 3.0)
     for axes, (field, label) in zip(figure.subplots(1, len(measures), squeeze=False)[0], measures.items(), strict=True):
         for number, (index, steps) in enumerate(series.items()):
             values = [getattr(step, field) for step in steps]
             if None not in values:
-                colour = colormaps["viridis"](0.25 + 0.65 * number / max(len(series) - 1, 1))
+                colour = colormaps[SCALES["block"]](0.25 + 0.65 * number / max(len(series) - 1, 1))
                 axes.plot(range(1, len(values) + 1), values, marker="o", color=colour, label=f"block {index}")
         axes.set_yscale("log")
+        plain_numbers(axes)
         axes.set_xlabel("step")
         axes.set_ylabel(f"{label} (mean over tokens)" if field == "after_weights" else label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(series) <= 8:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return Plot("convergence", "Convergence", text, ["block", "step", *measures.values()], rows, figure)
 
 
-def where_time_went(report: SavedReport) -> Plot:
-    """Seconds of each phase, and peak memory of the process."""
+def where_time_went(report: SavedReport) -> Plot | None:
+    """Seconds of each phase, and peak memory of the process; None if no phase was timed."""
     phases = sorted(((name, x) for name, x in report.seconds.items() if name != "total"), key=lambda phase: -phase[1])
+    if not phases:
+        return None
     total = sum(seconds for _, seconds in phases) or 1.0
     rows = [[name, f"{seconds:.1f}", f"{100 * seconds / total:.0f} %"] for name, seconds in phases]
     peak = report.peak_memory_bytes
     memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
-    text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}" if rows else f"No phase was timed.{memory}"
-    figure = bar_figure([name for name, _ in phases], "seconds", {"": [(seconds, None) for _, seconds in phases]})
+    text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}"
+    figure = bar_figure([name for name, _ in phases], "seconds", [seconds for _, seconds in phases])
     return Plot("time", "Time and memory", text, ["phase", "seconds", "share"], rows, figure)

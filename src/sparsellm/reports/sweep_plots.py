@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import PurePath
+from typing import TYPE_CHECKING
 
-from sparsellm.reports.comparison import SEED, Row, value_with_error
-from sparsellm.reports.figures import COLOURS, INK, Plot, bar_figure, heat_map, new_figure
+from sparsellm.reports.comparison import SEED, Row, models
+from sparsellm.reports.figures import INK, Plot, bar_figure, heat_map
+from sparsellm.reports.measures import Figure, capitalized, headlines, spoken
+from sparsellm.reports.panels import DENSE, Lines, Point, line_figure
 from sparsellm.reports.sweep_file import Cell, Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
 from sparsellm.runs.records import SavedReport
@@ -15,37 +18,11 @@ from sparsellm.solvers.patterns import NM, parse_pattern
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PANELS = 3
 """Panels in a row of a figure."""
 
-MARKERS = "osD^vPX*"
-
-NAMED = 16
-"""The most lines in a legend; figures with more have none."""
-
-
-class Point(NamedTuple):
-    """A point of a plot.
-
-    Attributes:
-        x: Position on the axis.
-        y: Measured value.
-        error: Its standard error.
-        published: Published value.
-        joined: Whether the line passes through the point.
-    """
-
-    x: float
-    y: float
-    error: float | None = None
-    published: float | None = None
-    joined: bool = True
-
-
-Lines = dict[tuple[str, str], list[Point]]
-"""Points, by title of the panel and label of the line."""
+OF_GRID = ("alpha", "beta")
 
 
 def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[Plot]:
@@ -53,16 +30,15 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     finished = [row for row in rows if row.figures]
     varied = {axis for axis, labels in sweep.axes.items() if len(labels) > 1}
     names = dict.fromkeys(name for row in finished for name in row.figures)
-    measures = [name for name in names if name.startswith("perplexity ") or name == "accuracy mean"]
     plots: list[Plot | None] = []
-    for number, measure in enumerate(measures):
+    for number, measure in enumerate(headlines(names)):
         axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
         plots += [against(sweep, finished, axis, measure=measure, name=f"{axis}-{number}") for axis in axes]
         if {"alpha", "beta"} <= varied:
             plots += surfaces(sweep, finished, measure, name=f"grid-{number}")
     reports = [(outcome.cell, outcome.report) for outcome in outcomes if outcome.report is not None]
     first_seed = [(cell, report) for cell, report in reports if cell.recipe.seed == reports[0][0].recipe.seed]
-    plots += [by_depth(first_seed), by_epoch(first_seed), seconds(sweep, finished) if finished else None]
+    plots += [by_depth(sweep, first_seed), by_epoch(sweep, first_seed), seconds(sweep, finished) if finished else None]
     return [plot for plot in plots if plot is not None]
 
 
@@ -70,33 +46,54 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     """A measure against an axis: a panel for each model, a line for each combination of the other labels."""
     lines: Lines = {}
     table: dict[tuple[str, str], list[list[str]]] = {}
+    best: dict[str, tuple[float, str]] = {}
     for row in (row for row in rows if measure in row.figures):
-        model, kind = row.labels.get("model", ""), in_words(row.labels, (axis, SEED, "model")) or "all"
         figure, label = row.figures[measure], row.labels[axis]
+        model, kind = row.labels.get("model", models(sweep)[0]), in_words(row.labels, (axis, SEED, "model")) or "all"
+        x, scale = axis_value(axis, label), 100 if figure.share else 1
         # The line passes through unstructured patterns only.
         joined = not (axis == "sparsity" and isinstance(parse_pattern(label), NM))
-        point = Point(axis_value(axis, label), figure.value, figure.standard_error, figure.published, joined)
-        lines.setdefault((model, kind), []).append(point)
-        published = "" if figure.published is None else f"{figure.published:g}"
-        shown = value_with_error(figure.value, figure.standard_error)
-        table.setdefault((model, kind), []).append([model, kind, label, shown, published])
-    text = f"{measure} against {axis}, {len({kind for _, kind in lines})} lines."
-    for model in dict.fromkeys(model for model, _ in lines):
-        value, kind = min((points[-1].y, kind) for (panel, kind), points in lines.items() if panel == model)
-        text += f" {model or 'The model'}: the lowest value at the last point is {value:.4g}, {kind}."
+        error, published = (None if y is None else scale * y for y in (figure.standard_error, figure.published))
+        lines.setdefault((model, kind), []).append(Point(x, scale * figure.value, error, published, joined))
+        if figure.dense:
+            lines.setdefault((model, DENSE), []).append(Point(x, scale * figure.dense.value))
+        cells = [figure.dense.measured if figure.dense else "", figure.measured, figure.change_text]
+        cells.append("" if published is None else f"{published:g}")
+        table.setdefault((model, kind), []).append([model, kind, label, *cells])
+        if label == sweep.axes[axis][-1]:
+            order = -figure.value if figure.share else figure.value
+            text = f"{figure.short}{f' ({figure.change_text})' if figure.change_text else ''}, {kind}"
+            best[model] = min(best.get(model, (math.inf, "")), (order, text))
+    text = f"{capitalized(spoken(measure))} against {axis}; the dashed line is the dense model. "
+    text += " ".join(f"{model}: the best value at {sweep.axes[axis][-1]} is {value}." for model, (_, value) in best.items())
     labels = {label: axis_value(axis, label) for label in sweep.axes[axis]}
     ticks = {x: ", ".join(label for label in labels if labels[label] == x) for x in labels.values()}
+    relative = measure.startswith("perplexity")
+    share = any(row.figures[measure].share for row in rows if measure in row.figures)
 
     def finish(axes: Axes) -> None:
-        if measure.startswith("perplexity"):
+        if relative:
             axes.set_yscale("log")
         axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 4 else 0)
 
     panels = list(dict.fromkeys(panel for panel, _ in lines))
-    rows_of_panels = [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)]
-    drawing = _line_figure(lines, rows_of_panels, (3.0, 2.8), xlabel=axis, ylabel=measure, finish=finish)
+    drawing = line_figure(
+        lines,
+        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
+        (3.3, 2.8),
+        xlabel=axis,
+        ylabel=spoken(measure) + (", %" if share else ""),
+        kinds=_kinds(sweep, (axis, SEED, "model")),
+        finish=finish,
+    )
+    head = ["model", "line", axis, "dense", spoken(measure), "change", "paper"]
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
-    return Plot(name, f"{measure} against {axis}", text, ["model", "line", axis, measure, "paper"], table_rows, drawing)
+    return Plot(name, f"{capitalized(spoken(measure))} against {axis}", text, head, table_rows, drawing)
+
+
+def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
+    """The lines of a plot, which have the same colours in each plot of the sweep."""
+    return list(dict.fromkeys(in_words(cell.labels, without) or "all" for cell in sweep.cells))
 
 
 def axis_value(axis: str, label: str) -> float:
@@ -110,27 +107,43 @@ def axis_value(axis: str, label: str) -> float:
 
 
 def surfaces(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> list[Plot]:
-    """Heat maps of a measure over alpha and beta, one for each combination of the other labels."""
+    """Heat maps of a measure over alpha and beta, one for each combination of the other labels, with one scale of colours."""
+    from matplotlib.colors import LogNorm, Normalize
+
     alphas, betas = sweep.axes["alpha"], sweep.axes["beta"]
-    values_by_label: dict[str, dict[tuple[str, str], float]] = {}
+    by_label: dict[str, dict[tuple[str, str], Figure]] = {}
     for row in (row for row in rows if measure in row.figures):
-        label = in_words(row.labels, ("alpha", "beta"))
-        values_by_label.setdefault(label, {})[row.labels["alpha"], row.labels["beta"]] = row.figures[measure].value
+        label = ", ".join(filter(None, (", ".join(models(sweep)) * ("model" not in row.labels), in_words(row.labels, OF_GRID))))
+        by_label.setdefault(label, {})[row.labels["alpha"], row.labels["beta"]] = row.figures[measure]
+    finite = [x.value for figures in by_label.values() for x in figures.values() if math.isfinite(x.value)] or [1.0]
+    share = any(x.share for figures in by_label.values() for x in figures.values())
+    norm = (Normalize if share or min(finite) <= 0 else LogNorm)(min(finite), max(finite) * (1 + 1e-9))
     plots = []
-    for number, (label, values) in enumerate(values_by_label.items()):
-        extremes = [choose(values, key=lambda point: values[point]) for choose in (min, max)]
-        lowest, highest = (f"{values[alpha, beta]:.4g} (alpha {alpha}, beta {beta})" for alpha, beta in extremes)
-        text = f"{measure} over alpha and beta, {label}: from {lowest} to {highest}."
-        cells = [[values.get((alpha, beta), math.nan) for beta in betas] for alpha in alphas]
-        table = [
-            [alpha, *("" if math.isnan(x) else f"{x:.4g}" for x in line)] for alpha, line in zip(alphas, cells, strict=True)
-        ]
-        figure = heat_map(cells, alphas, betas, xlabel="beta", ylabel="alpha", label=measure)
-        plots.append(Plot(f"{name}-{number}", f"{measure}: alpha and beta", text, ["alpha", *betas], table, figure))
+    for number, (label, figures) in enumerate(by_label.items()):
+        lowest, highest = (choose(figures, key=lambda point: figures[point].value) for choose in (min, max))
+        at = (
+            ", ".join(filter(None, (figures[x].short, figures[x].change_text, f"alpha {x[0]}, beta {x[1]}")))
+            for x in (lowest, highest)
+        )
+        dense = next((f" Dense: {x.dense.measured}." for x in figures.values() if x.dense), "")
+        title = f"{capitalized(spoken(measure))} over alpha and beta, {label}"
+        cells = [[figures[alpha, beta].value if (alpha, beta) in figures else math.nan for beta in betas] for alpha in alphas]
+        texts = [[_in_cell(figures.get((alpha, beta))) for beta in betas] for alpha in alphas]
+        table = [[alpha, *(text.replace("\n", ", ") for text in line)] for alpha, line in zip(alphas, texts, strict=True)]
+        names = [f"alpha {alpha}" for alpha in alphas]
+        figure = heat_map(cells, names, betas, labels=("beta", spoken(measure)), kind="measure", texts=texts, norm=norm)
+        plots.append(
+            Plot(f"{name}-{number}", title, f"{title}: from {' to '.join(at)}.{dense}", ["alpha", *betas], table, figure)
+        )
     return plots
 
 
-def by_depth(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
+def _in_cell(figure: Figure | None) -> str:
+    """A value and its change from the dense model in two lines; empty without a value."""
+    return "" if figure is None else "\n".join(filter(None, (figure.short, figure.change_text)))
+
+
+def by_depth(sweep: Sweep, reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
     """The mean error of the layers of each block, for every cell."""
     series = [
         (cell, {block.index: sum(x.error for x in block.layers) / len(block.layers) for block in report.blocks if block.layers})
@@ -152,11 +165,12 @@ def by_depth(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
         xlabel="block",
         ylabel="mean relative error",
         series=series,
+        kinds=_kinds(sweep, ("model", "sparsity", SEED)),
         finish=lambda axes: axes.set_yscale("log"),
     )
 
 
-def by_epoch(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
+def by_epoch(sweep: Sweep, reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
     """The objective of Algorithm 1 after each epoch, relative to the first, mean over blocks."""
     series = []
     for cell, report in reports:
@@ -177,6 +191,7 @@ def by_epoch(reports: Sequence[tuple[Cell, SavedReport]]) -> Plot | None:
         xlabel="epoch",
         ylabel="objective, relative",
         series=series,
+        kinds=_kinds(sweep, ("model", "sparsity", SEED)),
         finish=lambda axes: axes.axhline(1.0, color=INK, lw=0.6),
     )
 
@@ -189,15 +204,16 @@ def _series_plot(
     xlabel: str,
     ylabel: str,
     series: Iterable[tuple[Cell, dict[int, float]]],
+    kinds: Sequence[str],
     finish: Callable[[Axes], object],
 ) -> Plot:
     """Values by block or epoch: a panel for each model and sparsity, a line for each combination of the other labels."""
     series = [(cell, points) for cell, points in series if points]
-    models = list(dict.fromkeys(cell.labels.get("model", "") for cell, _ in series))
+    models = list(dict.fromkeys(cell.labels.get("model", PurePath(cell.recipe.model).name) for cell, _ in series))
     lines: Lines = {}
     panels: dict[str, list[str]] = {model: [] for model in models}
     for cell, points in series:
-        parts = (cell.labels.get("model", ""), cell.labels.get("sparsity", ""))
+        parts = (cell.labels.get("model", PurePath(cell.recipe.model).name), cell.labels.get("sparsity", ""))
         panel = ", ".join(part for part in parts if part)
         if panel not in panels[parts[0]]:
             panels[parts[0]].append(panel)
@@ -205,60 +221,8 @@ def _series_plot(
         lines[panel, kind] = [Point(x, y) for x, y in points.items()]
     positions = sorted({x for _, points in series for x in points})
     table = [[cell.name, *(f"{points[x]:.4g}" if x in points else "" for x in positions)] for cell, points in series]
-    figure = _line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel=xlabel, ylabel=ylabel, finish=finish)
+    figure = line_figure(lines, list(panels.values()), (2.2, 2.2), xlabel=xlabel, ylabel=ylabel, kinds=kinds, finish=finish)
     return Plot(name, title, text, ["cell", *(f"{xlabel} {x}" for x in positions)], table, figure)
-
-
-def _line_figure(
-    lines: Lines,
-    panels: Sequence[Sequence[str]],
-    size: tuple[float, float],
-    *,
-    xlabel: str,
-    ylabel: str,
-    finish: Callable[[Axes], object],
-) -> Figure:
-    """Panels of lines with a common legend.
-
-    Args:
-        lines: The points; published values are drawn as larger hollow markers.
-        panels: Titles of the panels, by row.
-        size: Width and height of a panel in inches.
-        xlabel: Label of the positions.
-        ylabel: Label of the values.
-        finish: Called with the axes of each panel after its lines are drawn.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    kinds = list(dict.fromkeys(kind for _, kind in lines))
-    columns = max(map(len, panels))
-    legend = 1 < len(kinds) <= NAMED
-    figure = new_figure(max(5.4, 1.2 + size[0] * columns), 0.6 + size[1] * len(panels) + 0.12 * len(kinds) * legend)
-    grid = figure.subplots(len(panels), columns, squeeze=False, sharey="row")
-    handles: dict[str, Any] = {}
-    for titles, row in zip(panels, grid, strict=True):
-        for title, axes in zip(titles, row, strict=False):
-            for number, kind in enumerate(kinds):
-                points = sorted(point for point in lines.get((title, kind), ()) if math.isfinite(point.y))
-                colour = COLOURS[number % len(COLOURS)]
-                style = {"color": colour, "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)], "ls": ""}
-                joined = [(point.x, point.y) for point in points if point.joined]
-                axes.plot([x for x, _ in joined], [y for _, y in joined], color=colour)
-                errors = [point.error or 0.0 for point in points]
-                x, y = [point.x for point in points], [point.y for point in points]
-                handles[kind] = axes.errorbar(x, y, errors if any(errors) else None, ms=4, capsize=2, **style)
-                published = [(point.x, point.published) for point in points if point.published is not None]
-                axes.plot([x for x, _ in published], [y for _, y in published], mfc="none", ms=9, **style)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set_title(title, fontsize=9)
-            axes.set_xlabel(xlabel)
-            finish(axes)
-        for axes in row[len(titles) :]:
-            axes.remove()
-    figure.supylabel(ylabel, fontsize=10)
-    if legend:
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2, fontsize=8)
-    return figure
 
 
 def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
@@ -270,5 +234,5 @@ def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
     slowest = max(means, key=lambda name: means[name])
     text = f"Seconds of pruning, without loading and evaluation; the longest is {means[slowest]:.1f}, {slowest}."
     table = [[name, f"{value:.1f}"] for name, value in means.items()]
-    figure = bar_figure(list(means), "seconds", {"": [(value, None) for value in means.values()]})
+    figure = bar_figure(list(means), "seconds", list(means.values()))
     return Plot("seconds", "Seconds of pruning", text, ["cells", "seconds"], table, figure)

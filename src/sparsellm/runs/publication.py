@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,14 +25,14 @@ OF_PATHS = ("model", "pruned", "architecture", "calibration", "allocation", "tas
 
 
 class Paths:
-    """Replaces absolute paths by their last component: the recipe's paths, and paths below folders of this machine.
+    """Replaces absolute paths by their last component: the recipes' paths, and paths below folders of this machine.
 
-    Two of the recipe's paths with the same last component get different names.
+    Two of the recipes' paths with the same last component get different names.
     """
 
-    def __init__(self, recipe: RunRecipe) -> None:
+    def __init__(self, *recipes: RunRecipe) -> None:
         self._names: dict[str, str] = {}
-        for field in OF_PATHS:
+        for recipe, field in product(recipes, OF_PATHS):
             value = getattr(recipe, field, None)
             for path in (value,) if isinstance(value, str) else value or ():
                 if not is_hub_name(path) if field == "model" else _is_file(path):

@@ -107,6 +107,13 @@ class SavedTotals(Record):
     sparsity_of_model: Finite
 
 
+class SavedPruning(Record):
+    """What the report of a recovery repeats of the pruned checkpoint's."""
+
+    perplexity: dict[str, SavedPair] = {}
+    tasks: dict[str, SavedPair] = {}
+
+
 class SavedReport(Record):
     """A `Report` as `sparsellm.json` holds it."""
 
@@ -121,6 +128,7 @@ class SavedReport(Record):
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite
     blocks: list[SavedBlock]
+    pruned: SavedPruning | None = None
     files: list[str] = []
     digests: SavedDigests | None = None
 

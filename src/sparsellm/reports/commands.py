@@ -1,0 +1,106 @@
+"""The commands and files that repeat a run or a sweep."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import product
+from typing import Any
+
+import yaml
+
+from sparsellm.checkpoints.files import DEMO
+from sparsellm.data.texts import NAMES
+from sparsellm.reports.sweep_file import Published, Sweep
+from sparsellm.runs.publication import OF_PATHS
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
+
+
+def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
+    """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
+
+    Args:
+        recipe: The recipe of a run.
+        output: Folder that the command writes.
+    """
+    lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}
+    if isinstance(recipe, RecoveryRecipe):  # `recover` takes the dtype of the pruned checkpoint
+        lines, without = (
+            [["sparsellm", "recover", recipe.pruned, output], ["--against", recipe.model]],
+            {"model", "pruned", "dtype"},
+        )
+    for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            lines.append([option if value else option.replace("--", "--no-", 1)])
+        else:
+            for item in map(str, value if isinstance(value, list) else [value]):
+                lines.append([f"{option}={item}"] if item.startswith("-") else [option, item])
+    return " \\\n  ".join(map(shlex.join, lines))
+
+
+def local_files(recipe: Recipe | RecoveryRecipe) -> list[str]:
+    """The values of a recipe that may be the last part of a local path, which outputs keep of it."""
+    names = []
+    for field in OF_PATHS:
+        value = getattr(recipe, field, None)
+        for name in (value,) if isinstance(value, str) else value or ():
+            known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
+            on_hub = field == "model" and ("/" in name or recipe.revision is not None)
+            if not (name in known or on_hub or name.startswith(DEMO)):
+                names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def sweep_yaml(sweep: Sweep) -> str:
+    """The file of a sweep, in the form that `read_sweep` reads: its cells, columns and published values."""
+    fields = [cell.recipe.model_dump(mode="json") for cell in sweep.cells]
+    varied = [name for name in Recipe.model_fields if any(x[name] != fields[0][name] for x in fields)]
+    shared = sweep.cells[0].recipe.model_dump(mode="json", exclude_defaults=True, exclude=set(varied))
+    axes: dict[str, dict[str, Any]] = {axis: {label: {} for label in labels} for axis, labels in sweep.axes.items()}
+    for name in varied:
+        # The values of a field are set by one axis, in some sweeps by the one with the field's name or by any of several.
+        axis = next(axis for axis in sorted(sweep.axes, key=lambda axis: axis != name) if _sets(sweep, axis, name))
+        for cell, values in zip(sweep.cells, fields, strict=True):
+            axes[axis][cell.labels[axis]][name] = values[name]
+    content: dict[str, Any] = {
+        "title": sweep.title,
+        "note": sweep.note,
+        "recipe": shared,
+        "axes": axes,
+        "leave_out": _left_out(sweep),
+    }
+    published = [_published_entry(entry, sweep) for entry in sweep.published]
+    content |= {"columns": sweep.columns, "keep": sweep.keep, "published": [entry for entry in published if entry["values"]]}
+    content = {name: value for name, value in content.items() if value} | ({"smoke": {}} if sweep.smoke else {})
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _sets(sweep: Sweep, axis: str, name: str) -> bool:
+    """Whether all cells with the same label on an axis have the same value of a recipe field."""
+    values = {(cell.labels[axis], repr(getattr(cell.recipe, name))) for cell in sweep.cells}
+    return len(values) == len({label for label, _ in values})
+
+
+def _left_out(sweep: Sweep) -> list[dict[str, str | list[str]]]:
+    """Entries of `leave_out` for the combinations of labels that are no cells, together for all labels of the last axis."""
+    *first, last = sweep.axes
+    cells = {tuple(cell.labels.values()) for cell in sweep.cells}
+    entries = []
+    for labels in product(*(sweep.axes[axis] for axis in first)):
+        if missing := [label for label in sweep.axes[last] if (*labels, label) not in cells]:
+            entries.append(dict(zip(first, labels, strict=True)) | {last: missing})
+    return entries
+
+
+def _published_entry(entry: Published, sweep: Sweep) -> dict[str, Any]:
+    """Published values as a sweep file holds them, those of the sweep's labels."""
+    values: dict[str, Any] = {}
+    for labels, value in entry.figures:
+        if all(label in sweep.axes.get(axis, ()) for axis, label in labels.items()):
+            branch = values
+            *parents, leaf = labels.values()
+            for label in parents:
+                branch = branch.setdefault(label, {})
+            branch[leaf] = value
+    return {"source": entry.source, "measure": entry.measure, "axes": list(entry.figures[0][0]), "values": values}

@@ -1,0 +1,174 @@
+"""The measured values in a run's report, with the dense model's and published ones, and how they are written."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any
+
+from sparsellm.evaluation.measurements import is_fraction, measure_of
+from sparsellm.evaluation.zeroshot import mean
+from sparsellm.runs.records import SavedPair, SavedPruning, SavedReport
+
+OF_RUN = ("sparsity", "seconds", "seconds per block")
+"""Measures that no text or task belongs to."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value.
+
+    Attributes:
+        value: The value, or its mean over seeds.
+        standard_error: Over seeds if there are several, else over sequences or questions; None if unknown.
+        dense: The dense model's value; None if it was not measured.
+        share: Whether the value is a share, which is shown in per cent.
+        published: The value that a paper reports.
+        source: Where the paper reports it.
+    """
+
+    value: float
+    standard_error: float | None = None
+    dense: Figure | None = None
+    share: bool = False
+    published: float | None = None
+    source: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """The measured value divided by the published one."""
+        return self.value / self.published if self.published else None
+
+    @property
+    def change(self) -> float | None:
+        """The change from the dense model: the difference of two shares, otherwise relative to the dense value."""
+        if self.dense is None or not (math.isfinite(self.value) and math.isfinite(self.dense.value) and self.dense.value):
+            return None
+        difference = self.value - self.dense.value
+        return difference if self.share else difference / self.dense.value
+
+    @property
+    def change_text(self) -> str:
+        """The change in per cent, or in percentage points for a share; empty if it is unknown."""
+        if self.change is None:
+            return ""
+        return f"{100 * self.change:+,.{0 if abs(self.change) >= 1 else 1}f} {'points' if self.share else '%'}"
+
+    @property
+    def short(self) -> str:
+        """The value to three digits, a share in per cent."""
+        value = 100 * self.value if self.share else self.value
+        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")) + (" %" if self.share else "")
+
+    @property
+    def measured(self) -> str:
+        """The value with its standard error, a share in per cent."""
+        scale = 100 if self.share else 1
+        error = None if self.standard_error is None else scale * self.standard_error
+        return value_with_error(scale * self.value, error) + (" %" if self.share else "")
+
+    def __str__(self) -> str:
+        """The value with its standard error, then the change from the dense model, the published value and the ratio."""
+        remarks = [self.change_text] if self.change_text else []
+        if self.published is not None:
+            published = replace(self, value=self.published, standard_error=None).measured
+            remarks.append(f"paper {published}" + (f", ×{self.ratio:.2f}" if self.ratio is not None else ""))
+        return self.measured + (f" ({'; '.join(remarks)})" if remarks else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figure as plain data."""
+        return {
+            "value": self.value,
+            "standard_error": self.standard_error,
+            "dense": self.dense.value if self.dense else None,
+            "change": self.change,
+            "published": self.published,
+            "ratio": self.ratio,
+            "source": self.source,
+        }
+
+
+def short_names(texts: Iterable[str]) -> dict[str, str]:
+    """By text, the last part of its path, or the full path if several texts have the same last part."""
+    texts = list(texts)
+    names = [PurePath(text).name for text in texts]
+    return {text: name if names.count(name) == 1 else text for text, name in zip(texts, names, strict=True)}
+
+
+def measures(report: SavedReport) -> dict[str, Figure]:
+    """The values in a run's report, by the name of the measure."""
+    figures = evaluations(report)
+    figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers, share=True)
+    seconds = sum(block.seconds for block in report.blocks)  # includes blocks that an earlier process finished
+    figures["seconds"] = Figure(seconds)
+    if report.blocks:
+        figures["seconds per block"] = Figure(seconds / len(report.blocks))
+    return figures
+
+
+def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
+    """The perplexities and accuracies in a report, by the name of the measure."""
+    names = short_names(report.perplexity)
+    figures = {f"perplexity {names[text]}": _pruned(pair) for text, pair in report.perplexity.items() if pair.pruned}
+    on_tasks = {task: (x.metric, pair) for task, pair in report.tasks.items() if (x := pair.pruned)}
+    for task, (metric, pair) in on_tasks.items():
+        figures[f"{measure_of(metric)} {task}"] = _pruned(pair, share=is_fraction(metric))
+    accuracies = [figure for name, figure in figures.items() if name.startswith("accuracy ")]
+    if len(accuracies) > 1:
+        dense = [x.dense for x in accuracies if x.dense]
+        mean_of_dense = _mean_accuracy(dense) if len(dense) == len(accuracies) else None
+        figures["accuracy mean"] = replace(_mean_accuracy(accuracies), dense=mean_of_dense)
+    return figures
+
+
+def _pruned(pair: SavedPair, *, share: bool = False) -> Figure:
+    """The pruned model's measurement, with the dense model's."""
+    dense, pruned = (Figure(x.value, x.standard_error, share=share) if x else None for x in (pair.dense, pair.pruned))
+    assert pruned
+    return replace(pruned, dense=dense)
+
+
+def _mean_accuracy(accuracies: Sequence[Figure]) -> Figure:
+    """The mean over tasks, with its standard error."""
+    return Figure(*mean([(x.value, x.standard_error) for x in accuracies]), share=True)
+
+
+def headlines(names: Iterable[str]) -> list[str]:
+    """The measures that sum up a run: those of texts and tasks, with the mean accuracy in place of several accuracies."""
+    names = [name for name in names if name not in OF_RUN]
+    several = "accuracy mean" in names
+    return [name for name in names if name == "accuracy mean" or not (several and name.startswith("accuracy "))]
+
+
+def spoken(measure: str) -> str:
+    """The name of a measure for a sentence: "perplexity on demo"."""
+    kind, _, subject = measure.partition(" ")
+    if measure in OF_RUN or not subject:
+        return measure
+    return f"mean {kind}" if subject == "mean" else f"{kind} on {subject}"
+
+
+def capitalized(text: str) -> str:
+    """The text with a capital letter at its start."""
+    return text[:1].upper() + text[1:]
+
+
+def mean_over_seeds(figures: Sequence[Figure]) -> Figure:
+    """The mean over seeds with its standard error; a single figure unchanged."""
+    if len(figures) == 1:
+        return figures[0]
+    values = [figure.value for figure in figures]
+    value = statistics.fmean(values)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if math.isfinite(value) else None
+    return replace(figures[0], value=value, standard_error=error)
+
+
+def value_with_error(value: float, error: float | None = None) -> str:
+    """A value to about four digits, with its standard error to the same number of decimal places."""
+    size = abs(value)
+    decimals = 0 if size >= 1000 else 1 if size >= 100 or (error or 0) >= 1 else 2 if size >= 1 else 3
+    text = f"{value:.3g}" if size < 1 else f"{value:,.{decimals}f}"
+    return f"{text} ± {error:,.{decimals}f}" if error else text
