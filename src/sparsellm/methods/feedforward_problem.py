@@ -259,7 +259,7 @@ class FeedForwardProblem:
 
     def _sizes(self, start: int, count: int) -> list[int]:
         """Sizes of the pieces of `count` tokens from token `start` of this problem on, cut at multiples of `window`."""
-        if self.window is None:
+        if self.window is None or count == 0:  # an expert may have no token in a batch
             return [count]
         numbers = range(self._first + self._step * start, self._first + self._step * (start + count), self._step)
         ends = range(numbers[0] // self.window + 1, numbers[-1] // self.window + 2)  # in multiples of `window`
