@@ -44,6 +44,7 @@ CASES = {
     "llama fast": ("llama", {"method": "sparsellm", "effort": "fast"}),
     "mixtral fisher": ("mixtral", {"method": "sparsegpt", "allocation": "fisher"}),
     "opt owl": ("opt", {"method": "wanda", "allocation": "owl"}),
+    "llama padded": ("llama", {"method": "sparsellm", "solver": "sparsegpt"}),
     "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
     "llama recovered by block": ("llama", {"method": "sparsegpt"}),
     "llama recovered as a whole": ("llama", {"method": "sparsegpt"}),
@@ -66,6 +67,12 @@ def windows(count: int, seed: int) -> torch.Tensor:
     """Token numbers, (count, 16), some of them much more frequent than others."""
     generator = torch.Generator().manual_seed(seed)
     return (96 * torch.rand(count, 16, generator=generator) ** 2).long()
+
+
+def padded(count: int, seed: int) -> dict[str, torch.Tensor]:
+    """As many sequences of 2 to 16 tokens, padded on the left, with their mask."""
+    ids = windows(count, seed)
+    return {"input_ids": ids, "attention_mask": torch.arange(16) >= torch.arange(count).unsqueeze(1) % 15}
 
 
 def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
@@ -95,7 +102,8 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
                 continue
             before = collectives.bytes_sent()
             recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch_size": 2} | settings
-            result = sparsellm.prune(tiny(name), calibration=windows(16, 1), **recipe)
+            data = padded(16, 1) if "padded" in case else windows(16, 1)
+            result = sparsellm.prune(tiny(name), calibration=data, **recipe)
             model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)
             layers = [LAYER_RESULT.dump_python(layer, mode="json") for layer in result.report.layers]

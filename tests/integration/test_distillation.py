@@ -200,7 +200,7 @@ def test_what_is_written_follows_the_predictions() -> None:
 
 def test_real_text_is_held_back() -> None:
     """The last eighth of the real windows stands last; what was written stands first; all of it is there once."""
-    real, more = torch.arange(32).reshape(16, 2), -torch.arange(1, 11).reshape(5, 2)
+    real, more = torch.arange(32).reshape(16, 2), torch.arange(32, 42).reshape(5, 2)
     found, back = group_batches(real, more, 3, 3)
     assert back == 1
     assert torch.equal(found[-1][0], real[-2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import subprocess
@@ -68,10 +69,18 @@ def written(folder: Path, name: str, content: str | bytes) -> str:
         ("a.json", '["one", "two"]', ["one", "two"]),
         ("a.json", '[{"text": "one", "url": 1}, "two"]', ["one", "two"]),
         ("a.jsonl", '{"text": "o\\nne"}\n\n"tw\u2028o"\n', ["o\nne", "tw\u2028o"]),
+        ("a.json", '{"text": "one"}\n{"text": "two"}', ["one", "two"]),
+        ("a.jsonl", '{"messages": [], "text": "one"}', ["one"]),
+        ("a.csv", 'url,text\n1,"o\nne"\n\n2,two\n', ["o\nne", "two"]),
+        ("a.csv", f"story\n{'long ' * 40_000}\n", ["long " * 40_000]),
+        ("a.txt.gz", gzip.compress(b"one"), ["one"]),
+        ("a.JSONL.GZ", gzip.compress(b'{"text": "one"}'), ["one"]),
+        ("a.json.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}'), ["one", "two"]),
+        ("a.csv.gz", gzip.compress(b"text\none"), ["one"]),
         ("a.raw", " \n = A = \n \n b \n", ["", " = A = \n", "", " b \n"]),
     ],
 )
-def test_files_by_suffix(tmp_path: Path, name: str, content: str, documents: list[str]) -> None:
+def test_files_by_suffix(tmp_path: Path, name: str, content: str | bytes, documents: list[str]) -> None:
     """Every kind of file gives its documents, joined by an empty line, and is named after itself."""
     text = read_text(written(tmp_path, name, content), "test")
     assert list(text.documents) == documents
@@ -97,10 +106,19 @@ def test_parquet_and_fields(tmp_path: Path) -> None:
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\n", "holds no text: all of its 1 documents are blank"),
         ("a.json", b"[]", "holds no text: all of its 0 documents"),
-        ("a.csv", b"text", "has the suffix '.csv'; a text must be .txt, .json, .jsonl, .parquet or .raw"),
+        ("a.doc", b"text", "has the suffix '.doc'; a text must be .txt, .json, .jsonl, .csv, .parquet or .raw"),
+        ("a.gz", b"text", "has the suffix '.gz'; a text must be .txt"),
+        ("a.parquet.gz", b"text", "has the suffix '.gz'; a text must be .txt"),
+        ("a.txt.gz", b"text", "is not a gzip file that can be read"),
+        ("a.txt.gz", gzip.compress(b"text " * 99)[:-9], "is not a gzip file that can be read"),
+        ("a.csv", b"text", "holds no text: all of its 0 documents"),
+        ("a.csv", b"a,b\n1,2", "has no field 'text'. It has: 'a', 'b'. Name the one that holds the text in `text_field`"),
+        ("a.csv", b"a,text\n1,2\n3\n", "line 3, has 1 cells, but line 1 names 2"),
+        ("a.csv", b'text\n"a"b\n', "line 2, is not CSV"),
+        ("a.jsonl", b'{"messages": [{"content": "a"}]}', "line 1, holds a list in field 'messages'; a string, or the messages"),
+        ("a.jsonl", b'"one"\n{"messages": [{"role": "user", "content": "a"}]}', "line 2, holds a chat, unlike the rows before"),
         ("a.txt", b"one\ntwo \xff", r"is not UTF-8: byte 0xff at position 8 \(line 2\)"),
         ("a.json", b'[\n"one",\n"two"', "line 3, is not JSON"),
-        ("a.json", b'{"text": "one"}\n{"text": "two"}', r"line 2, is not JSON: .*rename"),
         ("a.json", b'{"text": "one"}', "must hold a list of strings or of objects, got a dict"),
         ("a.json", b'["one", 2]', "entry 2, holds a int; a string, or"),
         ("a.jsonl", b'"one"\n\n{"text": oops}', "line 3, is not JSON"),

@@ -250,10 +250,8 @@ def of_layers(inputs: Activations, block: Block, names: list[str], weighs: Tenso
     assert inputs.dense is not None
     assert inputs.dense_block is not None
     calls = inputs.calls(block)
-    offsets, window = inputs.sample_offsets, inputs.window
-    return layer_sensitivities(
-        inputs.dense_block, inputs.dense, calls, names, metric=weighs, sample_offsets=offsets, window=window
-    )
+    offsets, window = inputs.offsets, inputs.window
+    return layer_sensitivities(inputs.dense_block, inputs.dense, calls, names, metric=weighs, offsets=offsets, window=window)
 
 
 @cache

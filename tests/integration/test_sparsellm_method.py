@@ -230,7 +230,7 @@ def test_curvatures(family: str) -> None:
             inputs.calls(block),
             list(block.layers),
             metric=metric,
-            sample_offsets=inputs.sample_offsets,
+            offsets=inputs.offsets,
         )
         x = pruned[block.full_name(part.in_proj[0])][0].float()
         inner, writer = add_diagonal(metric, 1e-3), block.layer(part.out_proj).weight

@@ -114,7 +114,7 @@ def _add_last_gradients(backward: BackwardPass, batches: Sequence[Tensor]) -> No
         for hidden, call in zip(backward.entering[-1], inputs.calls(last), strict=True):
             gradients.append(last(hidden, call))
     with loaded.weights.non_block(), prediction_head(loaded.model, backward.blocks, loaded.compute) as predict:
-        for number, (batch, offset) in enumerate(zip(batches, inputs.sample_offsets, strict=True)):
+        for number, (batch, (offset, _)) in enumerate(zip(batches, inputs.offsets, strict=True)):
             sample_gradients: list[Tensor] = []
             output = gradients[number]
             generator = torch.Generator(device=output.device)

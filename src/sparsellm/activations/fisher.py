@@ -45,7 +45,7 @@ def weight_costs(
         The layer's full name and its costs, (out, in) float32, in nats per token. The last block's layers come first.
     """
     samples = [sample for batch in batches for sample in batch.split(1)]
-    samples = first_windows(samples, max(TOKENS, WINDOWS * samples[0].shape[1] if samples else 0))
+    samples = first_windows(samples, max(TOKENS, WINDOWS * max((sample.shape[1] for sample in samples), default=0)))
     tokens = sum(sample.numel() for sample in samples)
     statistics: dict[str, tuple[InputRMS, InputRMS]] = {}
 

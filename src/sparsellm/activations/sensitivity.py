@@ -92,7 +92,7 @@ def layer_sensitivities(
     names: Sequence[str],
     *,
     metric: Tensor,
-    sample_offsets: Iterable[int],
+    offsets: Iterable[tuple[int, int]],
     window: int | None = None,
 ) -> dict[str, Tensor]:
     r"""Estimate S = E[Jᵀ F J] for the outputs of layers, with J the Jacobian of the block's output.
@@ -105,7 +105,7 @@ def layer_sensitivities(
         calls: The block's call on each batch.
         names: The layers.
         metric: F of the block's output, (model, model).
-        sample_offsets: Index of each batch's first sample among all samples.
+        offsets: For each batch, the index of its first sample among all samples, and of its first token among all tokens.
         window: Tokens summed at a time, so that the sums do not depend on the batch size; None sums a whole batch.
 
     Returns:
@@ -120,15 +120,15 @@ def layer_sensitivities(
     tokens = 0
     hooks = gradient_hooks(block, {name: gram.update for name, gram in sums.items()})
     with require_grad_only(block.module), hooks, torch.enable_grad():
-        for batch, call, offset in zip(hidden, calls, sample_offsets, strict=True):
-            if offset * batch.shape[1] >= TOKENS:
+        for batch, call, (first_sample, first_token) in zip(hidden, calls, offsets, strict=True):
+            if first_token >= TOKENS:
                 break
             leaf = batch.detach().clone().requires_grad_(True)
             output = block(leaf, call)
             noise = torch.zeros(output.shape, device=metric.device)
-            for number, errors in enumerate(noise, offset):  # a seed per sample: independent of the batch size
-                if number * len(errors) < TOKENS:
-                    generator.manual_seed(block.index * MANY + number)
+            for number, errors in enumerate(noise):  # a seed per sample: independent of the batch size
+                if first_token + number * len(errors) < TOKENS:
+                    generator.manual_seed(block.index * MANY + first_sample + number)
                     errors.copy_(torch.randn(errors.shape, generator=generator, device=metric.device) @ root)
                     tokens += len(errors)
             torch.autograd.grad(output, leaf, noise.to(output.dtype))

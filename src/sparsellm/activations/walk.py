@@ -42,7 +42,7 @@ class Activations:
         dense: The dense stream, or None.
         dense_block: The dense copy of the current block, until the dense stream has passed through it.
         metrics: For each block, F of its output (`output_sensitivities`), if a method needs it.
-        window: Tokens per sample.
+        window: Tokens of the longest sample.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Activations:
         self.dense_block: Block | None = None
         self.metrics: Sequence[Tensor] = []
         self.storage = storage or OffloadManager()
-        self.shapes, self.window = shapes, shapes[0][1] if shapes else None
+        self.shapes, self.window = shapes, max((length for _, length in shapes), default=None)
         self._calls = calls
         self._expert_samples: tuple[int, ExpertSamples] | None = None  # with the index of their block
 
@@ -79,7 +79,7 @@ class Activations:
         Args:
             model: The model.
             blocks: Its blocks.
-            batches: Token ids, each (batch, seq), without padding. This process runs its share of them.
+            batches: Token ids, each (batch, seq), without padding; seq may differ. This process runs its share of them.
             streams: Empty lists for the pruned stream and, optionally, the dense stream; by default one list for the pruned.
 
         Raises:
@@ -122,9 +122,11 @@ class Activations:
         return sum(samples * length for samples, length in self.local_shapes)
 
     @property
-    def sample_offsets(self) -> list[int]:
-        """For each batch of this process, the index of its first sample among all samples."""
-        return collectives.shard(list(accumulate((samples for samples, _ in self.shapes[:-1]), initial=0)))
+    def offsets(self) -> list[tuple[int, int]]:
+        """For each batch of this process, the index of its first sample and of its first token, both among all batches."""
+        samples = accumulate((samples for samples, _ in self.shapes[:-1]), initial=0)
+        tokens = accumulate((samples * length for samples, length in self.shapes[:-1]), initial=0)
+        return collectives.shard(list(zip(samples, tokens, strict=True)))
 
     def calls(self, block: Block, dtype: torch.dtype | None = None) -> list[Call]:
         """Return the block's call on each batch, with floating-point tensors converted to `dtype`, if given."""
@@ -253,7 +255,7 @@ def walk(
 
     Args:
         model: The model.
-        batches: Token ids, each (batch, seq), without padding. Each process walks with its share of them.
+        batches: Token ids, each (batch, seq), without padding; seq may differ. Each process walks with its share of them.
         stop: Index of the first block not to visit; None visits all.
         needs_dense_stream: Whether to carry the dense stream too, through a copy of each block.
         metrics: F of each block's output from `output_sensitivities`, for methods that need it.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparsellm.data import demo
-from sparsellm.data.json_files import Unreadable, is_text, read_bytes
+from sparsellm.data.text_files import READERS, SUFFIXES, Conversation, read_documents, suffix_of
 from sparsellm.errors import BadText, Unreachable, nearest
 
 Split = Literal["calibration", "test"]
-Row = tuple[str, object]  # position in a file ("line 3") and value
 
 JOINT = "\n\n"
+
+SHOWN, LONGEST_NAME = 60, 255
+"""Characters of a string that a message shows, and that the name of a file has at most on common file systems."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class Text:
 
     Attributes:
         documents: The documents, of which at least one is not blank. A hub data set stays on disk and is read one by one.
+            There are none if there are conversations.
         joint: Separator of documents in the stream.
         source: Name of the text, for reports.
         rows: Whether the documents are lines of one text, so that calibration sequences come from the stream.
         test_windows: Number of test sequences in the papers' protocol; None for all.
+        conversations: Chats, which become documents through the chat template of a tokenizer.
     """
 
     documents: Sequence[str]
@@ -39,6 +43,7 @@ class Text:
     source: str
     rows: bool = False
     test_windows: int | None = None
+    conversations: Sequence[Conversation] = ()
 
     @property
     def stream(self) -> str:
@@ -108,14 +113,17 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
 
     - .txt: the whole file is one document.
     - .raw: WikiText's raw files, split into the rows of the hub data set, for the papers' protocol without a network.
-    - .json: a list of strings, or of objects with `field`.
-    - .jsonl: one string or object per line.
-    - .parquet: the column `field`.
+    - .json: a list of strings, conversations, or objects with `field`.
+    - .jsonl: one of these per line.
+    - .csv and .parquet: the column `field`.
+
+    All but .parquet may be compressed: .txt.gz. A conversation is a list of messages with `role` and `content`.
 
     Args:
         name_or_path: A name of `NAMES` or a path.
         split: Split of a named text; a local file is used for both splits.
-        field: Field or column of a local file that contains the text; None for "text".
+        field: Field or column of a local file that holds the documents; None for "text", "messages", or the only column of a
+            .csv file.
 
     Raises:
         BadText: If the file is missing, empty, malformed or of an unknown type, or all documents are blank.
@@ -126,8 +134,8 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
     elif name_or_path in HUB:
         text = _read_from_hub(name_or_path, split)
     else:
-        text = _read_from_file(name_or_path, field or "text")
-    if not any(document.strip() for document in text.documents):
+        text = _read_from_file(name_or_path, field)
+    if not text.conversations and not any(document.strip() for document in text.documents):
         raise BadText(f"{text.source} holds no text: all of its {len(text.documents):,} documents are blank.")
     return text
 
@@ -183,118 +191,29 @@ def _silence_hub() -> Iterator[None]:
         yield
 
 
-def _read_from_file(name: str, field: str) -> Text:
-    """Read a local file with the reader of its suffix."""
+def _read_from_file(name: str, field: str | None) -> Text:
+    """Read a local file."""
     path = Path(name).expanduser()
-    suffix = path.suffix.lower()
+    suffix, shown = suffix_of(path), _shortened(name)
     try:
         if path.is_dir():
             raise BadText(f"{path} is a folder. Name one file in it ({SUFFIXES}).")
         if not path.exists():
-            if suffix or "/" in name or os.sep in name:
-                raise BadText(f"No such file: {path.absolute()}")
-            raise BadText(f"No text is called {name!r}. {nearest(name, NAMES)} Or give a path to {SUFFIXES}.")
+            is_path = len(name.split()) == 1 and (suffix or "/" in name or os.sep in name)
+            if suffix in READERS or is_path:
+                raise BadText(f"No such file: {path.absolute() if shown == name else shown}")
+            raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {SUFFIXES}.")
         if suffix not in READERS:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {SUFFIXES}.")
         if not path.is_file() or not path.stat().st_size:  # reading a pipe would block
             raise BadText(f"{path} is {'empty' if path.is_file() else 'not a regular file'}.")
     except OSError as error:
-        raise BadText(f"{path} cannot be read: {error.strerror}.") from error
-    documents = tuple(_strings(path, READERS[suffix](path, field), field))
-    return Text(documents, JOINT, path.name, rows=suffix == ".raw")
+        reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
+        raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {SUFFIXES}, or the name of a text.") from error
+    documents, conversations = read_documents(path, field)
+    return Text(tuple(documents), JOINT, path.name, rows=suffix == ".raw", conversations=conversations)
 
 
-def _strings(path: Path, rows: Iterable[Row], field: str) -> Iterator[str]:
-    """Yield the text of each row, which is a string or an object with `field`."""
-    for position, row in rows:
-        if isinstance(row, dict) and field not in row:
-            raise _missing_field(f"{path}, {position},", field, row)
-        text = row[field] if isinstance(row, dict) else row
-        if not isinstance(text, str):
-            value = f"a {type(text).__name__}" + (f" in field {field!r}" if isinstance(row, dict) else "")
-            raise BadText(f"{path}, {position}, holds {value}; a string, or an object with a string, was expected.")
-        if not is_text(text):
-            raise BadText(f"{path}, {position}, holds a surrogate, which is not a character. Rewrite the file as UTF-8.")
-        yield text
-
-
-def _missing_field(location: str, field: str, names: Iterable[str]) -> BadText:
-    """Build the error for a row or file without a field."""
-    fields = ", ".join(repr(name) for name in names) or "none"
-    return BadText(f"{location} has no field {field!r}. It has: {fields}. Name the one that holds the text in `text_field`.")
-
-
-def _decode(path: Path) -> str:
-    """Read a UTF-8 file, without a byte order mark and with LF line ends."""
-    try:
-        return read_bytes(path, None).decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
-        reason = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
-        raise BadText(f"{path} {reason}") from error
-    except Unreadable as error:
-        raise BadText(f"{path} cannot be read: {error}.") from error
-
-
-def _read_txt(path: Path, _: str) -> list[Row]:
-    """Return a file as one row."""
-    return [("the file", _decode(path))]
-
-
-def _read_raw(path: Path, _: str) -> list[Row]:
-    """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
-    lines = _decode(path).removesuffix("\n").split("\n")
-    return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
-
-
-def _read_json(path: Path, _: str) -> list[Row]:
-    """Return the entries of a JSON list."""
-    rows = _parse(path, _decode(path))
-    if not isinstance(rows, list):
-        raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
-    return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
-
-
-def _read_jsonl(path: Path, _: str) -> Iterator[Row]:
-    """Yield the values of the lines of a JSONL file."""
-    for number, line in enumerate(_decode(path).split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
-        if line.strip():
-            yield f"line {number}", _parse(path, line, number)
-
-
-def _parse(path: Path, text: str, line: int | None = None) -> Any:
-    """Parse a JSON file, or one line of a JSONL file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        hint = " One object per line is .jsonl: rename the file." if line is None and error.msg == "Extra data" else ""
-        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).{hint}") from error
-    except (RecursionError, ValueError):
-        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
-
-
-def _read_parquet(path: Path, field: str) -> list[Row]:
-    """Return the values of a column of a Parquet file."""
-    import pyarrow  # comes with `datasets`
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-        if field not in file.schema_arrow.names:
-            raise _missing_field(str(path), field, file.schema_arrow.names)
-        column = file.read([field]).column(field).to_pylist()
-    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
-        raise BadText(f"{path} is not a Parquet file that can be read: {error}") from error
-    return [(f"row {number}", text) for number, text in enumerate(column, 1)]
-
-
-READERS: Mapping[str, Callable[[Path, str], Iterable[Row]]] = {
-    ".txt": _read_txt,
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".raw": _read_raw,
-}
-"""By suffix, the function that reads the rows of a file; its second argument is the field that contains the text."""
-
-SUFFIXES = f"{', '.join([*READERS][:-1])} or {[*READERS][-1]}"
+def _shortened(name: str) -> str:
+    """A name to show in a message, cut after 60 characters if it is a sentence, or longer than the name of a file may be."""
+    return name if len(name) <= (LONGEST_NAME if len(name.split()) == 1 else SHOWN) else f"{name[: SHOWN - 1]}…"

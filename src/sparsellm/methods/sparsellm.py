@@ -93,6 +93,6 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], outp
         inputs.calls(block),
         names,
         metric=output_fisher,
-        sample_offsets=inputs.sample_offsets,
+        offsets=inputs.offsets,
         window=inputs.window,
     )

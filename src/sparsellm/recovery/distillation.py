@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sparsellm.data.samples import sequence_lengths, unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode, gradient_checkpointing, require_grad_only
@@ -49,7 +50,7 @@ def generate_samples(
 
     Args:
         model: The dense model.
-        windows: Calibration sequences, (samples, seq), of token ids.
+        windows: Calibration sequences, (samples, seq), of token ids, `PADDING` after the end of shorter ones.
         count: Number of sequences to generate.
         seed: Seed of the prompts and of the sampling.
         compute: Dtype in which the model computes; None for its own.
@@ -60,10 +61,12 @@ def generate_samples(
     if count == 0:
         return windows[:0]
     samples, length = windows.shape
-    prompt_length = max(1, int(PROMPT * length))
+    lengths = sequence_lengths(windows)
+    prompt_length = min(max(1, int(PROMPT * length)), int(lengths.min()))
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(samples, (count, 1), generator=generator)
     starts = torch.randint(length - prompt_length + 1, (count, 1), generator=generator)
+    starts %= lengths[rows] - prompt_length + 1  # within the sequence, where it is shorter than the others
     prompts = windows[rows, starts + torch.arange(prompt_length)]
     token_generator = torch.Generator(device=model.device)
     local: list[list[list[int]]] = []  # this process's batches of sequences
@@ -101,19 +104,19 @@ def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple
     Only calibration sequences are held out; they form the last groups.
 
     Args:
-        windows: Calibration sequences, (samples, seq).
+        windows: Calibration sequences, (samples, seq), `PADDING` after the end of shorter ones.
         more: Generated sequences, (count, seq).
         step: Sequences in a group, over all processes.
         batch: Maximum number of sequences in a batch.
 
     Returns:
-        The groups, whose batches are (batch, seq), and the number of held-out groups.
+        The groups, whose batches are (batch, seq) without padding, and the number of held-out groups.
     """
     held_out = count_held_out(windows)
     held_out_groups = windows[-held_out:].split(step)
     groups = (*more.split(step), *windows[:-held_out].split(step), *held_out_groups)
     batch = min(batch, -(-step // collectives.world()))
-    return [tuple(collectives.shard(group.split(batch))) for group in groups if len(group)], len(held_out_groups)
+    return [tuple(collectives.shard(unpadded_batches(group, batch))) for group in groups if len(group)], len(held_out_groups)
 
 
 @torch.no_grad()
@@ -164,8 +167,8 @@ def distill(
         keep |= {block.full_name(name): mask for name, mask in masks.items() if name in trained}
     unpruned = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in unpruned}
-    counts = collectives.all_gather_object([sum(len(batch) for batch in group) for group in groups])
-    sizes = [sum(local) for local in zip(*counts, strict=True)]  # sequences of each group, over all processes
+    counts = collectives.all_gather_object([sum(batch.numel() for batch in group) for group in groups])
+    sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
     head = model.get_output_embeddings()
     with (
         eval_mode(model),
@@ -177,7 +180,7 @@ def distill(
         def loss(number: int) -> Iterator[Tensor]:
             for batch, state in zip(groups[number], states[number], strict=True):
                 logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-                yield _divergence(head(state.float()), logits) * (len(batch) / sizes[number])
+                yield _divergence(head(state.float()), logits) * (batch.numel() / sizes[number])
 
         result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out)
         for block in blocks:

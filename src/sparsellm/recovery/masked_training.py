@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.activations.walk import Activations
+from sparsellm.data.samples import unpadded_batches
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import TrainingResult
 from sparsellm.models.blocks import Block
@@ -36,10 +37,10 @@ def windows_a_step(samples: int, length: int) -> int:
 def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
     """Divide sequences, (samples, seq), into batches of at most `batch` that do not cross the boundaries of gradient steps.
 
-    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step.
+    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step. Batches have no padding.
     """
     step = max(batch, windows_a_step(*windows.shape))
-    return tuple(part for group in windows.split(step) for part in group.split(batch))
+    return tuple(part for group in windows.split(step) for part in unpadded_batches(group, batch))
 
 
 @dataclass(frozen=True)
@@ -204,9 +205,11 @@ def refine_block(
     root = None if metric is None else _square_root(metric)
     energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
     collectives.all_reduce_(energy)
-    sizes = [sequences for sequences, _ in inputs.shapes]  # of every batch, over all processes
-    power = float(energy) / (sum(sizes) * targets[0][0].numel())
-    groups = _group_batches(sizes, windows_a_step(sum(sizes), targets[0].shape[1]))
+    longest = max(length for _, length in inputs.shapes)
+    sizes = [sequences * (length / longest) for sequences, length in inputs.shapes]  # of every batch, over all processes
+    numel = longest * targets[0].shape[-1]
+    power = float(energy) / (sum(sizes) * numel)
+    groups = _group_batches(sizes, windows_a_step(round(sum(sizes)), longest))
     local = {batch: index for index, batch in enumerate(collectives.shard(range(len(sizes))))}
     with ExitStack() as context:
         context.enter_context(compute_dtype_context(block.module, torch.float32))
@@ -215,7 +218,7 @@ def refine_block(
         calls = inputs.calls(block, torch.float32)
 
         def loss(number: int) -> Iterator[Tensor]:
-            scale = 1 / (power * sum(sizes[batch] for batch in groups[number]) * targets[0][0].numel())
+            scale = 1 / (power * sum(sizes[batch] for batch in groups[number]) * numel)
             for index in (local[batch] for batch in groups[number] if batch in local):
                 error = block(inputs.pruned[index].float(), calls[index]) - targets[index].float()
                 yield _apply_root(root, error).square().sum() * scale
@@ -224,8 +227,11 @@ def refine_block(
         return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index)
 
 
-def _group_batches(sizes: Sequence[int], step: int) -> list[list[int]]:
-    """Divide batches of these sizes into groups of at least `step` sequences; returns the batch numbers of each group."""
+def _group_batches(sizes: Sequence[float], step: int) -> list[list[int]]:
+    """Divide batches into groups of at least `step` sequences of the full length; returns the batch numbers of each group.
+
+    A shorter sequence counts for as much of one as it has tokens.
+    """
     groups: list[list[int]] = [[]]
     for number, _ in enumerate(sizes):
         if sum(sizes[batch] for batch in groups[-1]) >= step:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from torch import Tensor
-
+from sparsellm.data.in_memory import SOURCE, CalibrationData, is_plain_text
 from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import Observer
 from sparsellm.runs.export import Result
 from sparsellm.runs.loading import named_model
 from sparsellm.runs.planning import plan_run
-from sparsellm.runs.preparation import GivenText
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.records import folder_path
@@ -32,7 +29,7 @@ def prune(
     method: MethodName = "sparsellm",
     sparsity: str | float | Pattern = "50%",
     *,
-    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     observe: Observer | None = None,
     **settings: Unpack[PruneSettings],
@@ -43,8 +40,9 @@ def prune(
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
         method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
         sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights.
-        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
-            (samples, length) without padding. Every method but magnitude needs it.
+        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,
+            padded batches, a data set or a data loader (see `sparsellm.data.in_memory.read_in_memory`). Every method but
+            magnitude needs it.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.runs.events`).
         **settings: Any other field of `Recipe`.
@@ -67,7 +65,7 @@ def plan(
     method: MethodName = "sparsellm",
     sparsity: str | float | Pattern = "50%",
     *,
-    calibration: str | Path | Sequence[str] | Tensor | None = None,
+    calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     output: str | Path | None = None,
     **settings: Unpack[PruneSettings],
@@ -100,7 +98,7 @@ def plan(
 def recover(
     pruned: str | Path,
     against: str | Path | PreTrainedModel,
-    calibration: str | Path | Sequence[str] | Tensor,
+    calibration: str | Path | CalibrationData,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     scope: Literal["block", "model"] = "model",
@@ -114,8 +112,7 @@ def recover(
         pruned: Folder that `prune` or `recover` wrote. It is not changed.
         against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
             which becomes the recovered model.
-        calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), a list of texts, or token ids of shape
-            (samples, length) without padding.
+        calibration: As for `prune`.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
             "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
@@ -137,8 +134,10 @@ def recover(
     return run(read_recovery({**fields, **settings, **own}), observe, given=given, source=source)
 
 
-def _calibration(calibration: str | Path | Sequence[str] | Tensor | None) -> tuple[str | None, GivenText]:
-    """The recipe's `calibration`, and the texts or token ids that replace it, if they are given in memory."""
+def _calibration(calibration: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:
+    """The recipe's `calibration`, and the data that replace it, if they are given in memory."""
+    if isinstance(calibration, str) and is_plain_text(calibration):
+        return SOURCE, [calibration]
     if calibration is None or isinstance(calibration, (str, Path)):
         return (None if calibration is None else str(calibration)), None
-    return "given in memory", calibration
+    return SOURCE, calibration

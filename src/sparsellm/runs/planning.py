@@ -16,6 +16,7 @@ from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
 from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import TOKENS
 from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
@@ -24,7 +25,6 @@ from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import (
-    GivenText,
     Prepared,
     make_plan,
     model_bytes,
@@ -46,14 +46,18 @@ LOGITS_BYTES = 12
 
 
 def plan_run(
-    recipe: Recipe, output: str | Path | None = None, *, given: GivenText = None, source: InMemoryModel | None = None
+    recipe: Recipe,
+    output: str | Path | None = None,
+    *,
+    given: CalibrationData | None = None,
+    source: InMemoryModel | None = None,
 ) -> RunPlan:
     """Estimate what `prune` would take, without reading weights.
 
     Args:
         recipe: The run.
         output: The folder that it would write, for the free bytes of its disk.
-        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
         source: Model in memory that replaces the recipe's.
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
-from sparsellm.data.samples import calibration_windows, test_windows
+from sparsellm.data.in_memory import CalibrationData, read_in_memory
+from sparsellm.data.samples import PADDING, calibration_windows, sequence_lengths, test_windows
 from sparsellm.data.texts import Text, read_text
 from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
 from sparsellm.evaluation.zeroshot import prepare_tasks
@@ -42,9 +43,6 @@ TOKENS_A_BATCH = 2048
 MODEL_TOKENS = 2048
 """Tokens per gradient step over the whole model: more steps work better than larger ones, and the logits are large."""
 
-GivenText = Sequence[str] | Tensor | None
-"""Texts, or token ids (samples, length), that replace the recipe's calibration text."""
-
 
 @dataclass(frozen=True, eq=False)
 class Prepared(OpenedModel):
@@ -54,7 +52,8 @@ class Prepared(OpenedModel):
         method: The pruning or recovery method.
         plan: Pattern of each layer to prune, by the layer's full name.
         length: Tokens per sequence.
-        windows: Calibration token ids, (samples, length); empty where the method needs none.
+        windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
+            needs none.
         tests: Token ids to measure perplexity on, (sequences, length), by text.
         batch: Sequences per batch.
     """
@@ -68,7 +67,13 @@ class Prepared(OpenedModel):
 
 
 def prepare(
-    opened: OpenedModel, method: BlockMethod, plan: Plan, *, report: Report, observer: Observer, given: GivenText = None
+    opened: OpenedModel,
+    method: BlockMethod,
+    plan: Plan,
+    *,
+    report: Report,
+    observer: Observer,
+    given: CalibrationData | None = None,
 ) -> Prepared:
     """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
 
@@ -78,7 +83,7 @@ def prepare(
         plan: Pattern of each layer to prune, by the layer's full name.
         report: Receives notes, and how the calibration sequences were drawn.
         observer: Receives the notes.
-        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
     """
     recipe, source, skeleton, blocks = report.recipe, opened.source, opened.skeleton, opened.blocks
     report.coverage = opened.coverage.of_plan(blocks, plan)
@@ -94,9 +99,10 @@ def prepare(
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
     widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    if issubclass(method.needs, Gram) and windows.numel() < widest:
+    tokens = int(sequence_lengths(windows).sum()) if windows.numel() else 0
+    if issubclass(method.needs, Gram) and tokens < widest:
         add_note(
-            f"{windows.numel():,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
+            f"{tokens:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
             f"is singular without damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
             report,
             observer,
@@ -104,6 +110,10 @@ def prepare(
     samples = len(windows) and len(windows) + recipe.calibration_written
     all_windows = windows.new_empty(samples, windows.shape[-1], device="meta") if samples else windows
     batch = _batch_size(recipe, method, all_windows, length=length, observer=observer)
+    if batch > 1 and tokens < windows.numel():
+        batch = 1
+        if recipe.batch_size:
+            observer(Note("1 sequence per batch, since the sequences differ in length"))
     vocabulary = skeleton.get_input_embeddings().num_embeddings
     if message := check_memory(recipe, method, blocks, windows=all_windows, vocabulary=vocabulary, device=opened.device):
         observer(Stage(message))
@@ -199,36 +209,31 @@ def window_length(recipe: RunRecipe, longest: int) -> int:
 
 
 def draw_windows(
-    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: GivenText = None
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: CalibrationData | None = None
 ) -> tuple[Tensor, str]:
     """Draw the calibration sequences.
 
     Returns:
-        Token ids, (samples, length), and a sentence on how they were drawn; both empty for a run that needs no text.
+        Token ids as `Prepared.windows`, and a sentence on how they were drawn; both empty for a run that needs no text.
 
     Raises:
-        BadText: `given` is neither a list of strings nor a valid tensor of token ids, or the text is too short.
+        BadText: `given` has no form that can be read, or the text is too short.
     """
     if not recipe.reads_text:
         return torch.empty(0, dtype=torch.long), ""
-    if isinstance(given, Tensor):
-        if given.ndim != 2 or given.dtype not in (torch.int32, torch.int64) or given.shape[1] < 2 or len(given) == 0:
-            raise BadText(
-                f"Calibration tokens must be integers of shape (samples, length), got {tuple(given.shape)} {given.dtype}."
-            )
-        if given.shape[1] > source.length:
-            raise BadText(
-                f"Calibration sequences have {given.shape[1]} tokens, but {source.name} takes at most {source.length}."
-            )
-        return given.long(), f"{given.shape[0]} sequences of {given.shape[1]} tokens, given in memory"
-    if given is not None:
-        if not all(isinstance(item, str) for item in given):
-            raise BadText(
-                f"`calibration` must be a list of strings or a tensor of token ids, got a {type(given).__name__} of others."
-            )
-        text = Text(tuple(given), "\n\n", "given in memory")
-    else:
+    text: Text | Tensor
+    if given is None:
         text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
+    else:
+        text = read_in_memory(given, recipe.text_field, samples=recipe.samples, seed=recipe.seed)
+    if isinstance(text, Tensor):
+        if text.shape[1] > source.length:
+            raise BadText(
+                f"Calibration sequences have {text.shape[1]} tokens, but {source.name} takes at most {source.length}."
+            )
+        shortest = int(sequence_lengths(text).min())
+        lengths = f"{shortest} to {text.shape[1]}" if shortest < text.shape[1] else f"{shortest}"
+        return text, f"{len(text)} sequences of {lengths} tokens, given in memory"
     drawn = calibration_windows(text, source.tokenizer(), samples=recipe.samples, sequence_length=length, seed=recipe.seed)
     return drawn.windows, drawn.description
 
@@ -236,7 +241,8 @@ def draw_windows(
 def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
     """Raise BadText for token ids that the model has no embedding for."""
     embeddings = skeleton.get_input_embeddings().num_embeddings
-    for tokens in windows:
+    for padded in windows:
+        tokens = padded[padded != PADDING]
         if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < embeddings):
             raise BadText(
                 f"Token ids must lie in [0, {embeddings}), got {int(tokens.min())} to {int(tokens.max())}. "

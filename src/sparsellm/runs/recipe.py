@@ -52,7 +52,7 @@ SCOPE_STEPS = {"block": 100, "model": 300}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
 _NEEDS_TEXT = (
-    "needs a calibration text: pass a .txt, .json, .jsonl or .parquet file as `calibration`, "
+    "needs a calibration text: pass a .txt, .csv, .json, .jsonl or .parquet file as `calibration`, "
     "or one of c4, wikitext2, ptb, demo."
 )
 

@@ -83,9 +83,11 @@ class RunFields(BaseModel):
     )
 
     calibration: str | None = _option(
-        None, "Calibration text: c4, wikitext2, ptb, demo, or a .txt, .raw, .json, .jsonl or .parquet file."
+        None, "Calibration text: c4, wikitext2, ptb, demo, or a file: .txt, .raw, .csv, .json, .jsonl, .gz of these, .parquet."
     )
-    text_field: str | None = _data(None, "Field that holds the text in .json, .jsonl and .parquet files.", "text")
+    text_field: str | None = _data(
+        None, "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.", "text, or else messages"
+    )
     samples: int = _option(128, "Number of calibration sequences.", gt=0)
     sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)
     seed: int = _option(0, "Seed for drawing the sequences.", ge=0, lt=2**63)

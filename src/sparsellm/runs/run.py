@@ -13,6 +13,7 @@ import torch
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import NonFinite
 from sparsellm.methods import BlockMethod
 from sparsellm.models.loaded_model import LoadedModel
@@ -38,7 +39,7 @@ from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache, cache_key, environment
 from sparsellm.runs.loading import check_runs, load, open_model
 from sparsellm.runs.measuring import measure_into
-from sparsellm.runs.preparation import GivenText, Prepared, make_plan, prepare
+from sparsellm.runs.preparation import Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.report import Report
@@ -53,7 +54,7 @@ def run(
     recipe: Recipe | RecoveryRecipe,
     observe: Observer | None = None,
     *,
-    given: GivenText = None,
+    given: CalibrationData | None = None,
     source: Checkpoint | InMemoryModel | None = None,
     work: WorkDirectory | None = None,
     shared: DenseCache | None = None,
@@ -66,7 +67,7 @@ def run(
     Args:
         recipe: What to run.
         observe: Callback that receives every event.
-        given: Texts, or token ids (samples, length), that replace the recipe's calibration text.
+        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
         source: Model that replaces the recipe's.
         work: Directory for finished blocks, from `sparsellm.runs.workspace.work_directory`. Without it a killed run cannot be
             resumed, and the model must fit in memory.

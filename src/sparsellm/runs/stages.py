@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import overload
 
-import torch
 from torch import Tensor
 
 from sparsellm.activations.sensitivity import iterate_output_sensitivities, output_sensitivities
@@ -61,7 +60,7 @@ def prune_model(
     Args:
         loaded: The dense model, which is changed in place.
         ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
-        batches: Calibration token ids, each (batch, length).
+        batches: Calibration token ids, each (batch, length) without padding.
         report: Receives the results.
         observer: Receives the events.
         journal: Stores finished blocks; None for a run that cannot be resumed.
@@ -76,7 +75,9 @@ def prune_model(
         if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
             with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer):
                 plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
-    training = _training_data(loaded, batches, report=report, observer=observer) if recipe.model_steps else None
+    training = None
+    if recipe.model_steps:
+        training = _training_data(loaded, ready.windows, batches, report=report, observer=observer)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, blocks=visited):
         for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, journal=journal):
@@ -104,16 +105,18 @@ class TrainingData:
     held_out: int
 
 
-def _training_data(loaded: LoadedModel, batches: Sequence[Tensor], *, report: Report, observer: Observer) -> TrainingData:
+def _training_data(
+    loaded: LoadedModel, windows: Tensor, batches: Sequence[Tensor], *, report: Report, observer: Observer
+) -> TrainingData:
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
-    recipe, windows = report.recipe, torch.cat(list(batches))
+    recipe = report.recipe
     with phase(GENERATING, report, observer):
         prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
         count = model_written(recipe, *windows.shape)
         generated = generate_samples(loaded.model, prompts, count, seed=recipe.seed, compute=loaded.compute)
     with phase(PREDICTING, report, observer):
         per_step = model_step(*windows.shape)
-        groups, held_out = group_batches(windows, generated, per_step, min(per_step, len(batches[0])))
+        groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         return TrainingData(groups, last_states(loaded.model, groups, loaded.compute), held_out)
 
 

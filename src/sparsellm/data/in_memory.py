@@ -1,0 +1,177 @@
+"""Calibration data given in Python: texts, conversations, token ids, padded batches, data sets and data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsellm.data.samples import pad
+from sparsellm.data.text_files import FIELDS, choose_field, split_documents
+from sparsellm.data.texts import JOINT, LONGEST_NAME, Text
+from sparsellm.errors import BadText
+
+CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
+"""Any of the forms that `read_in_memory` takes."""
+
+SOURCE = "given in memory"
+
+EXPECTED = (
+    "Pass texts, conversations, token ids of shape (samples, length), a dict with `input_ids` and `attention_mask`, a list of "
+    "these, a data set or a data loader."
+)
+
+
+def is_plain_text(string: str) -> bool:
+    """Return whether a string is a text and cannot be the name of one, or a path: it has a line break, or is too long."""
+    words = string.split()
+    return len(words) > 1 and ("\n" in string.strip() or max(map(len, string.split("/"))) > LONGEST_NAME)
+
+
+def read_in_memory(data: CalibrationData, field: str | None = None, *, samples: int, seed: int) -> Text | Tensor:
+    """Read calibration data of any of these forms:
+
+    - token ids: a tensor or array of shape (samples, length) or (length,), or a list of such;
+    - padded batches: a dict with `input_ids`, and with the `attention_mask` that tells tokens from padding, or a list of such;
+    - texts, conversations (lists of messages with `role` and `content`), or objects with either in a field, in a list;
+    - a `datasets.Dataset` with a column of token ids, texts or conversations: `input_ids`, or as `field`;
+    - a data loader, or another iterable, of the above, of which the first `samples` sequences or documents are read.
+
+    Args:
+        data: The data. Token ids in tensors, dicts and lists are all used.
+        field: Field or column of the documents; None for `input_ids`, "text" or "messages".
+        samples: Most sequences that are read from a data set or an iterable.
+        seed: Seed for drawing rows of a data set with token ids.
+
+    Returns:
+        Documents; or token ids, (samples, longest) int64, `PADDING` after the end of shorter sequences.
+
+    Raises:
+        BadText: If the data has none of these forms, is empty, or an attention mask does not fit.
+    """
+    if hasattr(data, "column_names"):
+        data = _rows(data, field, samples=samples, seed=seed)
+        if isinstance(data, Text):
+            return data
+    items, limit = _items(data), None if isinstance(data, (Tensor, Mapping, np.ndarray, list, tuple)) else samples
+    sequences: list[Tensor] = []
+    documents: list[tuple[str, Any]] = []
+    for number, item in enumerate(items, 1):
+        position = f"entry {number}"
+        if _holds_tokens(item) and not (isinstance(item, Mapping) and field != "input_ids" and field in item):
+            sequences += _sequences(item, f"`calibration`, {position},")
+        else:
+            documents += [(position, document) for document in _collated(item, field)]
+        if sequences and documents:
+            raise BadText(f"`calibration` holds both token ids and other data ({position}: {type(item).__name__}). {EXPECTED}")
+        if limit is not None and len(sequences) + len(documents) >= limit:
+            break
+    if not sequences and not documents:
+        raise BadText(f"`calibration` is empty: a {type(data).__name__} without any item. {EXPECTED}")
+    if sequences:
+        return pad(sequences[:limit])
+    texts, conversations = split_documents("`calibration`", documents[:limit], field)
+    return Text(tuple(texts), JOINT, SOURCE, conversations=conversations)
+
+
+def _items(data: CalibrationData) -> Iterator[Any]:
+    """Iterate over the items of data; a tensor or a dict is one item."""
+    if isinstance(data, (Tensor, Mapping, np.ndarray)):
+        return iter([data])
+    if isinstance(data, str) or not isinstance(data, Iterable):
+        raise BadText(f"`calibration` is a {type(data).__name__}. {EXPECTED}")
+    return iter(data)
+
+
+def _rows(data: Any, field: str | None, *, samples: int, seed: int) -> Any:
+    """Return the documents of a `datasets.Dataset`, which stay on disk, or rows of its token ids at random places."""
+    names = data.column_names
+    if isinstance(names, Mapping):
+        splits = ", ".join(map(repr, names))
+        raise BadText(f"`calibration` has the splits {splits}. Pass one of them, such as data[{next(iter(names))!r}].")
+    if not hasattr(data, "__len__"):  # streamed: its rows are read in their order
+        return islice(data, samples)
+    name = choose_field("`calibration`", names, field, ("input_ids", *FIELDS))
+    if len(data) == 0:
+        return []
+    if name == "input_ids":
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
+        columns = [column for column in (name, "attention_mask") if column in names]
+        return [{column: row[column] for column in columns} for row in (data[number] for number in order.tolist())]
+    column = data[name]
+    split_documents("`calibration`", [("row 1", column[0])], None)
+    is_text = isinstance(column[0], str)
+    return Text(column, JOINT, SOURCE) if is_text else Text((), JOINT, SOURCE, conversations=column)
+
+
+def _holds_tokens(item: Any) -> bool:
+    """Return whether an item holds token ids."""
+    if isinstance(item, (list, tuple)) and item:
+        return isinstance(item[0], int) or _holds_tokens(item[0])
+    return isinstance(item, (Tensor, np.ndarray)) or (isinstance(item, Mapping) and "input_ids" in item)
+
+
+def _collated(item: Any, field: str | None) -> list[Any]:
+    """Return the documents of an item: several if a data loader collated their strings to a list."""
+    if isinstance(item, Mapping):
+        name = choose_field("A dict of `calibration`", item, field, ("input_ids", *FIELDS))
+        item = item[name]
+    is_batch = isinstance(item, (list, tuple)) and item and all(isinstance(document, str) for document in item)
+    return list(item) if is_batch else [item]
+
+
+def _sequences(item: Any, location: str) -> list[Tensor]:
+    """Return the sequences of token ids, (tokens,) each, of an item, without padding."""
+    if isinstance(item, (list, tuple)) and isinstance(item[0], (Tensor, np.ndarray)):  # from a `TensorDataset`
+        if len(item) > 1:
+            raise BadText(f"{location} holds {len(item)} tensors. Pass a dict with `input_ids` and `attention_mask`.")
+        item = item[0]
+    ids = item["input_ids"] if isinstance(item, Mapping) else item
+    rows, mask = _integer_rows(ids), item.get("attention_mask") if isinstance(item, Mapping) else None
+    if not rows:
+        raise BadText(f"{location} must be integers of shape (samples, length), got {_shape(ids)}.")
+    if any(len(row) and int(row.min()) < 0 for row in rows):
+        raise BadText(f"{location} holds negative token ids. Mark padding by zeros in an `attention_mask`.")
+    if mask is None:
+        return rows
+    masks = _integer_rows(mask)
+    if masks is None or [len(row) for row in masks] != [len(row) for row in rows]:
+        raise BadText(f"{location} has `input_ids` of shape {_shape(ids)}, but an `attention_mask` of shape {_shape(mask)}.")
+    return [row[_span(row_mask, location)] for row, row_mask in zip(rows, masks, strict=True)]
+
+
+def _integer_rows(value: Any) -> list[Tensor] | None:
+    """Return integers of shape (samples, length) or (length,) as a tensor for each sample; None if they are something else."""
+    try:
+        nested = isinstance(value, (list, tuple)) and value and not isinstance(value[0], int)
+        rows = [torch.as_tensor(row) for row in (value if nested else [value])]
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if len(rows) == 1 and rows[0].ndim == 2:
+        rows = list(rows[0])
+    if any(row.ndim != 1 or row.is_floating_point() or row.is_complex() for row in rows):
+        return None
+    return [row.cpu().long() for row in rows]
+
+
+def _span(mask: Tensor, location: str) -> slice:
+    """Return the positions of the tokens in a sequence, given its attention mask, (length,)."""
+    positions = mask.nonzero()
+    if len(positions) == 0 or int(mask.min()) < 0 or int(mask.max()) > 1:
+        raise BadText(f"{location} has an `attention_mask` with values other than 0 and 1, or with a row of zeros.")
+    span = slice(int(positions[0]), int(positions[-1]) + 1)
+    if len(positions) < span.stop - span.start:
+        raise BadText(f"{location} has an `attention_mask` with zeros between ones; padding stands before or after all tokens.")
+    return span
+
+
+def _shape(value: Any) -> str:
+    """Describe the shape and dtype of a tensor, or the lengths of lists, for a message."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return f"{tuple(value.shape)} {value.dtype}"
+    rows = [len(row) for row in value if isinstance(row, (list, tuple))] if isinstance(value, (list, tuple)) else []
+    return f"{len(rows)} lists of {min(rows)} to {max(rows)}" if rows else f"a {type(value).__name__}"

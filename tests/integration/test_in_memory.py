@@ -1,0 +1,295 @@
+"""Calibration data in the forms that people have it in: chats, data sets, loaders, batches; and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import sparsellm
+from sparsellm.data.in_memory import is_plain_text, read_in_memory
+from sparsellm.data.samples import PADDING, calibration_windows, test_windows
+from sparsellm.data.texts import Text, read_text
+from sparsellm.errors import BadText
+from tests.conftest import byte_tokenizer
+
+if TYPE_CHECKING:
+    from typer.testing import Result
+
+TEMPLATE = (
+    "<s>{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }}</s>{% endfor %}"
+)
+LENGTHS = (9, 4, 6)
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"what is {number}"}, {"role": "assistant", "content": "a number " * (number + 1)}]
+
+
+def written(number: int) -> str:
+    """The chat as the template writes it."""
+    return f"<s>[user] what is {number}</s>[assistant] {'a number ' * (number + 1)}</s>"
+
+
+def chatty() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def read(data: Any, field: str | None = None, samples: int = 8) -> Any:
+    return read_in_memory(data, field, samples=samples, seed=0)
+
+
+def rows() -> list[Tensor]:
+    return [torch.arange(first, first + length) for first, length in zip((10, 40, 70), LENGTHS, strict=True)]
+
+
+WINDOWS = torch.nn.utils.rnn.pad_sequence(rows(), batch_first=True, padding_value=PADDING)
+IDS, MASK = WINDOWS.clamp(min=0), (WINDOWS != PADDING).long()
+
+
+# ---- token ids
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        rows(),
+        [row.unsqueeze(0) for row in rows()],
+        [row.int().numpy() for row in rows()],
+        [row.tolist() for row in rows()],
+        {"input_ids": IDS, "attention_mask": MASK},
+        {"input_ids": IDS.flip(1), "attention_mask": MASK.flip(1).bool()},
+        {"input_ids": IDS.tolist(), "attention_mask": MASK.tolist()},
+        {"input_ids": [row.tolist() for row in rows()]},
+        [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows()],
+        datasets.Dataset.from_dict({"input_ids": IDS.tolist(), "attention_mask": MASK.tolist(), "text": ["a"] * 3}),
+        datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows()]}).with_format("torch"),
+        datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows()]}).to_iterable_dataset(),
+        DataLoader(rows(), batch_size=1),  # type: ignore[arg-type]
+        DataLoader([{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(IDS, MASK, strict=True)], batch_size=2),  # type: ignore[arg-type]
+    ],
+    ids=lambda data: type(data).__name__,
+)
+def test_token_ids_in_every_form(data: Any) -> None:
+    """The sequences, with the mark of padding after the end of shorter ones."""
+    windows = read(data)
+    if isinstance(data, dict) and bool((torch.as_tensor(data["input_ids"][0]) != IDS[0]).any()):
+        assert sorted(windows[1].tolist()) == sorted(WINDOWS[1].tolist())  # flipped: padded on the left
+        assert windows[1].tolist() == [43, 42, 41, 40, *[PADDING] * 5]
+    else:
+        assert sorted(windows.tolist()) == sorted(WINDOWS.tolist())
+    assert windows.dtype == torch.long
+
+
+def test_a_batch_of_a_tokenizer() -> None:
+    """What a tokenizer returns: padded on either side, and a single text."""
+    tokenizer = byte_tokenizer()
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        windows = read(tokenizer(["abc", "defgh"], padding=True, return_tensors="pt"))
+        assert [[token for token in row if token != PADDING] for row in windows.tolist()] == [
+            tokenizer("abc")["input_ids"],
+            tokenizer("defgh")["input_ids"],
+        ]
+    assert read(tokenizer("abc")).tolist() == [tokenizer("abc")["input_ids"]]
+
+
+def test_tensors_of_one_length_and_of_a_data_set() -> None:
+    """A tensor of (samples, length) as it is; a loader over a TensorDataset yields lists of one tensor."""
+    ids = torch.arange(12).reshape(3, 4)
+    for data in (ids, ids.int(), ids.numpy(), DataLoader(TensorDataset(ids), batch_size=2), [ids[:2], ids[2:]]):
+        assert torch.equal(read(data), ids)
+    assert read(np.arange(4)).tolist() == [[0, 1, 2, 3]]
+
+
+def test_how_much_is_read() -> None:
+    """All of a list; of a data set `samples` rows at random; the first `samples` sequences of an iterable without end."""
+
+    def endless() -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield {"input_ids": torch.ones(3, 4, dtype=torch.long)}
+
+    assert len(read([torch.arange(4)] * 20, samples=5)) == 20
+    assert len(read(endless(), samples=5)) == 5
+    data = datasets.Dataset.from_dict({"input_ids": [[number, number] for number in range(100)]})
+    first, again = read(data, samples=5)[:, 0].tolist(), read(data, samples=5)[:, 0].tolist()
+    assert first == again
+    assert len(set(first)) == 5
+    assert max(first) > 20
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"input_ids": IDS, "attention_mask": MASK[:, :5]},
+            r"`input_ids` of shape \(3, 9.*`attention_mask` of shape \(3, 5",
+        ),
+        ({"input_ids": IDS, "attention_mask": MASK[0]}, r"an `attention_mask` of shape \(9,\)"),
+        ({"input_ids": IDS, "attention_mask": [[1], [1]]}, "`attention_mask` of shape 2 lists of 1 to 1"),
+        ({"input_ids": IDS, "attention_mask": MASK.float()}, "`attention_mask` of shape .* torch.float32"),
+        ({"input_ids": IDS, "attention_mask": 2 * MASK}, "with values other than 0 and 1"),
+        ({"input_ids": IDS, "attention_mask": 0 * MASK}, "or with a row of zeros"),
+        ({"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0, 0]])}, "with zeros between ones"),
+        ({"labels": IDS}, "has no field 'input_ids'. It has: 'labels'"),
+        ({"input_ids": torch.rand(2, 4)}, r"must be integers of shape \(samples, length\), got \(2, 4\) torch.float32"),
+        (IDS.unsqueeze(0), r"must be integers of shape \(samples, length\), got \(1, 3, 9\)"),
+        (WINDOWS, "holds negative token ids. Mark padding by zeros in an `attention_mask`"),
+        ([torch.arange(4), torch.arange(1)], "Calibration sequence 2 has 1 tokens; at least 2 are needed"),
+        ([torch.arange(4), "text"], "holds both token ids and other data"),
+        (DataLoader(TensorDataset(IDS, MASK)), "entry 1, holds 2 tensors. Pass a dict with `input_ids` and `attention_mask`"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), r"has the splits 'train'.*data\['train'\]"),
+        (datasets.Dataset.from_dict({"a": ["a"], "b": [1]}), "has no field 'input_ids'. It has: 'a', 'b'.*`text_field`"),
+        (datasets.Dataset.from_dict({"text": []}), "is empty"),
+        ([], "is empty: a list without any item"),
+        (7, "is a int. Pass texts, conversations, token ids"),
+        ([7.5], "entry 1, holds a float; a string, or the messages"),
+        ([[{"content": "no role"}]], "entry 1, holds a list; a string, or the messages of a chat, each with `role`"),
+    ],
+)
+def test_what_cannot_be_read(data: Any, message: str) -> None:
+    """One message that says what was got."""
+    with pytest.raises(BadText, match=message) as caught:
+        read(data)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+# ---- texts and chats
+
+
+def test_texts_and_chats_in_every_form() -> None:
+    """Lists, data sets and loaders of texts or chats; a data set's rows stay on disk until they are drawn."""
+    texts = [f"text {number}" for number in range(4)]
+    for data in (
+        texts,
+        tuple(texts),
+        [{"text": text, "id": 1} for text in texts],
+        datasets.Dataset.from_dict({"text": texts, "messages": [chat(0)] * 4}),
+        datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(),
+        DataLoader(texts, batch_size=3),  # type: ignore[arg-type]
+        DataLoader([{"text": text} for text in texts], batch_size=3),  # type: ignore[arg-type]
+    ):
+        text = read(data)
+        assert (list(text.documents), list(text.conversations)) == (texts, [])
+    chats = [chat(number) for number in range(4)]
+    for data in (
+        chats,
+        [{"messages": one} for one in chats],
+        datasets.Dataset.from_dict({"messages": chats}),
+        datasets.Dataset.from_dict({"messages": chats}).to_iterable_dataset(),
+    ):
+        text = read(data)
+        assert ([list(one) for one in text.conversations], list(text.documents)) == (chats, [])
+    assert list(read(datasets.Dataset.from_dict({"text": ["a"], "story": ["b"]}), "story").documents) == ["b"]
+
+
+def test_chats_are_sequences_of_their_own() -> None:
+    """Each starts where the template starts, without a second start token, and is cut; no chat is drawn twice."""
+    text, tokenizer = Text((), "", "chats", conversations=[chat(number) for number in range(6)]), chatty()
+    ids = [tokenizer(written(number), add_special_tokens=False)["input_ids"] for number in range(6)]
+    drawn = calibration_windows(text, tokenizer, samples=4, sequence_length=50, seed=0)
+    lines = [[token for token in row if token != PADDING] for row in drawn.windows.tolist()]
+    assert all(line in [one[:50] for one in ids] for line in lines)
+    assert len({tuple(line) for line in lines}) == 4
+    assert drawn.description == "4 of 6 conversations in the chat template, each cut after 50 tokens (chats), seed 0"
+    every = calibration_windows(text, tokenizer, samples=99, sequence_length=500, seed=1)
+    assert sorted([token for token in row if token != PADDING] for row in every.windows.tolist()) == sorted(ids)
+    assert every.description.startswith("6 of 6 conversations")
+    stream = test_windows(text, tokenizer, 20).flatten().tolist()
+    assert stream == [token for one in ids for token in one][: len(stream)]
+    assert len(stream) > sum(map(len, ids)) - 20
+
+
+def test_a_chat_without_a_template_or_unfit_for_it(tmp_path: Path) -> None:
+    """One message with the file and, where a template refuses a chat, with the template's reason."""
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat(0)}))
+    for windows in (
+        lambda text, tokenizer: calibration_windows(text, tokenizer, samples=1, sequence_length=8, seed=0),
+        lambda text, tokenizer: test_windows(text, tokenizer, 8),
+    ):
+        with pytest.raises(BadText, match=r"chats.jsonl holds chat messages, but the tokenizer has no chat template"):
+            windows(read_text(str(file), "test"), byte_tokenizer())
+        text = Text((), "", "chats", conversations=[[{"role": "system", "content": "x"}]])
+        with pytest.raises(BadText, match=r"chats: conversation 1 does not fit .* template \(no system here\)"):
+            windows(text, chatty())
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama with a chat template."""
+    folder = Path(shutil.copytree(tiny["llama"], tmp_path_factory.mktemp("chat") / "llama"))
+    chatty().save_pretrained(folder)
+    return folder
+
+
+def test_chat_files_on_the_command_line(chat_model: Path, tmp_path: Path, command: Callable[..., Result]) -> None:
+    """A compressed file of chats calibrates and evaluates; block by block to the same bits."""
+    file = tmp_path / "chats.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(json.dumps({"messages": chat(number)}) for number in range(9)).encode()))
+    outputs = []
+    for name, options in {"a": [], "b": ["--offload"]}.items():
+        words = ("--calibration", file, "--sequence-length", "60", "--evaluate", file, "--evaluate-limit", "2", *options)
+        done = command("prune", chat_model, tmp_path / name, "--sparsity", "50%", "--samples", "8", *words)
+        assert done.exit_code == 0, done.stderr
+        outputs.append({key: x for part in (tmp_path / name).glob("*.safetensors") for key, x in load_file(part).items()})
+        report = json.loads((tmp_path / name / "sparsellm.json").read_text())
+        assert report["calibration"].startswith("8 of 9 conversations in the chat template, each cut after 60 tokens")
+    assert all(torch.equal(tensor, outputs[1][key]) for key, tensor in outputs[0].items())
+
+
+def test_a_chat_file_without_a_template(tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]) -> None:
+    """One line before any work, and nothing written."""
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat(0)}))
+    done = command("prune", tiny["llama"], tmp_path / "out", "--sparsity", "50%", "--calibration", file)
+    assert done.exit_code == 1
+    assert "holds chat messages, but the tokenizer has no chat template" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# ---- one long string
+
+
+def test_a_string_is_a_text_only_where_it_plainly_is_one() -> None:
+    """A line break between words, or words longer than a file name may be together; else a name or a path."""
+    assert is_plain_text("one line\nanother")
+    assert is_plain_text("a sentence " * 30)
+    for string in ("demo", "a b.txt", "a sentence that could be a name", "x" * 5000, "folder name/" * 50, "demo\n"):
+        assert not is_plain_text(string)
+
+
+def test_a_long_string_calibrates_or_is_shown_in_part(tiny: dict[str, Path], command: Callable[..., Result]) -> None:
+    """Text is read as such; a sentence that is no path, and endless letters, give one line with the first of them."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
+    result = sparsellm.prune(
+        model, "wanda", calibration="words and words " * 40, tokenizer=tokenizer, samples=4, sequence_length=32
+    )
+    assert "given in memory" in result.report.calibration
+    for string in ("calibrate on this sentence, which goes on for a while but has no end", "x" * 6000, "word/" * 3000 + ".txt"):
+        with pytest.raises(BadText) as caught:
+            sparsellm.prune(model, "wanda", calibration=string, tokenizer=tokenizer)
+        assert string not in str(caught.value)
+        assert string[:50] in str(caught.value)
+        assert len(str(caught.value)) < 260
+        assert "\n" not in str(caught.value)
+    done = command("prune", tiny["llama"], "out", "--sparsity", "50%", "--calibration", "some words\n" * 99)
+    assert done.exit_code == 1
+    assert len(done.stderr) < 400
+    assert [line for line in done.stderr.splitlines() if "words" in line] == done.stderr.splitlines()[-1:]
