@@ -26,8 +26,8 @@ FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
-OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files"}
-"""Entries of JSON files. Keys of YAML files, some of which are called like settings, end with a colon."""
+OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "input_ids", "attention_mask", "messages"}
+"""Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
 OF_FUNCTIONS = {"family", "metrics", "report_to", "windows"}
 """Arguments of single functions that the command line does not have, or has under another name."""
