@@ -26,7 +26,8 @@ FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
-OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "input_ids", "attention_mask", "messages"}
+OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "messages", "role", "content"}
+OF_FILES |= {"input_ids", "attention_mask"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
 OF_FUNCTIONS = {"family", "metrics", "report_to", "windows"}
@@ -49,8 +50,8 @@ def messages(file: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
 
 
-OUTSIDE = {"cli", "recipe_fields.py"}
-"""The command line, and the descriptions that its help and the docstrings of Python share."""
+OUTSIDE = {"cli", "recipe_fields.py", "commands.py"}
+"""The command line, the descriptions that its help and the docstrings of Python share, and the commands in reports."""
 
 LIBRARY = [path for path in sorted(PACKAGE.rglob("*.py")) if not OUTSIDE & set(path.relative_to(PACKAGE).parts)]
 

@@ -39,6 +39,11 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
     return " \\\n  ".join(map(shlex.join, lines))
 
 
+def sweep_command(file: str, output: str, *, smoke: bool) -> str:
+    """The command line that runs a sweep file, at the small sizes of a first try if `smoke`."""
+    return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
+
+
 def local_files(recipe: Recipe | RecoveryRecipe) -> list[str]:
     """The values of a recipe that may be the last part of a local path, which outputs keep of it."""
     names = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.reports.commands import local_files, run_command, sweep_yaml
+from sparsellm.reports.commands import local_files, run_command, sweep_command, sweep_yaml
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.measures import evaluations, headlines, spoken
@@ -181,7 +180,7 @@ def _sweep_content(path: Path) -> dict[str, Any]:
         "plots": sweep_plots(sweep, rows, outcomes),
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],
-        "command": shlex.join(["sparsellm", "sweep", "sweep.yaml", f"{name}-again", *(["--smoke"] if sweep.smoke else [])]),
+        "command": sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
         "inputs": list(dict.fromkeys(file for cell in sweep.cells for file in local_files(cell.recipe))),
         "file": "sweep.yaml",
         "settings": sweep_yaml(sweep),
