@@ -7,8 +7,8 @@ from statistics import mean
 from excess import PATTERNS, by_seed, of_models, ratio, summary
 from measuring import markdown_table
 
-from sparsellm.cli.display import plus_minus
 from sparsellm.reports.figures import COLOURS, FAINT, INK, Plot, new_figure, style
+from sparsellm.runs.display import plus_minus
 
 ROWS: dict[str, tuple[str, ...]] = {
     "SparseGPT": ("SparseGPT",),

@@ -21,9 +21,10 @@ import rounding
 import solvers
 import speed_tables
 import streaming
+import time_left
 from measuring import MEASURED, ROOT, markdown_table
 
-from sparsellm.cli.display import plus_minus
+from sparsellm.runs.display import plus_minus
 
 PAGES = (
     "README.md",
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,
+    "time left": time_left.table,
     "popular models": popular_models.table,
     "rounding": rounding.table,
     "processes": processes.table,

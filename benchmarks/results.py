@@ -22,10 +22,10 @@ import torch
 from measuring import MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.cli.display import plus_minus
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
+from sparsellm.runs.display import plus_minus
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 

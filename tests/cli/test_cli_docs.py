@@ -23,6 +23,7 @@ COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 OWN = {("push", "revision"), ("sweep", "only"), ("recover", "model")}
 """Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json", "help_all"}
+NOT_FIELDS |= {"quiet", "progress"}
 
 
 def test_page_is_up_to_date() -> None:
@@ -125,7 +126,7 @@ def test_completion_offers_options_that_help_does_not_list() -> None:
     assert "--beta" in [item.value for item in command.shell_complete(context, "--b")]
 
 
-@pytest.mark.parametrize(("given", "suggested"), [("--quiet", None), ("--sparsty", "--sparsity"), ("--epoch", "--epochs")])
+@pytest.mark.parametrize(("given", "suggested"), [("--silent", None), ("--sparsty", "--sparsity"), ("--epoch", "--epochs")])
 def test_only_a_similar_option_is_suggested(given: str, suggested: str | None) -> None:
     shown = CliRunner().invoke(app, ["prune", given])
     assert shown.exit_code == 2

@@ -201,8 +201,8 @@ def test_finished_cells_stay_and_failed_ones_are_told(
     assert len(first) == 1
     again = command("sweep", file, out)
     assert again.exit_code == 1
-    assert "cell 1 of" not in again.stderr
-    assert "cell 2 of" not in again.stderr
+    assert "[1/2]" not in again.stderr
+    assert "[2/2]" not in again.stderr
     (tmp_path / "none").symlink_to(tiny["llama"])
     last = command("sweep", file, out, "--retry")
     assert last.exit_code == 0, last.stderr

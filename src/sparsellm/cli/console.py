@@ -21,8 +21,6 @@ from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 
 stderr = Console(stderr=True, emoji=False, markup=False)
 stdout = Console(emoji=False, markup=False)
-silent = Console(quiet=True)
-"""Console of the processes that print nothing in a distributed run."""
 
 
 @contextmanager

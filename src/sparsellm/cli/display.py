@@ -1,94 +1,17 @@
-"""The progress display of a run, and its results in text."""
+"""The results of commands in text."""
 
 from __future__ import annotations
 
-import statistics
-import time
-
-import typer
 from rich.console import Console
-from rich.text import Text
 
-from sparsellm.cli.console import in_options, plural, print_line, show, table
+from sparsellm.cli.console import plural, print_line, show, table
 from sparsellm.evaluation.measurements import Accuracy, is_fraction
-from sparsellm.methods import BlockResult, EpochResult, LayerResult, TrainingResult
+from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
-from sparsellm.runs.events import Event, Measured, Note, Stage
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
-from sparsellm.runtime.memory import human_bytes, peak_memory
-
-GIB = 1024**3
-
-
-class Progress:
-    """Observer that displays a run's progress: one live line on a terminal, plain lines elsewhere. Use as a context manager."""
-
-    def __init__(self, console: Console, context: typer.Context) -> None:
-        self._console, self._context = console, context
-        self._status = console.status("")
-        self._stage = ""
-        self._blocks = self._done = 0
-        self._started = time.monotonic()
-
-    def __enter__(self) -> Progress:
-        if self._console.is_terminal:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
-
-    def __call__(self, event: Event) -> None:
-        """Display one event."""
-        plain, detail = not self._console.is_terminal, ""
-        if isinstance(event, Stage):
-            self._stage, self._blocks, self._done, self._started = event.name, event.blocks, 0, time.monotonic()
-            if plain:
-                print_line(self._console, event.name)
-        elif isinstance(event, Note):
-            self._console.print(Text(f"note: {in_options(event.text, self._context)}", style="yellow"), soft_wrap=True)
-        elif isinstance(event, LayerResult):
-            detail = f"{event.name}  error {event.error:.3g}"
-        elif isinstance(event, EpochResult):
-            detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
-        elif isinstance(event, TrainingResult):
-            detail = f"trained, held-out error {event.before:.3g} to {event.after:.3g}"
-        elif isinstance(event, Measured):
-            fraction = is_fraction(event.kind)
-            value = (percent if fraction else plus_minus)(event.value, event.standard_error)
-            unit = " %" if fraction else ""
-            print_line(self._console, f"{event.kind} on {event.on}, {event.when}: {value}{unit}")
-        elif isinstance(event, BlockResult):
-            self._done += 1
-            errors = [layer.error for layer in event.layers]
-            detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
-            if plain:
-                print_line(self._console, self._line(detail))
-        self._status.update(Text(self._line(detail)))
-
-    def _line(self, detail: str) -> str:
-        """The progress of the current stage in one line."""
-        if not self._blocks:
-            return self._stage
-        elapsed = time.monotonic() - self._started
-        left = f", {human_seconds(elapsed / self._done * (self._blocks - self._done))} left" if self._done else ""
-        memory = f"peak {peak_memory() / GIB:.1f} GiB"
-        return f"{self._stage}: block {self._done}/{self._blocks}  {human_seconds(elapsed)}{left}  {memory}  {detail}".rstrip()
-
-
-def plus_minus(value: float, error: float | None) -> str:
-    """Format a value with its standard error, to two digits after the point, or one if the error is 1 or more."""
-    if error is None or not error > 0:
-        return f"{value:,.2f}"
-    digits = 1 if error >= 1 else 2
-    return f"{value:,.{digits}f} ± {error:,.{digits}f}"
-
-
-def percent(value: float, error: float | None) -> str:
-    """Format a fraction in percent, with its standard error."""
-    return f"{100 * value:.2f}" + (f" ± {100 * error:.2f}" if error else "")
+from sparsellm.runtime.memory import human_bytes
 
 
 def task_metric(metric: str) -> str:

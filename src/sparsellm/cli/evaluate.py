@@ -12,13 +12,13 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.console import (
+    in_options,
     plural,
     print_error,
     print_json,
     print_line,
     report_errors,
     show,
-    silent,
     stderr,
     stdout,
     table,
@@ -34,6 +34,8 @@ def evaluate(
     model: options.Model,
     *,
     text: options.Text = None,
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -45,9 +47,10 @@ def evaluate(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import keep_pages
-        from sparsellm.cli.display import percent, plus_minus, task_metric, task_value
+        from sparsellm.cli.display import task_metric, task_value
         from sparsellm.evaluation.measurements import measure_of
         from sparsellm.evaluation.zeroshot import mean
+        from sparsellm.runs.display import Display, percent, plus_minus
         from sparsellm.runs.measuring import evaluate as evaluate_model
         from sparsellm.runtime import watchdog
 
@@ -55,10 +58,10 @@ def evaluate(
             raise typer.BadParameter("name what to measure on: --text or --task")
         with (
             watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main,
-            (stderr if is_main else silent).status(f"measuring {model}"),
+            Display(("quiet" if quiet else progress) if is_main else "off", partial(in_options, context=context)) as display,
         ):
             keep_pages()
-            result = evaluate_model(model, text or (), **settings)
+            result = evaluate_model(model, text or (), observe=display, **settings)
         if not is_main:
             return
         if as_json:
@@ -210,6 +213,8 @@ def demo(
     *,
     output: options.DemoOutput = None,
     family: options.Family = "opt",
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Prune a bundled model with every method and compare them.
@@ -220,15 +225,15 @@ def demo(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.display import Progress, plus_minus
         from sparsellm.runs.demonstration import SPARSITY, demonstrate
+        from sparsellm.runs.display import Display, plus_minus
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.export import check_output
 
         if output is not None:
             check_output(output)
-        with Progress(stderr, context) as progress:
-            rows = demonstrate(family, output, combine_observers(manage_memory, progress))
+        with Display("quiet" if quiet else progress, partial(in_options, context=context)) as display:
+            rows = demonstrate(family, output, combine_observers(manage_memory, display))
         if as_json:
             print_json(
                 {"model": f"demo:{family}", "sparsity": SPARSITY, "rows": [asdict(row) for row in rows], "output": output}

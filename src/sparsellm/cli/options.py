@@ -177,7 +177,7 @@ Text = Annotated[
 ]
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML); options override its fields.")]
-PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.")]
+PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
 Resume = Annotated[
     bool,
     _output("--resume", help="Continue an unfinished run, if there is one."),
@@ -189,6 +189,13 @@ Track = Annotated[
     _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),
 ]
 Layers = Annotated[bool, _output("--layers", help="Also list each layer with its pattern, or why it stays dense.")]
+Quiet = Annotated[bool, _output("--quiet", help="Show no progress, only results, notes and errors.")]
+Progress = Annotated[
+    Literal["auto", "plain", "json"],
+    _output(
+        "--progress", help="Form of the progress on stderr; auto is one live line on a terminal, else plain lines.", hidden=True
+    ),
+]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]

@@ -12,17 +12,18 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     collection_paused,
+    in_options,
     print_error,
     print_json,
     print_line,
     report_errors,
-    silent,
     stderr,
     stdout,
 )
 from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
+    from sparsellm.runs.display import Mode
     from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 
 
@@ -38,6 +39,8 @@ def prune(
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -58,16 +61,9 @@ def prune(
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
-        _write(
-            context,
-            recipe,
-            output,
-            resume=resume,
-            restart=restart,
-            overwrite=overwrite,
-            report_to=report_to or [],
-            as_json=as_json,
-        )
+        mode: Mode = "quiet" if quiet else progress
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
+        _write(context, recipe, output, report_to=report_to or [], mode=mode, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -81,6 +77,8 @@ def recover(
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
     report_to: options.Track = None,
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
@@ -96,16 +94,9 @@ def recover(
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         check_output(output, overwrite or resume or restart, recipe.pruned)
-        _write(
-            context,
-            recipe,
-            output,
-            resume=resume,
-            restart=restart,
-            overwrite=overwrite,
-            report_to=report_to or [],
-            as_json=as_json,
-        )
+        mode: Mode = "quiet" if quiet else progress
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
+        _write(context, recipe, output, report_to=report_to or [], mode=mode, **keywords)
 
 
 def _write(
@@ -117,6 +108,7 @@ def _write(
     restart: bool,
     overwrite: bool,
     report_to: list[str],
+    mode: Mode,
     as_json: bool,
 ) -> None:
     """Run a recipe, in one process or in those of a launcher, write the output, and print the results."""
@@ -124,8 +116,9 @@ def _write(
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
     from sparsellm.cli.allocator import manage_memory
-    from sparsellm.cli.display import Progress, print_summary
-    from sparsellm.runs.events import Stage, combine_observers
+    from sparsellm.cli.display import print_summary
+    from sparsellm.runs.display import Display
+    from sparsellm.runs.events import WRITING, Stage, combine_observers
     from sparsellm.runs.export import check_output, is_finished
     from sparsellm.runs.run import run
     from sparsellm.runs.tracking import Tracked
@@ -142,12 +135,12 @@ def _write(
         if is_main:
             check_output(output, overwrite, recipe.model)
         with (
-            Progress(stderr if is_main else silent, context) as progress,
-            Tracked(*(report_to if is_main else ()), observer=progress) as tracked,
+            Display(mode if is_main else "off", partial(in_options, context=context)) as display,
+            Tracked(*(report_to if is_main else ()), observer=display) as tracked,
             work_directory(output, resume, restart) as work,
         ):
-            result = run(recipe, combine_observers(manage_memory, progress, tracked), work=work)
-            progress(Stage("writing and verifying"))
+            result = run(recipe, combine_observers(manage_memory, display, tracked), work=work)
+            display(Stage(WRITING))
             folder = result.save_pretrained(output, overwrite)
         if not is_main:
             return

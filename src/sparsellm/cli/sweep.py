@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import plural, print_error, print_json, print_line, report_errors, show, silent, stderr, stdout
+from sparsellm.cli.console import in_options, plural, print_error, print_json, print_line, report_errors, show, stderr, stdout
 from sparsellm.cli.console import table as text_table
 
 
@@ -25,6 +26,8 @@ def sweep(
     retry: options.Retry = False,
     list_cells: options.ListCells = False,
     report_to: options.Track = None,
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
     as_json: options.Json = False,
     device: str | None = None,
 ) -> None:
@@ -36,10 +39,10 @@ def sweep(
     """
     with report_errors(context):
         from sparsellm.cli.allocator import manage_memory
-        from sparsellm.cli.display import Progress
         from sparsellm.reports.comparison import grid, legend, table, to_json, write_tables
         from sparsellm.reports.sweep_file import read_sweep
         from sparsellm.reports.sweep_runner import read_outcomes, run_sweep
+        from sparsellm.runs.display import Display
         from sparsellm.runs.events import combine_observers
         from sparsellm.runs.tracking import Tracked
         from sparsellm.runtime import watchdog
@@ -54,10 +57,10 @@ def sweep(
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = watchdog.independent_process(os.environ)
         with (
-            Progress(silent if rank else stderr, context) as progress,
-            Tracked(*(report_to or ()), observer=progress) as tracked,
+            Display("off" if rank else "quiet" if quiet else progress, partial(in_options, context=context)) as display,
+            Tracked(*(report_to or ()), observer=display) as tracked,
         ):
-            observe = combine_observers(manage_memory, progress, tracked)
+            observe = combine_observers(manage_memory, display, tracked)
             outcomes = run_sweep(
                 cells,
                 folder,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
@@ -36,7 +37,7 @@ def perplexity(
     source: str = "",
     *,
     batch: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> Perplexity:
     r"""Compute the perplexity $\exp(\frac1n \sum_i \ell_i)$, $\ell_i$ the mean loss of sequence $i$'s length − 1 predictions.
 
@@ -70,7 +71,14 @@ def perplexity(
 
 
 @torch.no_grad()
-def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
+def streamed_perplexity(
+    loaded: LoadedModel,
+    windows: Tensor,
+    source: str = "",
+    *,
+    batch: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
+) -> Perplexity:
     """Compute the perplexity block by block, for a model that is larger than memory.
 
     All sequences pass through a block before the next one is loaded. Memory holds one block, the hidden states of all
@@ -81,6 +89,7 @@ def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", 
         windows: Token ids, (sequences, length) int64 with length at least 2.
         source: Name of the text, for the result.
         batch: Maximum number of sequences per batch; None as for `perplexity`.
+        progress: As for `perplexity`; a sequence counts as done in part after each block.
 
     Raises:
         InvalidSetting: As `perplexity`.
@@ -94,17 +103,32 @@ def streamed_perplexity(loaded: LoadedModel, windows: Tensor, source: str = "", 
     batches = torch.split(windows, batch)
     started, blocks = time.perf_counter(), blocks_of(model)
     local: list[list[float]] = []
+
+    def report(part: int, index: int) -> None:
+        passed = min((index * collectives.world() + 1) * batch, total)
+        if progress is not None:
+            progress((part * total + passed) / (len(blocks) + 1), total)  # the prediction head counts as a block
+
     for block, inputs in walk(loaded, batches):
+        for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
+            report(block.index, index)
         if block.index < len(blocks) - 1:
             continue
-        inputs.advance(block)
         with loaded.weights.non_block(), prediction_head(model, blocks, loaded.compute) as predict:
             for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
                 local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
+                report(len(blocks), len(local) - 1)
     return _gather(local, windows, source, started=started)
 
 
-def measure(loaded: LoadedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
+def measure(
+    loaded: LoadedModel,
+    windows: Tensor,
+    source: str = "",
+    *,
+    batch: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
+) -> Perplexity:
     """Compute the perplexity of a loaded model, block by block if it is offloaded.
 
     Args:
@@ -112,18 +136,26 @@ def measure(loaded: LoadedModel, windows: Tensor, source: str = "", *, batch: in
         windows: Token ids, (sequences, length) int64.
         source: Name of the text, for the result.
         batch: Sequences per batch; None for a number that fits into the model's memory budget.
+        progress: As for `perplexity`.
     """
     vocabulary = loaded.model.get_input_embeddings().num_embeddings
     batch = batch or batch_to_measure(vocabulary, windows.shape[1], loaded.memory)
     if loaded.weights.on_disk:
-        return streamed_perplexity(loaded, windows, source, batch=batch)
-    return measured(loaded.model, windows, source, batch=batch)
+        return streamed_perplexity(loaded, windows, source, batch=batch, progress=progress)
+    return measured(loaded.model, windows, source, batch=batch, progress=progress)
 
 
-def measured(model: PreTrainedModel, windows: Tensor, source: str = "", *, batch: int | None = None) -> Perplexity:
+def measured(
+    model: PreTrainedModel,
+    windows: Tensor,
+    source: str = "",
+    *,
+    batch: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
+) -> Perplexity:
     """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
     with compute_dtype_context(model, compute_dtype(model)):
-        return perplexity(model, windows, source, batch=batch)
+        return perplexity(model, windows, source, batch=batch, progress=progress)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:

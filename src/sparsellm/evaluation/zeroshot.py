@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import cache
@@ -147,6 +147,7 @@ def evaluate_tasks(
     *,
     folder: str | None = None,
     limit: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> dict[str, Accuracy]:
     """Evaluate a model on tasks.
 
@@ -160,6 +161,7 @@ def evaluate_tasks(
         tasks: Names of tasks, groups and tags of lm-eval.
         folder: Folder with a local file of each task; None for data from the hub.
         limit: Maximum number of questions per task; None for all.
+        progress: Called after each batch with the number of scored answers and their total.
 
     Returns:
         By task. A group has one result if lm-eval combines one metric of its tasks, else one for each member, as has a tag.
@@ -176,7 +178,7 @@ def evaluate_tasks(
     model = loaded.model
     local = {task: overrides[task] for task in collectives.shard(list(tasks))}
     with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), _silence_lm_eval():
-        results = _run_lm_eval(model, tokenizer, local, limit=limit) if local else {}
+        results = _run_lm_eval(model, tokenizer, local, limit=limit, progress=progress) if local else {}
     figures = [{name: asdict(_accuracy(results, name)) for name in _reported_names(results, task)} for task in local]
     return {name: Accuracy(**figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()}
 
@@ -187,12 +189,29 @@ def _run_lm_eval(
     tasks: Mapping[str, Mapping[str, Any]],
     *,
     limit: int | None,
+    progress: Callable[[float, int], None] | None,
 ) -> dict[str, Any]:
     """The result dictionary of lm-eval for tasks, given with their overrides."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
+    class CountedLM(HFLM):  # type: ignore[misc]
+        """lm-eval's model, which counts the answers that it scores."""
+
+        scored = total = 0
+
+        def _loglikelihood_tokens(self, requests: list[Any], *arguments: Any, **keywords: Any) -> Any:
+            self.total += len(requests)
+            return super()._loglikelihood_tokens(requests, *arguments, **keywords)
+
+        def _model_call(self, inps: Any, *arguments: Any, **keywords: Any) -> Any:
+            logits = super()._model_call(inps, *arguments, **keywords)
+            self.scored = min(self.scored + len(inps), self.total)  # padding may add rows
+            if progress is not None:
+                progress(self.scored, self.total)
+            return logits
+
+    lm = CountedLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
     with _task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
         names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
         return dict(simple_evaluate(lm, tasks=names, limit=limit, log_samples=False, task_manager=_task_manager()) or {})

@@ -6,7 +6,7 @@ is the KL divergence of the predictions, minimised by gradient steps over all pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,13 @@ AT_A_TIME = 64
 
 @torch.no_grad()
 def generate_samples(
-    model: PreTrainedModel, windows: Tensor, count: int, *, seed: int = 0, compute: torch.dtype | None = None
+    model: PreTrainedModel,
+    windows: Tensor,
+    count: int,
+    *,
+    seed: int = 0,
+    compute: torch.dtype | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> Tensor:
     """Generate additional training sequences with the dense model.
 
@@ -54,6 +60,8 @@ def generate_samples(
         count: Number of sequences to generate.
         seed: Seed of the prompts and of the sampling.
         compute: Dtype in which the model computes; None for its own.
+        progress: Called after each token with the number of generated sequences, of which those at work count in part, and
+            their total.
 
     Returns:
         Token ids, (count, seq).
@@ -79,6 +87,9 @@ def generate_samples(
                 output = model(input_ids=pieces[-1], past_key_values=past, use_cache=True)
                 past = output.past_key_values
                 pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=token_generator))
+                if progress is not None:
+                    done = (len(pieces) - 1) / (length - prompt_length)
+                    progress(min((number + done) * AT_A_TIME, count), count)
             local.append(torch.cat(pieces, 1).tolist())
     return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
 
@@ -139,6 +150,7 @@ def distill(
     plan: Plan,
     adam: MaskedAdam,
     held_out: int | None = None,
+    progress: Callable[[float, int], None] | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
     r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ over the planned blocks' parameters, in place.
 
@@ -152,6 +164,7 @@ def distill(
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
         adam: The optimiser settings.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
+        progress: Called after each step with its number and that of all steps.
 
     Returns:
         The losses before and after, and the full names of the biases, norms and routers that changed.
@@ -182,7 +195,7 @@ def distill(
                 logits = model(input_ids=batch.to(model.device), use_cache=False).logits
                 yield _divergence(head(state.float()), logits) * (batch.numel() / sizes[number])
 
-        result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out)
+        result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out, progress=progress)
         for block in blocks:
             block.round_to_storage_dtype()
     return result, _changed_names(initial, parameters)

@@ -72,6 +72,7 @@ class MaskedAdam:
         groups: int,
         seed: int,
         held_out: int | None = None,
+        progress: Callable[[float, int], None] | None = None,
     ) -> TrainingResult:
         """Train the parameters in place and keep the state with the smallest mean loss of the held-out groups.
 
@@ -84,6 +85,7 @@ class MaskedAdam:
             groups: Number of groups; with fewer than two there is no training.
             seed: Seed of the order of the groups.
             held_out: Number of held-out groups, the last ones; by default the fraction `held`.
+            progress: Called after each step with its number and that of all steps.
 
         Returns:
             The validation losses before and after, the number of the step whose state is kept, and a note on failures.
@@ -116,6 +118,8 @@ class MaskedAdam:
             if step in validation_steps and (current := self._validation_loss(loss, training_groups, groups)) < best:
                 best, best_step = current, step
                 best_state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            if progress is not None:
+                progress(step, self.steps)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(best_state[name])

@@ -14,7 +14,8 @@ from sparsellm.reports.comparison import write_tables
 from sparsellm.reports.page import page_name, report_page, write_figures
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
-from sparsellm.runs.events import Observer
+from sparsellm.runs.display import Display
+from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
 
 
@@ -49,6 +50,7 @@ def sweep(
     changes: Mapping[str, Any] | None = None,
     retry: bool = False,
     device: str | None = None,
+    progress: bool = False,
     observe: Observer | None = None,
 ) -> Outcomes:
     """Prune with every combination of settings in a file, and write tables that compare the results.
@@ -63,6 +65,7 @@ def sweep(
         changes: Values by recipe field, for all cells; or by "axis.label", for the field that the axis is named after.
         retry: Run failed cells again.
         device: Device that replaces the recipes'.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives the events of all runs (see `sparsellm.runs.events`).
 
     Returns:
@@ -79,14 +82,15 @@ def sweep(
     if output is None and isinstance(file, Mapping):
         raise InvalidSetting("A sweep without a file needs a folder: pass `output`.")
     folder = Path(output or Path(str(file)).stem)
-    outcomes = run_sweep(
-        cells,
-        folder,
-        observe or (lambda _: None),
-        retry=retry,
-        device=device,
-        only=[f"{axis}={label}" for axis, values in labels.items() for label in values],
-    )
+    with Display("auto" if progress else "off") as display:
+        outcomes = run_sweep(
+            cells,
+            folder,
+            combine_observers(display, observe),
+            retry=retry,
+            device=device,
+            only=[f"{axis}={label}" for axis, values in labels.items() for label in values],
+        )
     write_tables(cells, outcomes, folder)
     return Outcomes(outcomes, cells.title, folder)
 

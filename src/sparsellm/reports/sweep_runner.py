@@ -20,12 +20,14 @@ from filelock import FileLock, Timeout
 from sparsellm.data.json_files import durable
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.reports.sweep_file import Cell, Sweep
-from sparsellm.runs.events import Note, Observer, Stage
+from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.report import strict_json
 from sparsellm.runs.run import run
+from sparsellm.runs.schedule import expected_runs
 from sparsellm.runs.workspace import work_directory
 
 SWEEP = "sweep.json"
@@ -152,6 +154,11 @@ def run_sweep(
     _open(path, sweep)
     shared = DenseCache(path / "dense", observe)
     cell_folders = [CellFolder(path, cell) for cell in selected]
+    done = [folder.result.exists() or (folder.failure.exists() and not retry) for folder in cell_folders]
+    recipes = [None if is_done else _on_device(cell.recipe, device) for cell, is_done in zip(selected, done, strict=True)]
+    if any(recipes):
+        observe(Stage(ESTIMATING))
+        observe(Schedule(tuple(expected_runs(recipes, written=sweep.keep, shared=True))))
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
     for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
         if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):
@@ -159,7 +166,7 @@ def run_sweep(
         with cell_folder.taken() as acquired:
             if not acquired or cell_folder.result.exists():
                 continue
-            observe(Stage(f"cell {number} of {len(cell_folders)}: {cell_folder.cell.name}"))
+            observe(NextRun(number, len(cell_folders), cell_folder.cell.name))
             try:
                 cell_folder.finish(_run_cell(cell_folder, observe, shared, device=device, keep=sweep.keep))
             except Exception as error:
@@ -188,7 +195,7 @@ def saved_sweep(folder: str | Path) -> Sweep:
 
 def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, *, device: str | None, keep: bool) -> Result:
     """Run a cell, resuming the work of an earlier process if there is any."""
-    recipe = cell_folder.cell.recipe.model_copy(update={"device": device} if device else {})
+    recipe = _on_device(cell_folder.cell.recipe, device)
     if keep:
         check_output(cell_folder.model, dense=recipe.model, overwrite=True)
 
@@ -196,6 +203,7 @@ def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, *,
         with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
             result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name)
             if keep:
+                observe(Stage(WRITING))
                 result.save_pretrained(cell_folder.model, overwrite=True)
         if not keep:
             cell_folder.model.rmdir()
@@ -205,6 +213,11 @@ def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, *,
         return prune(restart=False)
     except CannotResume:  # the earlier work is of another machine or of other versions
         return prune(restart=True)
+
+
+def _on_device(recipe: Recipe, device: str | None) -> Recipe:
+    """The recipe with another device, if there is one."""
+    return recipe.model_copy(update={"device": device} if device else {})
 
 
 def _open(folder: Path, sweep: Sweep) -> None:

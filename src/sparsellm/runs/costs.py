@@ -20,7 +20,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.methods.true_sequential import TrueSequential
 from sparsellm.runs.preparation import Prepared
-from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import devices
 from sparsellm.solvers.alps import ALPS, CHECK_EVERY, MIN_ITERATIONS
 from sparsellm.solvers.criteria import Magnitude, Wanda
@@ -123,7 +123,7 @@ class BlockShapes:
         return total
 
 
-def block_shapes(recipe: Recipe, ready: Prepared, batch: int) -> BlockShapes:
+def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
     """Measure the model and its largest block that is pruned, for batches of this many sequences."""
     pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in pruned]

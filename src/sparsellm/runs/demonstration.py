@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparsellm.checkpoints.files import DEMO
@@ -10,10 +11,12 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.events import MEASURING, PRUNING, Observer, Stage
+from sparsellm.runs.events import ESTIMATING, MEASURING, PRUNING, WRITING, NextRun, Observer, Schedule, Stage, advance_by
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
+from sparsellm.runs.schedule import expected_runs
 
 SPARSITY = "80%"
 """A sparsity at which the methods differ on the bundled models; docs/results.md has others."""
@@ -53,21 +56,43 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
         One row per method, the dense model first.
     """
     name = DEMO + family
+    observe(Stage(ESTIMATING))
     checkpoint = open_checkpoint(name)
     tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length)
-    observe(Stage(f"{MEASURING} the dense model"))
+    settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
+    recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
+    observe(_schedule(list(recipes.values()), written=output is not None))
+    observe(NextRun(1, 1 + len(recipes), "dense"))
+    observe(Stage(MEASURING))
+    progress = advance_by("sequence", observe)
     model = checkpoint.load()
-    dense = measured(model, tests, "demo")
+    dense = measured(model, tests, "demo", progress=progress)
     rows = [Row("dense", dense.value, dense.standard_error, 0.0, 0.0)]
-    for method in reversed(METHODS):
-        observe(Stage(f"method {method}"))
-        settings = {"model": name, "method": method, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
-        result = run(read_recipe(settings), observe)
+    for number, (method, recipe) in enumerate(recipes.items(), 2):
+        observe(NextRun(number, 1 + len(recipes), method))
+        result = run(recipe, observe)
         observe(Stage(MEASURING))
-        pruned = measured(result.model, tests, "demo")
+        pruned = measured(result.model, tests, "demo", progress=progress)
         report = result.report
         rows.append(Row(method, pruned.value, pruned.standard_error, report.sparsity, report.seconds[PRUNING]))
         if method == "sparsellm" and output is not None:
             report.perplexity["demo"] = {"dense": dense, "pruned": pruned}
+            observe(Stage(WRITING))
             result.save_pretrained(output)
     return rows
+
+
+def _schedule(recipes: Sequence[Recipe], *, written: bool) -> Schedule:
+    """The expected stages: the dense model is measured once, and only the last model is written."""
+    measuring = [recipe.model_copy(update={"evaluate": ("demo",)}) for recipe in recipes]
+    runs = expected_runs(measuring, written=True, shared=False)
+    dense = tuple(replace(stage, name=MEASURING) for stage in runs[0] if stage.name == f"{MEASURING} dense")
+    runs = [
+        tuple(
+            replace(stage, name=MEASURING) if stage.name == f"{MEASURING} pruned" else stage
+            for stage in stages
+            if stage.name != f"{MEASURING} dense" and (stage.name != WRITING or (written and number == len(runs)))
+        )
+        for number, stages in enumerate(runs, 1)
+    ]
+    return Schedule((dense, *runs))

@@ -12,7 +12,7 @@ from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.coverage import Coverage
 from sparsellm.pruning.plan import PLANNED_LAYERS, PlannedLayer
 from sparsellm.runs.loading import Placement
-from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime.memory import human_bytes
 
 
@@ -42,7 +42,7 @@ class PeakEstimate:
 class RunPlan(Summarized):
     """Estimates for a run, from the shapes of its largest block; all blocks are taken to be like it."""
 
-    recipe: Recipe
+    recipe: RunRecipe
     blocks: int
     layers: Counter[tuple[str, tuple[int, int]]]  # to prune, by pattern and (out, in)
     samples: int

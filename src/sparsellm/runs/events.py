@@ -18,6 +18,7 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.report import Report, finite
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
+ESTIMATING = "estimating the time of every run"
 SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
 PRUNING, RECOVERING = "pruning", "recovering"
 GENERATING, PREDICTING, TRAINING = (
@@ -25,8 +26,10 @@ GENERATING, PREDICTING, TRAINING = (
     "computing the dense model's predictions",
     "training the whole model",
 )
-MEASURING, CONTINUING = "measuring", "continuing prompts"
-"""The stages of a run by their names: `ALLOCATION` is followed by the rule in brackets, `MEASURING` by "dense" or "pruned"."""
+MEASURING, ANSWERING, CONTINUING = "measuring", "answering questions", "continuing prompts"
+WRITING = "writing and verifying"
+"""The stages of a run by their names. In a run, the rule follows `ALLOCATION` in brackets, and "dense" or "pruned"
+follows `MEASURING` and `ANSWERING`."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,54 @@ class Begun:
 
 
 @dataclass(frozen=True)
+class ExpectedStage:
+    """A stage that is to come.
+
+    Attributes:
+        name: As in its `Stage` event.
+        seconds: Expected duration; None if nothing is known of it.
+        kind: Stages of one kind take the same multiple of their expected duration.
+        blocks: For the pruning stage, the seconds of each block; less for those that a journal restores.
+    """
+
+    name: str
+    seconds: float | None
+    kind: str
+    blocks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages to come, in running order: of one run, or of each run of a sweep or a demo, empty where they are not known."""
+
+    runs: tuple[tuple[ExpectedStage, ...], ...]
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """A run of several starts: `number` of `count`, from 1."""
+
+    number: int
+    count: int
+    name: str
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A phase of the run starts. blocks: number of blocks that the pruning phase visits, 0 for other phases."""
+    """A phase of the run starts. blocks, layers: numbers that the pruning phase visits, 0 for other phases."""
 
     name: str
     blocks: int = 0
+    layers: int = 0
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """`done` of `total` units of the stage are done: sequences, tokens, questions, blocks or steps. The log leaves it out."""
+
+    done: float
+    total: int
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -88,7 +134,7 @@ class Ended:
     seconds: float
 
 
-Event = Begun | Stage | Note | Measured | Step | Ended
+Event = Begun | Schedule | NextRun | Stage | Advanced | Note | Measured | Step | Ended
 Observer = Callable[[Event], None]
 """Called with each event as it happens; the library itself prints nothing."""
 
@@ -106,13 +152,24 @@ def combine_observers(*observers: Observer | None) -> Observer:
     return notify
 
 
+Advance = Callable[[float, int], None]
+"""Called with the units that are done, and their total."""
+
+
+def advance_by(unit: str, observer: Observer) -> Advance:
+    """Return the function that sends the progress of a stage, counted in this unit."""
+    return lambda done, total: observer(Advanced(done, total, unit))
+
+
 @contextmanager
-def phase(name: str, report: Report, observer: Observer, *, blocks: int = 0) -> Iterator[None]:
-    """Send a `Stage` event, and add the phase's duration to the report."""
-    observer(Stage(name, blocks))
+def phase(
+    name: str, report: Report, observer: Observer, *, unit: str = "", blocks: int = 0, layers: int = 0
+) -> Iterator[Advance]:
+    """Send a `Stage` event, add the phase's duration to the report, and yield the function that sends its progress."""
+    observer(Stage(name, blocks, layers))
     started = time.perf_counter()
     try:
-        yield
+        yield advance_by(unit, observer)
     finally:
         report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -141,6 +198,8 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Log one event; it has been written to the file, if there is one, when this returns."""
+        if isinstance(event, Advanced):
+            return
         message = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "seconds": round(time.perf_counter() - self._started, 3),

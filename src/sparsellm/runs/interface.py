@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
 from sparsellm.data.in_memory import SOURCE, CalibrationData, is_plain_text
+from sparsellm.runs.display import Display
 from sparsellm.runs.estimates import RunPlan
-from sparsellm.runs.events import Observer
+from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
 from sparsellm.runs.loading import named_model
 from sparsellm.runs.planning import plan_run
@@ -31,6 +32,7 @@ def prune(
     *,
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = False,
     observe: Observer | None = None,
     **settings: Unpack[PruneSettings],
 ) -> Result:
@@ -44,6 +46,7 @@ def prune(
             padded batches, a data set or a data loader (see `sparsellm.data.in_memory.read_in_memory`). Every method but
             magnitude needs it.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives every stage, layer, epoch and block (see `sparsellm.runs.events`).
         **settings: Any other field of `Recipe`.
 
@@ -56,7 +59,8 @@ def prune(
     fields, source = named_model(model, tokenizer)
     text, given = _calibration(calibration)
     recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
-    return run(recipe, observe, given=given, source=source)
+    with Display("auto" if progress else "off") as display:
+        return run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
 @recipe_keywords(PruneSettings)
@@ -103,6 +107,7 @@ def recover(
     tokenizer: PreTrainedTokenizerBase | None = None,
     scope: Literal["block", "model"] = "model",
     steps: int | None = None,
+    progress: bool = False,
     observe: Observer | None = None,
     **settings: Unpack[RecoverySettings],
 ) -> Result:
@@ -118,6 +123,7 @@ def recover(
             "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
         steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
             100 for each block.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives every stage and block (see `sparsellm.runs.events`).
         **settings: Any other field of `RecoveryRecipe` but `dtype`, which is that of the pruned run.
 
@@ -131,7 +137,9 @@ def recover(
     fields, source = named_model(against, tokenizer)
     text, given = _calibration(calibration)
     own = {"pruned": str(pruned), "calibration": text, "scope": scope, "steps": steps}
-    return run(read_recovery({**fields, **settings, **own}), observe, given=given, source=source)
+    recipe = read_recovery({**fields, **settings, **own})
+    with Display("auto" if progress else "off") as display:
+        return run(recipe, combine_observers(display, observe), given=given, source=source)
 
 
 def _calibration(calibration: str | Path | CalibrationData | None) -> tuple[str | None, CalibrationData | None]:

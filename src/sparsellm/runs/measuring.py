@@ -18,12 +18,29 @@ from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, 
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
 from sparsellm.models.loaded_model import LoadedModel
-from sparsellm.runs.events import CONTINUING, MEASURING, Measured, Observer, phase
+from sparsellm.runs.display import Display
+from sparsellm.runs.events import (
+    ANSWERING,
+    CONTINUING,
+    LOADING,
+    MEASURING,
+    OPENING,
+    READING_TEXTS,
+    Advance,
+    Measured,
+    Observer,
+    Stage,
+    advance_by,
+    combine_observers,
+    phase,
+)
 from sparsellm.runs.fingerprint import DenseCache, cache_key
 from sparsellm.runs.loading import check_runs, load, named_model, open_model
 from sparsellm.runs.preparation import Prepared, check_tokens, read_test, window_length
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report, When
+from sparsellm.runs.schedule import expected_evaluation
 from sparsellm.runs.settings import EvaluationSettings, recipe_keywords
 
 if TYPE_CHECKING:
@@ -38,6 +55,8 @@ def evaluate(
     text: str | Path | Sequence[str] = (),
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    progress: bool = False,
+    observe: Observer | None = None,
     **settings: Unpack[EvaluationSettings],
 ) -> Evaluation:
     """Measure a model's perplexity on texts and its accuracy on tasks of lm-eval, with standard errors.
@@ -48,6 +67,8 @@ def evaluate(
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
         text: Texts to measure the perplexity on: files, or names of texts (c4, wikitext2, ptb, demo).
         tokenizer: Tokenizer of a model in memory.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives every stage and result (see `sparsellm.runs.events`).
         **settings: Further fields of `Recipe`.
 
     Returns:
@@ -63,19 +84,39 @@ def evaluate(
     recipe = read_recipe({**fields, **settings, "method": "magnitude", "evaluate": texts})
     if not (recipe.evaluate or recipe.task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
+    with Display("auto" if progress else "off") as display:
+        return _evaluate(recipe, source, combine_observers(display, observe))
+
+
+def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) -> Evaluation:
+    """Evaluate the recipe's model, or `source`."""
+    observer(Stage(OPENING))
     opened = open_model(recipe, source)
     prepare_tasks(recipe.task, recipe.task_data)
+    observer(Stage(READING_TEXTS))
     length = window_length(recipe, opened.source.length)
     tests = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
     check_tokens(opened.skeleton, *tests.values())
+    observer(expected_evaluation(recipe, opened, tests, length))
+    observer(Stage(LOADING))
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)
-    perplexity = {name: measure_perplexity(loaded, test, name) for name, test in tests.items()}
-    if not recipe.task:
-        return Evaluation(perplexity, {})
-    own = opened.source.tokenizer()
-    accuracy = evaluate_tasks(loaded, own, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
+    perplexity, accuracy = {}, {}
+    for name, test in tests.items():
+        observer(Stage(MEASURING))
+        perplexity[name] = measure_perplexity(loaded, test, name, progress=advance_by("sequence", observer))
+    if recipe.task:
+        observer(Stage(ANSWERING))
+        accuracy = _accuracies(recipe, loaded, opened.source.tokenizer(), advance_by("answer", observer))
     return Evaluation(perplexity, accuracy)
+
+
+def _accuracies(
+    recipe: RunRecipe, loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, advance: Advance
+) -> dict[str, Accuracy]:
+    """The accuracies on the recipe's tasks."""
+    folder, limit = recipe.task_data, recipe.task_limit
+    return evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
 
 
 def measure_into(
@@ -107,15 +148,14 @@ def measure_into(
 
     recipe = report.recipe
     for text, test in ready.tests.items():
-        with phase(f"{MEASURING} {when}", report, observer):
-            find = partial(measure_perplexity, loaded, test, text)
+        with phase(f"{MEASURING} {when}", report, observer, unit="sequence") as advance:
+            find = partial(measure_perplexity, loaded, test, text, progress=advance)
             perplexity = recall(test, f"perplexity of {text}", find, kind=Perplexity)
             report.perplexity.setdefault(text, {})[when] = perplexity
             observer(Measured("perplexity", text, when, perplexity.value, perplexity.standard_error))
     if recipe.task:
-        with phase(f"{MEASURING} {when}", report, observer):
-            tokenizer = ready.source.tokenizer()
-            score = partial(evaluate_tasks, loaded, tokenizer, recipe.task, folder=recipe.task_data, limit=recipe.task_limit)
+        with phase(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
+            score = partial(_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
             name = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
             accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():

@@ -77,7 +77,13 @@ def plan_run(
 
 
 def estimate(
-    recipe: Recipe, ready: Prepared, placement: Placement, *, batch: int, output: Path | None = None, speed: Work | None = None
+    recipe: RunRecipe,
+    ready: Prepared,
+    placement: Placement,
+    *,
+    batch: int,
+    output: Path | None = None,
+    speed: Work | None = None,
 ) -> RunPlan:
     """Estimate what a run takes, with the arguments of `fit_to_memory`; its time needs `speed`, this machine's `rates`."""
     costs, device = dict(_stage_costs(recipe, ready, placement, batch=batch)), ready.device.type
@@ -175,7 +181,7 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
     return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)
 
 
-def _stage_costs(recipe: Recipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
+def _stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
     """What each stage takes, by its name, in running order."""
     shapes = block_shapes(recipe, ready, batch)
     depth, vocabulary, stored = shapes.depth, shapes.vocabulary, shapes.stored

@@ -21,7 +21,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
-from sparsellm.runs.events import Note, Observer, Stage, add_note
+from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.loading import OpenedModel, check_names
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
@@ -116,7 +116,7 @@ def prepare(
             observer(Note("1 sequence per batch, since the sequences differ in length"))
     vocabulary = skeleton.get_input_embeddings().num_embeddings
     if message := check_memory(recipe, method, blocks, windows=all_windows, vocabulary=vocabulary, device=opened.device):
-        observer(Stage(message))
+        observer(Note(message))
     return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
 
 

@@ -9,7 +9,7 @@ from typing import overload
 
 from torch import Tensor
 
-from sparsellm.activations.sensitivity import iterate_output_sensitivities, output_sensitivities
+from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -33,6 +33,7 @@ from sparsellm.runs.events import (
     RECOVERING,
     SENSITIVITIES,
     TRAINING,
+    Advance,
     Observer,
     add_note,
     phase,
@@ -70,25 +71,26 @@ def prune_model(
     metrics: Sequence[Tensor] = []
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
-            with phase(SENSITIVITIES, report, observer):
-                metrics = _cached_sensitivities(loaded, batches, cache)
+            with phase(SENSITIVITIES, report, observer, unit="block") as advance:
+                metrics = _cached_sensitivities(loaded, batches, cache, advance)
         if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
-            with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer):
-                plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
+            with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
+                plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
     training = None
     if recipe.model_steps:
         training = _training_data(loaded, ready.windows, batches, report=report, observer=observer)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
-    with phase(RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING, report, observer, blocks=visited):
+    name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
+    with phase(name, report, observer, blocks=visited, layers=len(plan)):
         for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
     if training:
-        with phase(TRAINING, report, observer):
-            adam = model_training(loaded.model, recipe.model_steps)
+        with phase(TRAINING, report, observer, unit="step") as advance:
+            adam, held_out = model_training(loaded.model, recipe.model_steps), training.held_out
             report.recovered, changed = distill(
-                loaded.model, training.groups, training.states, plan=plan, adam=adam, held_out=training.held_out
+                loaded.model, training.groups, training.states, plan=plan, adam=adam, held_out=held_out, progress=advance
             )
             report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
         observer(report.recovered)
@@ -110,18 +112,26 @@ def _training_data(
 ) -> TrainingData:
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     recipe = report.recipe
-    with phase(GENERATING, report, observer):
+    with phase(GENERATING, report, observer, unit="sequence") as advance:
         prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
         count = model_written(recipe, *windows.shape)
-        generated = generate_samples(loaded.model, prompts, count, seed=recipe.seed, compute=loaded.compute)
-    with phase(PREDICTING, report, observer):
+        generated = generate_samples(loaded.model, prompts, count, seed=recipe.seed, compute=loaded.compute, progress=advance)
+    with phase(PREDICTING, report, observer) as advance:
         per_step = model_step(*windows.shape)
         groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
-        return TrainingData(groups, last_states(loaded.model, groups, loaded.compute), held_out)
+        states = last_states(loaded.model, groups, loaded.compute)
+        advance(1, 1)
+        return TrainingData(groups, states, held_out)
 
 
 def _cached_allocation(
-    recipe: Recipe, loaded: LoadedModel, batches: Sequence[Tensor], *, plan: Plan, cache: Journal | None
+    recipe: Recipe,
+    loaded: LoadedModel,
+    batches: Sequence[Tensor],
+    *,
+    plan: Plan,
+    cache: Journal | None,
+    advance: Advance,
 ) -> Plan:
     """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache."""
     layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
@@ -130,6 +140,7 @@ def _cached_allocation(
     if sparsities is not None:
         return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
     allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds)
+    advance(1, 1)
     if cache:
         cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
     return allocated
@@ -158,15 +169,20 @@ class JournalTensors(Sequence[Tensor]):
         return tensors["x"]
 
 
-def _cached_sensitivities(loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None) -> Sequence[Tensor]:
+def _cached_sensitivities(
+    loaded: LoadedModel, batches: Sequence[Tensor], cache: Journal | None, advance: Advance
+) -> Sequence[Tensor]:
     """The sensitivities by block, from the cache; computed and stored there unless all are present."""
-    if cache is None:
-        return output_sensitivities(loaded, batches)
     name, count = "sensitivity", len(blocks_of(loaded.model))
-    if any(cache.fact(f"{name}-{number}") is None for number in range(count)):
+    computed: dict[int, Tensor] = {}
+    if cache is None or any(cache.fact(f"{name}-{number}") is None for number in range(count)):
         for number, sensitivity in iterate_output_sensitivities(loaded, batches):
-            cache.keep_tensors(f"{name}-{number}", {"x": sensitivity})
-    return JournalTensors(cache, name, count)
+            if cache is None:
+                computed[number] = sensitivity
+            else:
+                cache.keep_tensors(f"{name}-{number}", {"x": sensitivity})
+            advance(count - number, count)
+    return JournalTensors(cache, name, count) if cache else [computed[number] for number in range(count)]
 
 
 def _update_result(result: BlockResult, block: Block, changed: Sequence[str]) -> BlockResult:

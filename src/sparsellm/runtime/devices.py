@@ -65,6 +65,13 @@ def peak_bytes() -> int | None:
     return int(module.max_memory_allocated()) if module and module.is_initialized() else None
 
 
+def bytes_in_use() -> tuple[int, int] | None:
+    """Return the bytes that torch holds on this process's accelerator, and all its bytes; None if it has used none."""
+    device = accelerator()
+    module = None if device is None else get_device_module(device)
+    return (int(module.memory_allocated()), int(module.mem_get_info()[1])) if module and module.is_initialized() else None
+
+
 def empty_cache(device: torch.device) -> None:
     """Release the device memory that torch's allocator caches."""
     if device.type != "cpu":

@@ -46,6 +46,11 @@ def current_memory() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def memory_in_use() -> tuple[int, int]:
+    """Return the bytes that this process holds, and those of the machine: of the accelerator, if this process uses one."""
+    return devices.bytes_in_use() or (current_memory(), int(psutil.virtual_memory().total))
+
+
 def release_free_memory() -> None:
     """Return freed memory to the operating system (`malloc_trim`); does nothing without glibc.
 

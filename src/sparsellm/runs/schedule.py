@@ -1,0 +1,220 @@
+"""The stages to come of a run, an evaluation or several runs, with the seconds that `plan` expects of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sparsellm.errors import SparseLLMError
+from sparsellm.evaluation.generation import TOKENS
+from sparsellm.methods import planned_layers
+from sparsellm.recovery.distillation import AT_A_TIME
+from sparsellm.recovery.masked_training import VALIDATIONS, windows_a_step
+from sparsellm.runs.costs import BlockShapes, Work, block_shapes, rates, work
+from sparsellm.runs.events import (
+    ALLOCATION,
+    ANSWERING,
+    CONTINUING,
+    GENERATING,
+    LOADING,
+    MEASURING,
+    PREDICTING,
+    PRUNING,
+    RECOVERING,
+    SENSITIVITIES,
+    TRAINING,
+    WRITING,
+    ExpectedStage,
+    Schedule,
+)
+from sparsellm.runs.loading import OpenedModel, Placement, choose_placement, open_model
+from sparsellm.runs.planning import estimate
+from sparsellm.runs.preparation import Prepared, make_plan, model_step, model_written, prepare
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
+from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.report import Report
+
+READ_SECONDS, WRITTEN_SECONDS = 0.7e-9, 6e-9
+"""Seconds for each byte that is read, or written, read back and digested, from a disk that the system caches."""
+
+ADAM_PASSES = 4
+"""How often a step of Adam reads and writes its float32 numbers: weights, two moments, gradients and their float64 sums."""
+
+CALL_SECONDS = 1e-3
+"""Seconds for calling the modules of a block on a token, beside the operations."""
+
+RATE_SECONDS = 0.1
+"""Seconds for which each of the machine's rates is measured."""
+
+OF_ITS_OWN = {
+    "method",
+    "sparsity",
+    "effort",
+    "solver",
+    "as_published",
+    "scope",
+    "gauss_newton_steps",
+    "epochs",
+    "alpha",
+    "beta",
+}
+OF_ITS_OWN |= {"allocation", "allocation_bounds", "blocks", "include", "exclude", "keep_zeros", "true_sequential"}
+"""Recipe fields on which the opened model, its sequences and the batch size do not depend."""
+
+
+def expected_stages(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int, restored: int = 0, written: bool
+) -> tuple[ExpectedStage, ...]:
+    """Estimate the stages of a run from the loading of the model on.
+
+    Args:
+        recipe: The run.
+        ready: Its method, plan and sequences.
+        placement: Where the model is held.
+        batch: Sequences per batch.
+        restored: Number of blocks that an earlier process has finished.
+        written: Whether the run's model is written.
+    """
+    speed = _speed(ready.device)
+    seconds = {stage.name: stage.seconds for stage in estimate(recipe, ready, placement, batch=batch, speed=speed).stages}
+    stages = [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
+    stages += _measurements("dense", recipe, ready, placement, seconds=seconds)
+    generated, samples, length = recipe.calibration_written, len(ready.windows), ready.length
+    if generated:
+        stages.append(_generation(ready, placement, generated))
+    stages += [ExpectedStage(name, seconds[name], name) for name in seconds if name.startswith((SENSITIVITIES, ALLOCATION))]
+    if recipe.model_steps:
+        more = model_written(recipe, samples, length)
+        predicted, trained = samples + more, 4 * recipe.model_steps * model_step(samples, length)
+        training = seconds[TRAINING] / (trained + more)
+        stages.append(_generation(ready, placement, more))
+        stages.append(ExpectedStage(PREDICTING, training * predicted, PREDICTING))
+    stages.append(_pruning(recipe, ready, seconds[PRUNING], batch=batch, restored=restored))
+    if recipe.model_steps:
+        stages.append(ExpectedStage(TRAINING, training * trained, TRAINING))
+    stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
+    if written:
+        stages.append(ExpectedStage(WRITING, WRITTEN_SECONDS * placement.model, WRITING))
+    return tuple(stages)
+
+
+def expected_evaluation(recipe: Recipe, opened: OpenedModel, tests: dict[str, Tensor], length: int) -> Schedule:
+    """Estimate the stages of an evaluation of a model on texts, each (sequences, length), and on the recipe's tasks."""
+    method, plan = make_plan(recipe, opened.blocks)
+    windows = torch.empty(0, dtype=torch.long)
+    ready = Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=1)
+    stages = expected_stages(recipe, ready, choose_placement(recipe, ready, files=True), batch=1, written=False)
+    names = (LOADING, f"{MEASURING} dense", f"{ANSWERING} dense")
+    kept = (stage for stage in stages if stage.name in names)
+    return Schedule((tuple(replace(stage, name=stage.name.removesuffix(" dense")) for stage in kept),))
+
+
+def expected_runs(recipes: Iterable[Recipe | None], *, written: bool, shared: bool) -> list[tuple[ExpectedStage, ...]]:
+    """Estimate the stages of several runs, one after the other. Each model and text is read once.
+
+    Args:
+        recipes: The runs; None for one that is finished.
+        written: Whether the runs' models are written.
+        shared: Whether the runs share a cache of results on dense models.
+
+    Returns:
+        By run, its stages; none for a finished run, and for one that is refused.
+    """
+    result: list[tuple[ExpectedStage, ...]] = []
+    prepared: dict[str, Prepared] = {}
+    cached: set[str] = set()
+    for recipe in recipes:
+        stages: tuple[ExpectedStage, ...] = ()
+        if recipe is not None:
+            try:
+                ready = _prepared(recipe, prepared)
+                placement = choose_placement(recipe, ready, files=True)
+                stages = expected_stages(recipe, ready, placement, batch=ready.batch, written=written)
+            except (SparseLLMError, OSError):  # the run itself says why
+                stages = ()
+            if shared:
+                stages = tuple(_without_cached(recipe, stages, cached))
+        result.append(stages)
+    return result
+
+
+def _prepared(recipe: Recipe, known: dict[str, Prepared]) -> Prepared:
+    """Prepare a run, with the model and the sequences of an earlier one that has the same."""
+    key = recipe.model_dump_json(exclude=OF_ITS_OWN)
+    if key not in known:
+        opened = open_model(recipe)
+        method, plan = make_plan(recipe, opened.blocks)
+        known[key] = prepare(opened, method, plan, report=Report(recipe), observer=lambda _: None)
+    method, plan = make_plan(recipe, known[key].blocks)
+    return replace(known[key], method=method, plan=plan)
+
+
+def _without_cached(recipe: Recipe, stages: Iterable[ExpectedStage], cached: set[str]) -> Iterator[ExpectedStage]:
+    """Set the seconds to 0 of what an earlier run computes on the same dense model, and note what this one computes."""
+    for number, stage in enumerate(stages):
+        if stage.name.endswith(" dense"):
+            fields = {"model", "revision", "dtype", "sequence_length", "evaluate", "evaluate_limit", "task", "task_limit"}
+        elif stage.name == SENSITIVITIES:
+            fields = {"model", "revision", "dtype", "sequence_length", "calibration", "samples", "seed", "batch_size"}
+        elif stage.name.startswith(ALLOCATION):
+            fields = {"model", "revision", "dtype", "sequence_length", "calibration", "samples", "seed", "sparsity"}
+        else:
+            yield stage
+            continue
+        key = f"{number} {stage.name} {recipe.model_dump_json(include=fields)}"
+        yield replace(stage, seconds=0.0) if key in cached else stage
+        cached.add(key)
+
+
+def _measurements(
+    when: str, recipe: RunRecipe, ready: Prepared, placement: Placement, *, seconds: Mapping[str, float]
+) -> Iterator[ExpectedStage]:
+    """The measurements of the dense or the pruned model."""
+    total = sum(windows.numel() for windows in ready.tests.values())
+    for windows in ready.tests.values():
+        yield ExpectedStage(f"{MEASURING} {when}", seconds[MEASURING] / 2 * windows.numel() / total, MEASURING)
+    if recipe.task:
+        yield ExpectedStage(f"{ANSWERING} {when}", None, f"{ANSWERING} {recipe.model}")  # how many answers, only lm-eval knows
+    for _ in recipe.prompt:
+        token = 0.0 if placement.streamed else placement.model / _speed(ready.device)[3]
+        yield ExpectedStage(CONTINUING, TOKENS * token, CONTINUING)
+
+
+def _generation(ready: Prepared, placement: Placement, count: int) -> ExpectedStage:
+    """The generation of sequences with the dense model, token by token."""
+    speed, parameters = _speed(ready.device), placement.model / ready.source.dtype("auto").itemsize
+    steps = -(-count // AT_A_TIME) * ready.length
+    seconds = steps * (placement.model / speed[3] + CALL_SECONDS * len(ready.blocks))
+    return ExpectedStage(GENERATING, seconds + 2 * count * ready.length * parameters / speed[0], GENERATING)
+
+
+def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, restored: int) -> ExpectedStage:
+    """The stage that prunes or trains block by block. Restored blocks take a forward pass."""
+    count = sum(bool(planned_layers(block, ready.plan)) for block in ready.blocks)
+    shapes, speed = block_shapes(recipe, ready, batch), _speed(ready.device)
+    passed, block = float((shapes.forward(shapes.tokens) / speed).sum()), seconds / count
+    if isinstance(ready.method, BlockRecovery):
+        block = float((_recovery_work(ready.method, shapes) / speed).sum()) + passed
+    blocks = (*[passed] * restored, *[block] * (count - restored))
+    name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
+    return ExpectedStage(name, sum(blocks), f"{name} {ready.method!r}", blocks)
+
+
+def _recovery_work(method: BlockRecovery, shapes: BlockShapes) -> Work:
+    """Work of copying a block's pruned weights and, with steps, of its dense stream, Adam's steps and validations."""
+    moved, steps = work(passes=8 * shapes.parameters), method.training.steps
+    if not steps:
+        return moved
+    trained = windows_a_step(shapes.tokens // shapes.length, shapes.length) * shapes.length
+    validations = (VALIDATIONS + 1) * shapes.forward(method.training.held * shapes.tokens)
+    return moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(trained) + ADAM_PASSES * moved) + validations
+
+
+@cache
+def _speed(device: torch.device) -> Work:
+    """This machine's rates, measured once in a process."""
+    return rates(device, RATE_SECONDS)

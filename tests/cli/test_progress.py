@@ -1,0 +1,188 @@
+"""The progress of whole commands: the same stages as expected, in a pipe, as JSON lines, and in Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.data.samples import test_windows
+from sparsellm.pruning.journal import Journal
+from sparsellm.runs import planning, schedule
+from sparsellm.runs.events import Event, Schedule, Stage
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
+
+Command = Callable[..., Result]
+SMALL = ("--samples", 4, "--sequence-length", 32)
+
+
+@pytest.fixture(autouse=True)
+def fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A JSON line for every event."""
+    monkeypatch.setattr("sparsellm.runs.display.Json.share", 0.0)
+    monkeypatch.setattr("sparsellm.runs.schedule.RATE_SECONDS", 0.01)
+
+
+def states(text: str) -> Iterator[dict]:
+    """The lines that describe stages, each with all fields."""
+    for line in text.splitlines():
+        fields = json.loads(line)
+        if "number" in fields:
+            assert fields.keys() >= {"stage", "stages", "done", "total", "seconds_left", "memory"}
+            assert 0 < fields["memory"] < 1
+            yield fields
+
+
+def check(text: str) -> list[str]:
+    """Check that stages are numbered without gaps up to the last one, and that their units rise; return their names."""
+    shown = [fields for fields in states(text) if fields["number"]]
+    names = list(dict.fromkeys((fields.get("run"), fields["number"], fields["stage"]) for fields in shown))
+    for current in dict.fromkeys(name[0] for name in names):
+        numbers = [number for run_number, number, _ in names if run_number == current]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert {fields["stages"] for fields in shown if fields.get("run") == current} == {len(numbers)}
+    for name in names:
+        of_stage = [fields for fields in shown if (fields.get("run"), fields["number"], fields["stage"]) == name]
+        done = [fields["done"] for fields in of_stage]
+        assert done == sorted(done)
+        if of_stage[-1]["total"]:
+            assert done[-1] == of_stage[-1]["total"]
+        assert all(fields["seconds_left"] is None or fields["seconds_left"] > 0 for fields in of_stage)
+    return [stage for _, _, stage in names]
+
+
+@pytest.mark.parametrize("options", [("--method", "sparsellm"), ("--method", "wanda", "--offload")])
+def test_every_stage_of_a_run_is_expected(
+    options: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """In memory and block by block: sequences are counted while measuring, layers while pruning."""
+    words = (*SMALL, *options, "--calibration", text_file, "--evaluate", text_file, "--evaluate-limit", 8)
+    ran = command("prune", tiny["llama"], tmp_path / "out", *words, "--progress", "json", "--json")
+    assert ran.exit_code == 0, ran.stderr
+    first = ["loading", "measuring dense"]
+    between = ["estimating sensitivity", "choosing per-layer sparsity (fisher)"] if "sparsellm" in options else []
+    assert check(ran.stderr) == [*first, *between, "pruning", "measuring pruned", "writing and verifying"]
+    units = {(fields["stage"], fields["unit"], fields["total"]) for fields in states(ran.stderr) if fields["total"]}
+    assert {("measuring dense", "sequence", 8), ("pruning", "layer", 21), ("measuring pruned", "sequence", 8)} <= units
+    assert json.loads(ran.stdout)["output"] == str(tmp_path / "out")
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_recovery_is_expected(scope: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    words = ("--calibration", text_file, *SMALL, "--progress", "json")
+    assert command("prune", tiny["llama"], tmp_path / "pruned", "--method", "magnitude", "--quiet").exit_code == 0
+    run_words = (tmp_path / "pruned", tmp_path / "out", "--against", tiny["llama"], "--scope", scope, "--steps", 3)
+    ran = command("recover", *run_words, *words)
+    assert ran.exit_code == 0, ran.stderr
+    model = ["generating text with the dense model", "computing the dense model's predictions"]
+    expected = (
+        [*model, "recovering", "training the whole model"] if scope == "model" else ["estimating sensitivity", "recovering"]
+    )
+    assert check(ran.stderr) == ["loading", *expected, "writing and verifying"]
+
+
+def test_evaluation_counts_sequences(tiny: dict[str, Path], text_file: Path, command: Command) -> None:
+    words = ("--text", text_file, "--sequence-length", 32, "--evaluate-limit", 4)
+    ran = command("evaluate", tiny["opt"], *words, "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    assert check(ran.stderr) == ["loading", "measuring"]
+    assert command("evaluate", tiny["opt"], *words, "--quiet").stderr == ""
+
+
+def test_a_sweep_has_one_time_left(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """The second run expects no time for the dense model, which is measured once; finished runs are not expected again."""
+    shared = {"calibration": str(text_file), "samples": 4, "sequence_length": 32, "evaluate": [str(text_file)]}
+    axes = {"model": [str(tiny["opt"])], "method": ["magnitude", "wanda"]}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"recipe": {**shared, "evaluate_limit": 4}, "axes": axes}), encoding="utf-8")
+    ran = command("sweep", file, tmp_path / "out", "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    assert check(ran.stderr) == ["loading", "measuring dense", "pruning", "measuring pruned"] * 2
+    shown = list(states(ran.stderr))
+    assert shown[0]["stage"] == "estimating the time of every run"
+    assert next(fields["runs"] for fields in shown if fields.get("run")) == 2
+    again = command("sweep", file, tmp_path / "out", "--progress", "json")
+    assert [json.loads(line)["stage"] for line in again.stderr.splitlines()] == ["finished"]
+
+
+def test_the_demo_has_one_time_left(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsellm.runs.demonstration.SAMPLES", 2)
+    monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=4))
+    methods = {"magnitude": "", "wanda": ""}
+    monkeypatch.setattr("sparsellm.runs.demonstration.METHODS", methods)
+    ran = command("demo", "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    assert check(ran.stderr) == ["measuring", *["loading", "pruning", "measuring"] * 2]
+    assert {fields["name"] for fields in states(ran.stderr) if fields.get("number")} == {"dense", "wanda", "magnitude"}
+
+
+def test_a_resumed_run_expects_less_of_its_finished_blocks(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, kept = Journal.keep, []
+
+    def keep(self: Journal, block: object, result: object) -> Path:
+        kept.append(block)
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+        return plain(self, block, result)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "keep", keep)
+    words = ("prune", tiny["llama"], tmp_path / "out", "--method", "alps", "--calibration", text_file, *SMALL)
+    assert command(*words, "--quiet").exit_code == 130
+    monkeypatch.undo()
+    ran = command(*words, "--resume", "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    log = [json.loads(line) for line in (tmp_path / "out" / "sparsellm-log.jsonl").read_text().splitlines()]
+    first, second = (
+        next(stage["blocks"] for stage in line["fields"]["runs"][0] if stage["name"] == "pruning")
+        for line in log
+        if line["event"] == "Schedule"
+    )
+    assert first[0] == first[1] == first[2]
+    assert second[0] == second[1] < second[2]
+    assert not any(line["event"] == "Advanced" for line in log)
+
+
+def test_python_displays_progress_where_asked(
+    tiny: dict[str, Path], text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparsellm.prune(tiny["opt"], "magnitude", progress=True)
+    assert "pruning, layer 0/18" in capsys.readouterr().err
+    settings = {"sequence_length": 32, "evaluate_limit": 2}
+    sparsellm.evaluate(tiny["opt"], text_file, progress=True, **settings)
+    assert "2/2 measuring" in capsys.readouterr().err
+    sparsellm.evaluate(tiny["opt"], text_file, **settings)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_in_memory_is_expected_too(tiny: dict[str, Path]) -> None:
+    events: list[Event] = []
+    sparsellm.prune(AutoModelForCausalLM.from_pretrained(tiny["llama"]), "magnitude", observe=events.append)
+    expected = next(event for event in events if isinstance(event, Schedule))
+    names = [event.name for event in events[events.index(expected) :] if isinstance(event, Stage)]
+    assert [stage.name for stage in expected.runs[0]] == names == ["loading", "pruning"]
+
+
+def test_the_expected_seconds_are_the_plan_s(tiny: dict[str, Path], text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same rates, the stages that `plan` lists take what it says."""
+    rates = schedule._speed(torch.device("cpu"))
+    monkeypatch.setattr(planning, "rates", lambda device: rates)
+    settings = {"model": str(tiny["llama"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
+    recipe = read_recipe({**settings, "method": "alps", "evaluate": (str(text_file),)})
+    planned = {stage.name: stage.seconds for stage in planning.plan_run(recipe).stages}
+    events: list[Event] = []
+    run(recipe, events.append)
+    expected = next(event for event in events if isinstance(event, Schedule)).runs[0]
+    assert sum(stage.seconds or 0 for stage in expected if stage.kind == "measuring") == pytest.approx(planned["measuring"])
+    pruning = next(stage for stage in expected if stage.name == "pruning")
+    assert pruning.seconds == pytest.approx(planned["pruning"])
