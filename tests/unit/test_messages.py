@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from io import StringIO
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 
 from sparsellm.cli.app import app
 from sparsellm.cli.console import in_options
-from sparsellm.cli.display import Progress
+from sparsellm.runs.display import Display
 from sparsellm.runs.events import Note
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 
@@ -90,10 +89,10 @@ def test_the_command_line_names_its_options(command: str, python: str, options: 
     assert in_options(python, typer.Context(COMMANDS[command])) == options
 
 
-def test_notes_of_a_run_name_options_too() -> None:
-    text = StringIO()
-    Progress(Console(file=text, width=80), typer.Context(COMMANDS["prune"]))(Note("Not measured. Try `dtype='float32'`."))
-    assert text.getvalue() == "note: Not measured. Try --dtype float32.\n"
+def test_notes_of_a_run_name_options_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("quiet", partial(in_options, context=typer.Context(COMMANDS["prune"]))) as display:
+        display(Note("Not measured. Try `dtype='float32'`."))
+    assert capsys.readouterr().err == "note: Not measured. Try --dtype float32.\n"
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS - {"pruned", "against"}))
