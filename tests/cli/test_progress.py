@@ -186,3 +186,13 @@ def test_the_expected_seconds_are_the_plan_s(tiny: dict[str, Path], text_file: P
     assert sum(stage.seconds or 0 for stage in expected if stage.kind == "measuring") == pytest.approx(planned["measuring"])
     pruning = next(stage for stage in expected if stage.name == "pruning")
     assert pruning.seconds == pytest.approx(planned["pruning"])
+
+
+def test_an_error_is_a_json_line_too(tiny: dict[str, Path], tmp_path: Path, command: Callable[..., Result]) -> None:
+    """With the same message, and the command's options in place of Python's settings."""
+    words = ("prune", tiny["opt"], tmp_path, "--method", "magnitude", "--sparsity", "50%")
+    (tmp_path / "file").touch()
+    text, lines = command(*words), command(*words, "--progress", "json")
+    assert text.exit_code == lines.exit_code == 1
+    message = text.stderr[text.stderr.index("error: ") + 7 :].rstrip("\n")
+    assert [json.loads(line) for line in lines.stderr.splitlines()][-1] == {"error": message}

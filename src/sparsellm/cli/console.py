@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import re
 import shlex
 import sys
@@ -86,8 +87,12 @@ def print_line(console: Console, text: str) -> None:
 
 
 def print_error(text: str, context: typer.Context) -> None:
-    """Print an error message in red, with settings as options of the command."""
-    stderr.print(Text(f"error: {in_options(text, context)}", style="red"), soft_wrap=True)
+    """Print an error message in red, as a JSON line if the progress is, with settings as options of the command."""
+    text = in_options(text, context)
+    if context.params.get("progress") == "json":
+        print(json.dumps({"error": text}), file=stderr.file, flush=True)
+    else:
+        stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
 
 
 def plural(count: int, noun: str) -> str:

@@ -154,14 +154,9 @@ class Progress:
         self._counted = False
 
     def _leave_stage(self) -> None:
-        """Add the rest of a stage after its last unit, or learn the duration of one without an estimate.
-
-        A stage that counted no units was restored.
-        """
+        """Add the rest of a stage after its last unit. One that counted no units was restored."""
         now, kind = self._clock(), self._expected.kind
-        if self._expected.seconds is None and self._fraction:
-            self._learned[kind] = now - self._stage_started
-        elif self._counted:
+        if self._counted:
             self._measured[kind] += now - self._unit_started
 
     def _finish_block(self, result: BlockResult) -> None:
@@ -188,6 +183,8 @@ class Progress:
             self._counted, kind = True, self._expected.kind
             self._measured[kind] += now - self._unit_started
             self._work[kind] += share * self._expected.seconds
+        elif counted and fraction and self._expected.seconds is None:
+            self._learned[self._expected.kind] = (now - self._stage_started) / fraction
         self._unit_started, self._fraction, self._unit_share = now, min(fraction, 1.0), share
 
     def _look_ahead(self) -> None:
@@ -210,8 +207,6 @@ class Progress:
     def _stage_left(self, now: float) -> float | None:
         """Seconds to the end of the present stage."""
         duration = self._duration(self._expected)
-        if self._expected.seconds is None and self._fraction:
-            duration = (self._unit_started - self._stage_started) / self._fraction
         if duration is None:
             return None
         since_unit = min(now - self._unit_started, (1 - LEAST_LEFT) * self._unit_share * duration)

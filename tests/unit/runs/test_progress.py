@@ -236,3 +236,15 @@ def test_the_fraction_rises_to_one() -> None:
         fractions.append(progress.state().fraction)
     assert fractions == sorted(fractions)
     assert fractions[-1] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_stage_without_an_estimate_is_learned_from_its_first_unit() -> None:
+    """Then the time left includes the later stages of its kind, before the first one ends."""
+    now = [0.0]
+    progress = Progress(clock=lambda: now[0])
+    progress(Schedule((tuple(ExpectedStage(f"answering {when}", None, "answering") for when in ("dense", "pruned")),)))
+    progress(Stage("answering dense"))
+    assert progress.state().seconds_left is None
+    now[0] = 2.0
+    progress(Advanced(1, 10, "answer"))
+    assert progress.state().seconds_left == pytest.approx(18 + 20)
