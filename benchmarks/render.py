@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 import excess
+import layer_costs
 import memory_budget
 import planning
 import popular_models
@@ -33,6 +34,7 @@ PAGES = (
     "docs/large-models.md",
     "docs/distributed.md",
     "docs/popular-models.md",
+    "docs/report.md",
     "dev/RESULTS.md",
 )
 CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
@@ -65,6 +67,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "processes": processes.table,
     "costs": processes.costs,
     "excess": excess.tables,
+    "layer costs": layer_costs.table,
+    "costs in short": layer_costs.summary_table,
+    "layers excluded": layer_costs.excluded_table,
     "solvers": solvers.tables,
     "speed": speed_tables.tables,
     "all patterns": results.perplexity_tables,

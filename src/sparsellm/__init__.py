@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.reports.interface import compare as compare
     from sparsellm.reports.interface import report as report
     from sparsellm.reports.interface import sweep as sweep
     from sparsellm.runs.export import Result as Result
@@ -59,6 +60,7 @@ _CONTENTS = {
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers.criteria",
+    "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "inspect": "runs.inspection",
     "load_report": "runs.records",

@@ -351,8 +351,8 @@ def _counting(finished: list[int]) -> Callable[..., object]:
 
     plain = sequential._prune_block
 
-    def counted(*arguments: object) -> object:
-        for step in plain(*arguments):  # type: ignore[arg-type]
+    def counted(*arguments: object, **settings: object) -> object:
+        for step in plain(*arguments, **settings):  # type: ignore[arg-type]
             if isinstance(step, BlockResult):
                 finished.append(step.index)
             yield step

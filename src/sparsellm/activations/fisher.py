@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,36 @@ TOKENS, WINDOWS = 2048, 4
 """Minimum number of tokens, and of samples. Diagonals need few: a quarter of them gives almost the same allocation."""
 
 
+@dataclass(frozen=True, eq=False)
+class FisherFactors:
+    """The diagonals of K-FAC's two factors for one layer, as root mean squares over all tokens.
+
+    Attributes:
+        gradients: (out,) float32, of the loss with respect to the layer's output.
+        inputs: (in,) float32, of the layer's input.
+    """
+
+    gradients: Tensor
+    inputs: Tensor
+
+    def removal_cost(self, weight: Tensor, removed: Tensor) -> float:
+        r"""The estimated KL divergence, in nats per token, of removing weights: $\frac12 \sum E[g_i^2] E[x_j^2] W_{ij}^2$.
+
+        Args:
+            weight: (out, in), the dense weight.
+            removed: (out, in) bool, True for the removed weights.
+        """
+        squares, inputs = weight.float().square() * removed, self.inputs.to(weight.device).square()
+        return 0.5 * float((squares @ inputs) @ self.gradients.to(weight.device).square())
+
+
 @torch.no_grad()
 def weight_costs(
-    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], planned: Collection[str]
+    model: PreTrainedModel | LoadedModel,
+    batches: Sequence[Tensor],
+    planned: Collection[str],
+    *,
+    factors: dict[str, FisherFactors] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     r"""Yield twice the estimated cost of removing each weight of the planned layers alone, $E[g_i^2] E[x_j^2] W_{ij}^2$.
 
@@ -40,6 +68,7 @@ def weight_costs(
         batches: Token ids, each (batch, seq). The samples with the first 2,048 tokens are used, and at least four, one by one,
             so that the result does not depend on the batch size.
         planned: Full names of the layers.
+        factors: Receives the factors of each layer, by full name.
 
     Yields:
         The layer's full name and its costs, (out, in) float32, in nats per token. The last block's layers come first.
@@ -65,4 +94,7 @@ def weight_costs(
                 inputs.reduce()
                 roots = block.layer(name).weight.detach().float() * gradients.rms.unsqueeze(1) * inputs.rms
                 # The mean is over all tokens: those that are not routed to an expert contribute zero.
-                yield block.full_name(name), roots.square_().mul_(inputs.tokens / tokens)
+                share = inputs.tokens / tokens
+                if factors is not None:
+                    factors[block.full_name(name)] = FisherFactors(gradients.rms, inputs.rms * share**0.5)
+                yield block.full_name(name), roots.square_().mul_(share)

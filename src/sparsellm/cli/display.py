@@ -9,6 +9,7 @@ from sparsellm.evaluation.measurements import Accuracy, is_fraction
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.inspection import Inspection
+from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import human_bytes
@@ -43,7 +44,22 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             for name, pair in report.tasks.items()
         ]
         show(console, table(["task", "metric", "dense", "pruned"], rows))
+    _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
+
+
+def _print_layer_costs(console: Console, report: Report) -> None:
+    """Print the layers that cost most, and options that keep those dense which stand out; nothing if they are not known."""
+    head, worst = worst_layers_table(report.layers)
+    if worst:
+        show(console, table(head, worst))
+        if not report.recipe.evaluate:
+            print_line(console, "Pass --evaluate TEXT to measure what they cost.")
+    if costs := report.layer_costs:
+        for line in costs.describe():
+            print_line(console, line)
+        if costs.exclude:
+            print_line(console, " ".join(f"--exclude {name}" for name in costs.exclude))
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:

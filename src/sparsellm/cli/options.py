@@ -250,3 +250,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
 Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
 Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]
+
+ComparedRuns = Annotated[
+    list[str], typer.Argument(metavar="RUN", help="Folders of pruned models or of sweeps, of one dense model.")
+]
+ComparisonPage = Annotated[str | None, typer.Option("--output", help="HTML file to write.")]

@@ -1,4 +1,4 @@
-"""`sweep` and `report`: the commands that compare runs, and that write a page about one run or a sweep."""
+"""`sweep`, `report` and `compare`: the commands that run and compare many settings, and that write pages."""
 
 from __future__ import annotations
 
@@ -112,3 +112,32 @@ def report(
         print_line(stdout, f"Wrote {write_report(run, output, figures=figures)}.")
         if figures:
             print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")
+
+
+def compare(
+    context: typer.Context,
+    runs: options.ComparedRuns,
+    *,
+    output: options.ComparisonPage = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compare pruned models and sweeps of one model.
+
+    Lists perplexity, accuracy, zeros, size, and the layers whose errors differ most.
+
+    Example: sparsellm compare opt-70 opt-80
+    """
+    with report_errors(context):
+        from sparsellm.reports.interface import compare as compare_runs
+
+        comparison = compare_runs(runs, output)
+        if as_json:
+            print_json(comparison.to_dict())
+            return
+        for title, made in comparison.tables().items():
+            show(stdout, text_table(*made, title=title))
+            print_line(stdout, "")
+        for note in comparison.notes:
+            print_line(stdout, note)
+        if output:
+            print_line(stdout, f"Wrote {output}.")

@@ -102,3 +102,35 @@ class Evaluation(Summarized):
         )
         tasks = (f"{plus_minus(x)} on {x.questions} questions of {name}" for name, x in self.accuracy.items())
         return {"perplexity": "; ".join(texts) or "not measured", "accuracy": "; ".join(tasks) or "not measured"}
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """How far the pruned model's predictions are from the dense model's, and which layers are the reason.
+
+    Attributes:
+        text: The text on whose first sequences it was measured.
+        tokens: Number of tokens.
+        kl: KL divergence of the predictions, in nats per token.
+        exclude: Full names of the layers that stand out, the costliest first.
+        gain: How much lower `kl` is with all of these dense.
+        share: Their share of the pruned layers' weights.
+    """
+
+    text: str
+    tokens: int
+    kl: float
+    exclude: tuple[str, ...]
+    gain: float
+    share: float
+
+    def describe(self) -> list[str]:
+        """The KL divergence in one line; if layers stand out, what they cost in a second, which introduces their names."""
+        measured = f"{self.tokens:,} tokens of {PurePath(self.text).name}"
+        lines = [f"KL divergence from dense: {self.kl:.3g} nats per token ({measured})."]
+        if self.exclude:
+            layers = f"{len(self.exclude)} layer{'s' if len(self.exclude) > 1 else ''} dense"
+            lines.append(
+                f"With {layers}, {100 * self.share:.1f} % of the pruned weights, it is {100 * self.gain / self.kl:.0f} % lower:"
+            )
+        return lines

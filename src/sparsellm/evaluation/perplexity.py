@@ -1,17 +1,17 @@
-"""Perplexity on sequences of a text, with its standard error."""
+"""Perplexity on sequences of a text, with its standard error, and KL divergence from the dense model's predictions."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from sparsellm.activations.streams import CaptureRequest
+from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 TOKENS = 4096  # maximum per batch: beyond, attention scores exceed the CPU cache and the time per token grows
 LOGITS_BYTES = 64 * 2**20  # maximum size of a batch's float32 logits, the largest tensor of a forward pass
+
+ROWS = 128
+"""Tokens whose predictions are compared at once: float32 copies of a whole sequence's would take several times its logits."""
 
 AMPLE = 2**30
 """Bytes of memory below which `batch_to_measure` reduces the batch size."""
@@ -109,13 +112,9 @@ def streamed_perplexity(
         if progress is not None:
             progress((part * total + passed) / (len(blocks) + 1), total)  # the prediction head counts as a block
 
-    for block, inputs in walk(loaded, batches):
-        for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
-            report(block.index, index)
-        if block.index < len(blocks) - 1:
-            continue
+    for outputs in _last_block_outputs(loaded, batches, report):
         with loaded.weights.non_block(), prediction_head(model, blocks, loaded.compute) as predict:
-            for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), inputs.pruned, strict=True):
+            for (number, sequences), hidden in zip(collectives.shard(list(enumerate(batches))), outputs, strict=True):
                 local.append(_sequence_losses(predict(sequences, hidden), sequences, first=number * batch))
                 report(len(blocks), len(local) - 1)
     return _gather(local, windows, source, started=started)
@@ -156,6 +155,63 @@ def measured(
     """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
     with compute_dtype_context(model, compute_dtype(model)):
         return perplexity(model, windows, source, batch=batch, progress=progress)
+
+
+@torch.no_grad()
+def last_block_outputs(loaded: LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of the last block, (batch, seq, model) for each batch of this process, as `kl_divergence` needs them.
+
+    Args:
+        loaded: The model.
+        batches: Token ids, each (batch, seq), at least as many as there are processes.
+    """
+    return [hidden.clone() for outputs in _last_block_outputs(loaded, batches) for hidden in outputs]
+
+
+def _last_block_outputs(
+    loaded: LoadedModel, batches: Sequence[Tensor], report: Callable[[int, int], None] | None = None
+) -> Iterator[Stream]:
+    """Yield the outputs of the last block once, computed block by block; valid until the caller continues.
+
+    `report` is called with the indices of block and batch after each batch.
+    """
+    last = len(blocks_of(loaded.model)) - 1
+    for block, inputs in walk(loaded, batches):
+        for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
+            if report is not None:
+                report(block.index, index)
+        if block.index == last:
+            yield inputs.pruned
+
+
+@torch.no_grad()
+def kl_divergence(loaded: LoadedModel, batches: Sequence[Tensor], dense: Sequence[Tensor]) -> float:
+    r"""Compute $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions, the mean over tokens in nats.
+
+    Args:
+        loaded: The pruned model, whose norms and head behind the last block are those of the dense one.
+        batches: Token ids, each (batch, seq).
+        dense: Outputs of the dense model's last block for the same batches, from `last_block_outputs`.
+
+    Raises:
+        NonFinite: The divergence is not finite.
+    """
+    local: list[list[float]] = []
+    for outputs in _last_block_outputs(loaded, batches):
+        with loaded.weights.non_block(), prediction_head(loaded.model, blocks_of(loaded.model), loaded.compute) as predict:
+            for tokens, hidden, teacher in zip(collectives.shard(batches), outputs, dense, strict=True):
+                pieces = [predict(tokens, x).flatten(0, 1).split(ROWS) for x in (teacher, hidden)]
+                local.append([float(_row_divergences(*rows).sum()) for rows in zip(*pieces, strict=True)])
+    total: float = sum(sum(values) for values in collectives.all_gather(local)) / sum(batch.numel() for batch in batches)
+    if not math.isfinite(total):
+        raise NonFinite("The pruned model's predictions are not finite, so that their KL divergence does not exist.")
+    return total
+
+
+def _row_divergences(teacher: Tensor, student: Tensor) -> Tensor:
+    """The KL divergence of each row of two sets of logits, (rows, vocabulary)."""
+    target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    return (target.exp() * (target - predicted)).sum(-1)
 
 
 def batch_to_measure(vocabulary: int, length: int, memory: float) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations.fisher import weight_costs
+from sparsellm.activations.fisher import FisherFactors, weight_costs
 from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
@@ -39,6 +39,7 @@ def allocate(
     plan: Plan,
     *,
     bounds: tuple[float, float] = (0.0, 1.0),
+    factors: dict[str, FisherFactors] | None = None,
 ) -> Plan:
     """Distribute the total sparsity of a plan over its layers.
 
@@ -51,6 +52,7 @@ def allocate(
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The same unstructured pattern for every layer.
         bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.
+        factors: Receives the factors of each layer's removal costs, if the rule computes them.
 
     Returns:
         The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does.
@@ -60,7 +62,7 @@ def allocate(
     """
     check_shared(plan)
     loaded = LoadedModel.of(model)
-    densities = {"owl": owl, "fisher": fisher}[rule](loaded, batches, plan)
+    densities = owl(loaded, batches, plan) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
     layers = {block.full_name(name): layer for block in blocks_of(loaded.model) for name, layer in block.layers.items()}
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
@@ -141,7 +143,13 @@ def owl(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: P
     return {name: density for names, density in zip(layers, densities, strict=True) for name in names}
 
 
-def fisher(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan) -> dict[str, float]:
+def fisher(
+    model: PreTrainedModel | LoadedModel,
+    batches: Sequence[Tensor],
+    plan: Plan,
+    *,
+    factors: dict[str, FisherFactors] | None = None,
+) -> dict[str, float]:
     """Return layer densities at which removing one more weight costs the same in every layer, by Fisher costs.
 
     The loss of a layer at a density is the sum of its smallest costs from `weight_costs`; compensation by the remaining weights
@@ -151,7 +159,7 @@ def fisher(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan
     mean_density = 1 - next(iter(plan.values())).sparsity
     levels = levels_around(mean_density)
     curves: dict[str, tuple[int, list[float]]] = {}
-    for name, costs in weight_costs(model, batches, plan):
+    for name, costs in weight_costs(model, batches, plan, factors=factors):
         size = costs.numel()
         losses = smallest_sums(costs, [round((1 - level) * size) for level in reversed(levels)])
         floor = max(1e-12 * float(costs.sum()), torch.finfo(torch.float32).tiny)

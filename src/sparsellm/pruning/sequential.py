@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from sparsellm.solvers.statistics import TokenCount
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from sparsellm.activations.fisher import FisherFactors
     from sparsellm.pruning.journal import Journal
 
 Step = LayerResult | EpochResult | TrainingResult | BlockResult
@@ -35,6 +37,7 @@ def prune_blocks(
     plan: Plan,
     *,
     metrics: Sequence[Tensor] = (),
+    factors: Mapping[str, FisherFactors] | None = None,
     journal: Journal | None = None,
 ) -> Iterator[Step]:
     """Prune the planned layers of a model in place, and yield the result of each layer, epoch and block as soon as it is known.
@@ -47,6 +50,8 @@ def prune_blocks(
         method: Prunes one block.
         plan: The pattern of each layer to prune, by full name.
         metrics: F of each block's output, from `output_sensitivities`, for a method whose `needs_fisher` is True.
+        factors: By full layer name, from `weight_costs`; layers that have them get a `predicted_kl`, for which each block's
+            planned weights are copied.
         journal: Stores each finished block before its result is yielded; blocks that it already holds are restored instead of
             pruned. Required for weights on disk, which are dropped when the next block is loaded.
 
@@ -72,7 +77,7 @@ def prune_blocks(
             if block.index not in planned:
                 continue
             finished = journal.finished(block.index) if journal else None
-            for step in [finished] if finished else _prune_block(block, inputs, method, plan):
+            for step in [finished] if finished else _prune_block(block, inputs, method, plan=plan, factors=factors or {}):
                 if journal and isinstance(step, BlockResult):
                     file = journal.restore(block) if finished else journal.keep(block, step)
                     loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
@@ -87,15 +92,26 @@ def _blocks_without_inputs(loaded: LoadedModel, blocks: Sequence[Block]) -> Gene
             yield block, no_inputs
 
 
-def _prune_block(block: Block, inputs: Activations, method: BlockMethod, plan: Plan) -> Iterator[Step]:
+def _prune_block(
+    block: Block, inputs: Activations, method: BlockMethod, *, plan: Plan, factors: Mapping[str, FisherFactors]
+) -> Iterator[Step]:
     """Prune one block; the block's own result comes last."""
     started = time.perf_counter()
     layers: list[LayerResult] = []
     epochs: list[EpochResult] = []
     training: TrainingResult | None = None
     unpruned = {name: tensor.clone() for name, tensor in block.unpruned_parameters().items()}
-    for step in method.prune(block, inputs, plan):
+    dense = {  # in the storage dtype, which holds every dense weight exactly
+        block.full_name(name): layer.weight.detach().to(block.dtypes[block.parameter(name)], copy=True)
+        for name, layer in block.layers.items()
+        if block.full_name(name) in plan and block.full_name(name) in factors
+    }
+    for result in method.prune(block, inputs, plan):
+        step = result
         if isinstance(step, LayerResult):
+            if step.name in dense:
+                removed = block.layer(step.name.removeprefix(f"{block.name}.")).weight == 0
+                step = replace(step, predicted_kl=factors[step.name].removal_cost(dense.pop(step.name), removed))
             layers.append(step)
         elif isinstance(step, EpochResult):
             epochs.append(step)

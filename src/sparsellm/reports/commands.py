@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -42,6 +43,16 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
 def sweep_command(file: str, output: str, *, smoke: bool) -> str:
     """The command line that runs a sweep file, at the small sizes of a first try if `smoke`."""
     return shlex.join(["sparsellm", "sweep", file, output, *(["--smoke"] if smoke else [])])
+
+
+def compare_command(runs: Sequence[str]) -> str:
+    """The command line that compares runs."""
+    return shlex.join(["sparsellm", "compare", *runs])
+
+
+def exclude_options(layers: Sequence[str]) -> str:
+    """The options with which `sparsellm prune` leaves layers dense."""
+    return shlex.join([word for name in layers for word in ("--exclude", name)])
 
 
 def local_files(recipe: Recipe | RecoveryRecipe) -> list[str]:

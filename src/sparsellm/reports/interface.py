@@ -1,4 +1,4 @@
-"""`sweep` and `report` in Python."""
+"""`sweep`, `report` and `compare` in Python."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
-from sparsellm.reports.page import page_name, report_page, write_figures
+from sparsellm.reports.page import comparison_page, page_name, report_page, write_figures
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
 from sparsellm.runs.display import Display
@@ -114,9 +115,34 @@ def report(run: str | Path | Result | Outcomes, output: str | Path | None = None
     run = run.folder if isinstance(run, Outcomes) else run
     page, plots = report_page(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
-    file = Path(output or f"{page_name(run)}.html")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page, encoding="utf-8")
+    file = _write_page(page, output or f"{page_name(run)}.html")
     if figures:
         write_figures(plots, figures)
+    return file
+
+
+def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Comparison:
+    """Compare outputs and sweeps of one model: perplexity, accuracy, zeros, size, and errors by layer.
+
+    Args:
+        runs: Folders that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
+        output: HTML file to write the tables to.
+
+    Returns:
+        The runs; `tables()` has the tables by title, `to_dict()` all values.
+
+    Raises:
+        InvalidSetting: A folder holds neither, fewer than two runs are finished, or the runs are of different models.
+    """
+    comparison = read_comparison(runs)
+    if output:
+        _write_page(comparison_page(comparison), output)
+    return comparison
+
+
+def _write_page(page: str, output: str | Path) -> Path:
+    """Write a page, in a new folder if need be."""
+    file = Path(output)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page, encoding="utf-8")
     return file

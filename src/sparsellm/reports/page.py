@@ -10,11 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+import yaml
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
-from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.reports.commands import local_files, run_command, sweep_command, sweep_yaml
+from sparsellm.errors import BadCheckpoint
+from sparsellm.reports.commands import (
+    compare_command,
+    exclude_options,
+    local_files,
+    run_command,
+    sweep_command,
+    sweep_yaml,
+)
+from sparsellm.reports.compare import Comparison, results_folder
 from sparsellm.reports.comparison import Row, grid, legend, models, shown_measures, table
 from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.measures import evaluations, headlines, spoken
@@ -23,10 +32,11 @@ from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.export import Result
+from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import REPORT, SavedReport, folder_path, read_record
+from sparsellm.runs.records import REPORT, SavedReport, read_record
 from sparsellm.solvers.patterns import NM
 
 
@@ -45,12 +55,43 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     """
     with style():
         content = _content(run)
-        # The texts come from models, files and prompts, so all are escaped.
-        environment = Environment(autoescape=True, undefined=StrictUndefined)
-        environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
-        environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
-        template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-        return template.render(content) + "\n", content["plots"]
+        return _render(content), content["plots"]
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The tables of a comparison as an HTML page."""
+    recipes = {run.name: run.report.recipe for run in comparison.runs}
+    with style():
+        return _render(
+            {
+                "title": f"{comparison.model}: {len(comparison.runs)} runs compared",
+                "verdict": [],
+                "lead": "A line for each run; changes are relative to the dense model.",
+                "remarks": [],
+                "notes": comparison.notes,
+                "tables": comparison.tables(),
+                "legend": "± is the standard error over sequences or questions; the error is the median of all layers'.",
+                "worst": None,
+                "plots": [],
+                "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
+                "layers": [],
+                "command": compare_command([run.name for run in comparison.runs]),
+                "inputs": [],
+                "file": "recipes.yaml",
+                "settings": yaml.safe_dump(recipes, sort_keys=False, allow_unicode=True),
+                "environment": {},
+            }
+        )
+
+
+def _render(content: dict[str, Any]) -> str:
+    """Fill the template."""
+    # The texts come from models, files and prompts, so all are escaped.
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
+    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.render(content) + "\n"
 
 
 def page_name(run: str | Path | Result) -> str:
@@ -63,10 +104,7 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
     if isinstance(run, Result):
         published = Paths(run.report.recipe).without(run.report)
         return _run_content(SavedReport.model_validate(json.loads(published.to_json())), page_name(run), verified=False)
-    path = folder_path(run)
-    if not is_sweep(path) and not (path / REPORT).is_file():
-        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
-        raise InvalidSetting(f"{run} {problem}. Give the output folder of a run or a sweep.")
+    path = results_folder(run)
     if is_sweep(path):
         return _sweep_content(path)
     report, content = read_record(path / REPORT, SavedReport, "report of a run", refusal=BadCheckpoint)
@@ -120,7 +158,7 @@ def _percent(share: float) -> str:
 
 def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str, Any]:
     """Template variables for a run."""
-    totals = report.totals
+    totals, costs, worst = report.totals, report.layer_costs, worst_layers_table(report.layers)
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
     outcome = "recovered" if recovery else "pruned"
@@ -137,6 +175,9 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         "notes": report.notes,
         "tables": {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {},
         "legend": "± is the standard error over sequences or questions." if measured else "",
+        "worst": worst if worst[1] else None,
+        "costs": costs.describe() if costs else [],
+        "exclude": exclude_options(costs.exclude) if costs else "",
         "plots": run_plots(report),
         "samples": {"": report.samples} if report.samples else {},
         "layers": [
@@ -177,6 +218,7 @@ def _sweep_content(path: Path) -> dict[str, Any]:
         ],
         "tables": {"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         "legend": " ".join(legend(sweep, rows)),
+        "worst": None,
         "plots": sweep_plots(sweep, rows, outcomes),
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],

@@ -27,7 +27,7 @@ GENERATING, PREDICTING, TRAINING = (
     "training the whole model",
 )
 MEASURING, ANSWERING, CONTINUING = "measuring", "answering questions", "continuing prompts"
-WRITING = "writing and verifying"
+LAYERS, WRITING = "measuring the layers that cost most", "writing and verifying"
 """The stages of a run by their names. In a run, the rule follows `ALLOCATION` in brackets, and "dense" or "pruned"
 follows `MEASURING` and `ANSWERING`."""
 

@@ -204,7 +204,9 @@ def _stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, ba
     block = block_cost(ready.method, shapes)
     entering = non_block + placement.model * (not placement.streamed)  # what is outside the blocks makes the first inputs
     done = len(pruned) * block.work + max(pruned) * shapes.forward(shapes.tokens)
-    yield PRUNING, Cost(max(model + block.memory, entering), block.lists, done)
+    # For `predicted_kl`, the dense weights are copied.
+    copies = (recipe.allocation_rule == "fisher") * stored * sum(out * into for out, into in shapes.layers)
+    yield PRUNING, Cost(max(model + block.memory + copies, entering), block.lists, done)
 
     if ready.tests:
         lengths = [windows.numel() for windows in ready.tests.values()]

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from sparsellm.checkpoints.tensor_index import file_digest, report_digest
 from sparsellm.data.json_files import is_path, read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
+from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
 
 if TYPE_CHECKING:
@@ -46,11 +47,13 @@ class Record(BaseModel, strict=True, extra="allow"):
 
 
 class SavedFigure(Record):
-    """A perplexity or an accuracy."""
+    """A perplexity, with the sequences that it was measured on, or an accuracy."""
 
     value: Number
     standard_error: Finite | None
     metric: str = "acc"  # of an accuracy
+    windows: int | None = None
+    length: int | None = None
 
 
 class SavedPair(Record):
@@ -68,6 +71,8 @@ class SavedLayer(Record):
     zeros: Annotated[int, Field(ge=0)]
     sparsity: Finite
     error: Number
+    predicted_kl: Number | None = None
+    measured_kl: Number | None = None
 
 
 class SavedStep(Record):
@@ -105,6 +110,7 @@ class SavedTotals(Record):
     pruned_layers: int
     sparsity_of_pruned_layers: Finite
     sparsity_of_model: Finite
+    parameters: int | None = None
 
 
 class SavedPruning(Record):
@@ -131,6 +137,7 @@ class SavedReport(Record):
     pruned: SavedPruning | None = None
     files: list[str] = []
     digests: SavedDigests | None = None
+    layer_costs: Annotated[LayerCosts, BeforeValidator(TypeAdapter(LayerCosts).validate_python)] | None = None
 
     @property
     def layers(self) -> list[SavedLayer]:

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.files import Origin
-from sparsellm.evaluation.measurements import Accuracy, Perplexity, Summarized, plus_minus
+from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
 from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
@@ -61,6 +61,7 @@ class Report(Summarized):
         peak_memory: Peak memory of this process so far, in bytes; the command line resets it before each run.
         origin: The dense model, for the model card.
         coverage: Fraction of the blocks' matrix weights that is pruned.
+        layer_costs: What the layers with the largest `predicted_kl` cost; None if that was not measured.
     """
 
     recipe: RunRecipe
@@ -80,6 +81,7 @@ class Report(Summarized):
     peak_memory: int = 0
     origin: Origin = field(default_factory=Origin)
     coverage: Coverage | None = None
+    layer_costs: LayerCosts | None = None
 
     @property
     def layers(self) -> list[LayerResult]:
@@ -184,6 +186,7 @@ class Report(Summarized):
             "seconds": self.seconds,
             "peak_memory_bytes": self.peak_memory,
             "recovered": asdict(self.recovered) if self.recovered else None,
+            "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
             **({"pruned": self.pruned} if self.pruned else {}),
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }

@@ -38,6 +38,7 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache, cache_key, environment
+from sparsellm.runs.layer_costs import dense_outputs, measure_layers
 from sparsellm.runs.loading import check_runs, load, open_model
 from sparsellm.runs.measuring import measure_into
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
@@ -108,12 +109,15 @@ def run(
     load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
     loaded = _load(load_model, ready, report=report, observer=observer)
     measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
+    dense = dense_outputs(loaded, ready, report, observer)
     ready = _add_generated(ready, loaded, report=report, observer=observer)
     loaded = _prune(loaded, ready, batch, report=report, observer=observer, journal=journal, shared=shared, reload=load_model)
     for text in report.warnings(damping=getattr(getattr(method, "solver", None), "damping", None)):
         add_note(text, report, observer)
     try:
         measure_into(report, "pruned", loaded, ready=ready, observer=observer)
+        if dense:
+            measure_layers(report, loaded, ready, dense=dense, observer=observer)
     except NonFinite as error:  # the pruned model is still written
         add_note(f"the pruned model was not measured: {error}", report, observer)
     report.seconds["total"] = time.perf_counter() - started

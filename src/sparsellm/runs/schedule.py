@@ -14,12 +14,14 @@ from sparsellm.evaluation.generation import TOKENS
 from sparsellm.methods import planned_layers
 from sparsellm.recovery.distillation import AT_A_TIME
 from sparsellm.recovery.masked_training import VALIDATIONS, windows_a_step
+from sparsellm.runs import layer_costs
 from sparsellm.runs.costs import BlockShapes, Work, block_shapes, rates, work
 from sparsellm.runs.events import (
     ALLOCATION,
     ANSWERING,
     CONTINUING,
     GENERATING,
+    LAYERS,
     LOADING,
     MEASURING,
     PREDICTING,
@@ -83,6 +85,7 @@ def expected_stages(
     seconds = {stage.name: stage.seconds for stage in estimate(recipe, ready, placement, batch=batch, speed=speed).stages}
     stages = [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
     stages += _measurements("dense", recipe, ready, placement, seconds=seconds)
+    stages += _layer_costs(1, recipe, ready, placement, seconds=seconds)
     generated, samples, length = recipe.calibration_written, len(ready.windows), ready.length
     if generated:
         stages.append(_generation(ready, placement, generated))
@@ -97,6 +100,7 @@ def expected_stages(
     if recipe.model_steps:
         stages.append(ExpectedStage(TRAINING, training * trained, TRAINING))
     stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
+    stages += _layer_costs(layer_costs.WORST + 2, recipe, ready, placement, seconds=seconds)
     if written:
         stages.append(ExpectedStage(WRITING, WRITTEN_SECONDS * placement.model, WRITING))
     return tuple(stages)
@@ -182,6 +186,16 @@ def _measurements(
     for _ in recipe.prompt:
         token = 0.0 if placement.streamed else placement.model / _speed(ready.device)[3]
         yield ExpectedStage(CONTINUING, TOKENS * token, CONTINUING)
+
+
+def _layer_costs(
+    passes: int, recipe: RunRecipe, ready: Prepared, placement: Placement, *, seconds: Mapping[str, float]
+) -> Iterator[ExpectedStage]:
+    """The measurement of the layers that cost most: passes of the dense or the pruned model over a few sequences."""
+    if recipe.allocation_rule == "fisher" and ready.tests and not placement.streamed:
+        total = sum(windows.numel() for windows in ready.tests.values())
+        tokens = max(layer_costs.TOKENS, layer_costs.SEQUENCES * ready.length)
+        yield ExpectedStage(LAYERS, seconds[MEASURING] / 2 * passes * tokens / total, LAYERS)
 
 
 def _generation(ready: Prepared, placement: Placement, count: int) -> ExpectedStage:

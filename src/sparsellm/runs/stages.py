@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import overload
 
 from torch import Tensor
 
+from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block, blocks_of
@@ -69,20 +71,21 @@ def prune_model(
     """
     recipe, plan, blocks = report.recipe, ready.plan, blocks_of(loaded.model)
     metrics: Sequence[Tensor] = []
+    factors: Mapping[str, FisherFactors] = {}
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:
                 metrics = _cached_sensitivities(loaded, batches, cache, advance)
         if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
             with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
-                plan = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
+                plan, factors = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
     training = None
     if recipe.model_steps:
         training = _training_data(loaded, ready.windows, batches, report=report, observer=observer)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     with phase(name, report, observer, blocks=visited, layers=len(plan)):
-        for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, journal=journal):
+        for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, factors=factors, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
@@ -132,18 +135,26 @@ def _cached_allocation(
     plan: Plan,
     cache: Journal | None,
     advance: Advance,
-) -> Plan:
-    """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache."""
+) -> tuple[Plan, Mapping[str, FisherFactors]]:
+    """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache; and the factors of `fisher`."""
     layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
     fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity} within {recipe.bounds}, {layers}"
+    tensors = f"factors-{hashlib.blake2b(' '.join(plan).encode(), digest_size=8).hexdigest()}"
     sparsities = cache.fact(fact) if cache else None
-    if sparsities is not None:
-        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}
-    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds)
+    if cache and sparsities is not None:
+        stored = cache.tensors(tensors) or {}
+        cached = {name: FisherFactors(stored[f"{name}/gradients"], stored[f"{name}/inputs"]) for name in plan if stored}
+        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, cached
+    factors: dict[str, FisherFactors] = {}
+    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds, factors=factors)
     advance(1, 1)
     if cache:
+        if factors:
+            cache.keep_tensors(
+                tensors, {f"{name}/{field}": x for name, pair in factors.items() for field, x in vars(pair).items()}
+            )
         cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
-    return allocated
+    return allocated, factors
 
 
 class JournalTensors(Sequence[Tensor]):

@@ -1,0 +1,235 @@
+"""Outputs and sweeps side by side: perplexity, accuracy, zeros, size, and the layers whose errors differ most."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.reports.measures import measures, short_names, value_with_error
+from sparsellm.reports.sweep_runner import CellFolder, is_sweep, read_outcomes, saved_sweep
+from sparsellm.runs.records import REPORT, SavedFigure, SavedPair, SavedReport, folder_path, load_report
+from sparsellm.runtime.memory import human_bytes
+
+WEIGHTS = (".safetensors", ".bin")
+"""Endings of the files that count as the size of a model."""
+
+LAYERS, COLUMNS = 5, 6
+"""Layers in the table of errors, and the most runs that it has columns for."""
+
+SAME_TEXT = 0.01
+"""Dense perplexities that differ by more than this fraction are those of different texts."""
+
+Table = tuple[list[str], list[list[str]]]
+"""Head and lines of a table."""
+
+Sequences = tuple[str, int | None, int | None]
+"""What a perplexity was measured on: name of the text, number of sequences, tokens per sequence."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison.
+
+    Attributes:
+        name: Its folder, for a cell of a sweep with the cell's labels.
+        report: Its report.
+        bytes: Size of its weight files; None if the model was not kept.
+    """
+
+    name: str
+    report: SavedReport
+    bytes: int | None
+
+    @property
+    def method(self) -> str:
+        """The method, with the effort or variant of the method sparsellm."""
+        recipe = self.report.recipe
+        if "pruned" in recipe:
+            return "recovered"
+        variant = "as published" if recipe.get("as_published") else recipe.get("effort", "standard")
+        plain = recipe.get("method") != "sparsellm" or variant == "standard"
+        return str(recipe.get("method")) if plain else f"sparsellm, {variant}"
+
+    @property
+    def perplexities(self) -> dict[Sequences, SavedPair]:
+        """Dense and pruned perplexity, by what they were measured on."""
+        return {
+            (PurePath(text).name, figure.windows, figure.length): pair
+            for text, pair in self.report.perplexity.items()
+            if (figure := pair.pruned or pair.dense)
+        }
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative error by layer."""
+        return {layer.name: layer.error for layer in self.report.layers}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one model side by side.
+
+    Attributes:
+        model: Name of the dense model.
+        runs: The runs.
+        notes: What limits the comparison, as sentences.
+    """
+
+    model: str
+    runs: tuple[ComparedRun, ...]
+    notes: tuple[str, ...]
+
+    def tables(self) -> dict[str, Table]:
+        """The tables by title: all runs below the dense model, and the layers whose errors differ most."""
+        columns = list(dict.fromkeys(key for run in self.runs for key in run.perplexities))
+        names = [text for text, _, _ in columns]
+        tasks = list(dict.fromkeys(task for run in self.runs for task in run.report.tasks))
+        head = ["run", "method", "sparsity", "zeros"]
+        for text, windows, length in columns:
+            head += [text if names.count(text) == 1 else f"{text}, {windows} x {length}", "change"]
+        pairs = [{**run.report.tasks, **run.perplexities} for run in self.runs]
+        dense = {key: pair.dense for by_key in reversed(pairs) for key, pair in by_key.items() if pair.dense}
+        line = ["dense", "", "", ""]
+        line += [cell for key in columns for cell in (_shown(dense.get(key)), "")]
+        lines = [[*line, *(_shown(dense.get(task), 100) for task in tasks), "", ""]]
+        for run, by_key in zip(self.runs, pairs, strict=True):
+            totals, errors = run.report.totals, [error for error in run.errors.values() if math.isfinite(error)]
+            pattern = run.report.recipe.get("sparsity") or f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
+            line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
+            for key in columns:
+                pair = by_key.get(key, SavedPair())
+                line += [_shown(pair.pruned), _change(pair)]
+            line += [_shown(by_key.get(task, SavedPair()).pruned, 100) for task in tasks]
+            line += [
+                f"{statistics.median(errors):.3g}" if errors else "-",
+                "-" if run.bytes is None else human_bytes(run.bytes),
+            ]
+            lines.append(line)
+        layers = self._layers()
+        shown = {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
+        return {f"Pruned from {self.model}": ([*head, *(f"{task}, %" for task in tasks), "error", "size"], lines)} | shown
+
+    def _layers(self) -> list[list[str]]:
+        """The layers with the largest ratio between the errors of two runs, and the error of each run."""
+        if len(self.runs) > COLUMNS:
+            return []
+        by_run = [run.errors for run in self.runs]
+        spread: dict[str, float] = {}
+        for name in dict.fromkeys(name for errors in by_run for name in errors):
+            values = [errors[name] for errors in by_run if 0 < errors.get(name, 0) < math.inf]
+            spread[name] = max(values) / min(values) if len(values) > 1 else 1.0
+        worst = sorted((name for name in spread if spread[name] > 1), key=lambda name: -spread[name])[:LAYERS]
+        return [[name, *(f"{errors[name]:.3g}" if name in errors else "dense" for errors in by_run)] for name in worst]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain data for JSON."""
+        runs = [
+            {
+                "name": run.name,
+                "recipe": run.report.recipe,
+                "figures": {name: asdict(figure) for name, figure in measures(run.report).items()},
+                "sequences": [list(key) for key in run.perplexities],
+                "sparsity_of_model": run.report.totals.sparsity_of_model,
+                "bytes": run.bytes,
+                "errors": run.errors,
+            }
+            for run in self.runs
+        ]
+        return {"model": self.model, "notes": list(self.notes), "runs": runs}
+
+
+def read_comparison(folders: Sequence[str | Path]) -> Comparison:
+    """Read the reports of outputs and sweeps.
+
+    Args:
+        folders: Folders that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
+
+    Raises:
+        InvalidSetting: A folder holds neither, fewer than two runs are finished, or the runs are of different models.
+        BadCheckpoint: A report is damaged.
+    """
+    if twice := next((folder for number, folder in enumerate(folders) if folder in folders[:number]), None):
+        raise InvalidSetting(f"{twice} is named twice. Name every folder once.")
+    names, open_cells = short_names([str(folder) for folder in folders]), list[str]()
+    runs = [run for folder in folders for run in _read(results_folder(folder), names[str(folder)], open_cells)]
+    if len(runs) < 2:
+        raise InvalidSetting(f"There is nothing to compare: {len(runs)} finished run. Name two folders, or a sweep.")
+    models = {(PurePath(str(run.report.recipe.get("model"))).name, run.report.totals.parameters): run for run in runs}
+    if len(models) > 1:
+        (first, _), (other, _) = list(models)[:2]
+        one, another = list(models.values())[:2]
+        kind = f"both called {first} and of different size" if first == other else f"{first} and {other}"
+        raise InvalidSetting(
+            f"{one.name} and {another.name} are pruned from different models, {kind}. Compare runs of one model."
+        )
+    return Comparison(next(iter(models))[0], tuple(runs), tuple(_notes(runs, open_cells)))
+
+
+def results_folder(folder: str | Path) -> Path:
+    """The folder of a run or a sweep as a path. Raises InvalidSetting if it is neither."""
+    path = folder_path(folder)
+    if not is_sweep(path) and not (path / REPORT).is_file():
+        problem = f"holds no run or sweep: it has no {REPORT}" if path.is_dir() else "does not exist"
+        raise InvalidSetting(f"{folder} {problem}. Give the output folder of a run or a sweep.")
+    return path
+
+
+def _read(path: Path, name: str, open_cells: list[str]) -> Iterator[ComparedRun]:
+    """The run of an output, or the finished cells of a sweep; the names of the others are added to `open_cells`."""
+    if not is_sweep(path):
+        report = load_report(path)
+        yield ComparedRun(name, report, _bytes(path, report))
+        return
+    for outcome in read_outcomes(saved_sweep(path), path):
+        label = f"{name}: {outcome.cell.name}"
+        if outcome.report is None:
+            open_cells.append(f"{label} ({outcome.state})")
+        else:
+            model = CellFolder(path, outcome.cell).model
+            kept = (model / REPORT).is_file()
+            yield ComparedRun(label, outcome.report, _bytes(model, load_report(model)) if kept else None)
+
+
+def _bytes(path: Path, report: SavedReport) -> int:
+    """Size of the weight files that a report lists."""
+    files = [path / file for file in report.files if file.endswith(WEIGHTS)]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[str]:
+    """What limits a comparison: other sequences or texts, other definitions of the error, unfinished cells."""
+    sequences: dict[str, set[Sequences]] = {}
+    values: dict[Sequences, list[float]] = {}
+    for run in runs:
+        for key, pair in run.perplexities.items():
+            sequences.setdefault(key[0], set()).add(key)
+            values.setdefault(key, []).extend([pair.dense.value] if pair.dense else [])
+    for text, keys in sequences.items():
+        if len(keys) > 1:
+            yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."
+    for (text, _, _), dense in values.items():
+        if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
+            yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
+    ours = {
+        run.method.startswith("sparsellm") and "as published" not in run.method for run in runs if run.method != "recovered"
+    }
+    if len(ours) > 1:
+        yield "Errors of the method sparsellm are relative to the dense stream, those of others to the layer's own output."
+    if open_cells:
+        yield f"Not finished and left out: {', '.join(open_cells)}."
+
+
+def _shown(figure: SavedFigure | None, scale: float = 1) -> str:
+    """A figure with its standard error."""
+    error = figure and figure.standard_error
+    return "-" if figure is None else value_with_error(scale * figure.value, scale * error if error else None)
+
+
+def _change(pair: SavedPair) -> str:
+    """How much larger the pruned perplexity is than the dense one."""
+    return f"{100 * (pair.pruned.value / pair.dense.value - 1):+.1f} %" if pair.dense and pair.pruned else "-"

@@ -1,0 +1,153 @@
+"""`compare`: the values of the reports side by side, and refusals of what cannot be compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.errors import InvalidSetting
+from sparsellm.reports.compare import Comparison, read_comparison
+from sparsellm.runs.records import SavedReport
+from sparsellm.runtime.memory import human_bytes
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four outputs, of which `llama` is of another model and `short` is measured on fewer sequences."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, model, method, sparsity, limit in (
+        ("half", "opt", "magnitude", "50%", 4),
+        ("two-four", "opt", "wanda", "2:4", 4),
+        ("short", "opt", "magnitude", "70%", 2),
+        ("llama", "llama", "magnitude", "50%", 4),
+    ):
+        settings = {"calibration": str(text_file), "evaluate": str(text_file), "evaluate_limit": limit, "samples": 4}
+        result = sparsellm.prune(tiny[model], method, sparsity, sequence_length=32, exclude=("k_proj",), **settings)
+        result.save_pretrained(place / name)
+    return place
+
+
+@pytest.fixture(scope="module")
+def sweep_folder(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of three cells over the same model, one of which is not finished."""
+    place = tmp_path_factory.mktemp("sweep")
+    recipe = {"model": str(tiny["opt"]), "method": "magnitude", "evaluate": [str(text_file)], "evaluate_limit": 4}
+    content = {"recipe": recipe | {"sequence_length": 32}, "axes": {"sparsity": ["50%", "60%", "2:4"]}}
+    (place / "s.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    sparsellm.sweep(place / "s.yaml", place / "cells", only={"sparsity": ["50%", "60%"]})
+    return place / "cells"
+
+
+def cells(comparison: Comparison, number: int) -> dict[str, list[str]]:
+    """A table's lines by their first cell, the head under an empty name."""
+    head, lines = list(comparison.tables().values())[number]
+    return {"": head} | {line[0]: line[1:] for line in lines}
+
+
+def test_the_table_holds_what_the_reports_say(runs: Path) -> None:
+    comparison = sparsellm.compare([runs / "half", runs / "two-four"])
+    table = cells(comparison, 0)
+    assert table[""] == ["run", "method", "sparsity", "zeros", "words.txt", "change", "error", "size"]
+    reports = {name: sparsellm.load_report(runs / name) for name in ("half", "two-four")}
+    for name, report in reports.items():
+        ((_, pair),) = report.perplexity.items()
+        assert pair.dense
+        assert pair.pruned
+        method, sparsity, zeros, perplexity, change, error, size = table[name]
+        assert (method, sparsity) == {"half": ("magnitude", "50%"), "two-four": ("wanda", "2:4")}[name]
+        assert zeros == f"{100 * report.totals.sparsity_of_model:.1f} %"
+        assert perplexity.startswith(f"{pair.pruned.value:.1f} ± ")
+        assert table["dense"][3].startswith(f"{pair.dense.value:.1f} ± ")
+        assert change == f"{100 * (pair.pruned.value - pair.dense.value) / pair.dense.value:+.1f} %"
+        errors = sorted(layer.error for layer in report.layers)
+        assert len(errors) == 15
+        assert error == f"{errors[7]:.3g}"
+        assert size == human_bytes((runs / name / "model.safetensors").stat().st_size)
+    errors_by_run = [{layer.name: layer.error for layer in report.layers} for report in reports.values()]
+    ratios = {name: max(x[name] for x in errors_by_run) / min(x[name] for x in errors_by_run) for name in errors_by_run[0]}
+    layers = cells(comparison, 1)
+    assert layers.pop("") == ["layer", "half", "two-four"]
+    assert list(layers) == sorted(ratios, key=lambda name: -ratios[name])[:5]
+    assert layers[next(iter(layers))] == [f"{errors[next(iter(layers))]:.3g}" for errors in errors_by_run]
+
+
+def test_other_sequences_are_other_columns(runs: Path) -> None:
+    comparison = read_comparison([runs / "half", runs / "short"])
+    table = cells(comparison, 0)
+    assert table[""][4:8] == ["words.txt, 4 x 32", "change", "words.txt, 2 x 32", "change"]
+    assert table["half"][5:7] == table["short"][3:5] == ["-", "-"]
+    assert comparison.notes[0].startswith("The perplexity on words.txt was measured on other sequences in other columns")
+
+
+def test_other_texts_of_one_name_are_said(runs: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(runs / "half", tmp_path / "other"))
+    content = json.loads((other / "sparsellm.json").read_text(encoding="utf-8"))
+    next(iter(content["perplexity"].values()))["dense"]["value"] *= 1.02
+    (other / "sparsellm.json").write_text(json.dumps(content), encoding="utf-8")
+    assert read_comparison([runs / "half", other]).notes[0].endswith(": these are different texts.")
+
+
+def test_a_sweep_and_an_output(runs: Path, sweep_folder: Path) -> None:
+    """A line for each finished cell; the cells that are not finished are named."""
+    comparison = read_comparison([sweep_folder, runs / "two-four"])
+    table = cells(comparison, 0)
+    assert list(table)[2:] == ["cells: 50%", "cells: 60%", "two-four"]
+    assert table["cells: 60%"][-1] == "-"
+    assert comparison.notes == ("Not finished and left out: cells: 2:4 (open).",)
+    alone = read_comparison([sweep_folder])
+    assert [run.name for run in alone.runs] == ["cells: 50%", "cells: 60%"]
+
+
+def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Command) -> None:
+    """Tables within 80 columns; the same values as JSON; and a page that loads nothing."""
+    printed = command("compare", runs / "half", runs / "two-four", "--output", tmp_path / "new" / "page.html")
+    assert printed.exit_code == 0, printed.stderr
+    lines = printed.stdout.splitlines()
+    assert lines[0].startswith("Pruned from opt")
+    assert max(len(line.rstrip()) for line in lines if "Wrote" not in line) <= 80
+    page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    assert "two-four" in page
+    assert "Layers whose errors differ most" in page
+    data = json.loads(command("compare", runs / "half", runs / "two-four", "--json").stdout)
+    assert [run["name"] for run in data["runs"]] == ["half", "two-four"]
+    saved = sparsellm.load_report(runs / "half")
+    pruned = next(iter(saved.perplexity.values())).pruned
+    assert pruned
+    assert data["runs"][0]["figures"]["perplexity words.txt"]["value"] == pruned.value
+    assert data["runs"][0]["bytes"] == (runs / "half" / "model.safetensors").stat().st_size
+
+
+def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path, command: Command) -> None:
+    refused = command("compare", runs / "half", runs / "llama", "--output", tmp_path / "page.html")
+    assert refused.exit_code == 1
+    assert (
+        refused.stderr == "error: half and llama are pruned from different models, opt and llama. Compare runs of one model.\n"
+    )
+    assert not (tmp_path / "page.html").exists()
+    for folders, message in (
+        ([runs / "half"], "There is nothing to compare: 1 finished run"),
+        ([runs / "half", runs / "half"], "is named twice"),
+        ([runs / "half", tmp_path / "none"], "does not exist"),
+        ([runs / "half", runs], "holds no run or sweep"),
+    ):
+        with pytest.raises(InvalidSetting, match=message):
+            read_comparison(folders)
+
+
+def test_models_of_one_name_and_other_sizes_differ(runs: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(runs / "half", tmp_path / "other"))
+    content = json.loads((other / "sparsellm.json").read_text(encoding="utf-8"))
+    content["totals"]["parameters"] += 1
+    (other / "sparsellm.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(InvalidSetting, match="both called opt and of different size"):
+        read_comparison([runs / "half", other])
+    assert isinstance(read_comparison([runs / "half", runs / "short"]).runs[0].report, SavedReport)
