@@ -91,14 +91,18 @@ def test_predicted_cost_is_the_sum_over_removed_weights(family: str, method: Lay
         assert total > 0
 
 
+def no_progress(done: float, total: int) -> None:
+    """A display that shows nothing."""
+
+
 def test_a_resumed_run_has_the_same_factors(tmp_path: Path) -> None:
     """The allocation from the journal comes with the factors that it was computed from; another set of layers has its own."""
     loaded = LoadedModel.of(of_family("opt").float())
     recipe = Recipe(model="m", sparsity="60%", calibration="demo")
     plan = uniform_plan(blocks_of(loaded.model), parse_pattern("60%"))
     journal = Journal.begin(tmp_path, {})
-    shares, factors = _cached_allocation(recipe, loaded, batches(), plan=plan, cache=journal)
-    again = _cached_allocation(recipe, loaded, [], plan=plan, cache=Journal.resume(tmp_path, {}))
+    shares, factors = _cached_allocation(recipe, loaded, batches(), plan=plan, cache=journal, advance=no_progress)
+    again = _cached_allocation(recipe, loaded, [], plan=plan, cache=Journal.resume(tmp_path, {}), advance=no_progress)
     assert again[0] == shares
     assert again[1].keys() == factors.keys() == plan.keys()
     for name, pair in factors.items():
@@ -106,9 +110,9 @@ def test_a_resumed_run_has_the_same_factors(tmp_path: Path) -> None:
         assert torch.equal(pair.inputs, again[1][name].inputs)
     some = {name: pattern for name, pattern in plan.items() if "fc1" in name}
     narrow = recipe.model_copy(update={"include": ("fc1",)})
-    _cached_allocation(narrow, loaded, batches(), plan=some, cache=journal)
-    assert _cached_allocation(narrow, loaded, [], plan=some, cache=journal)[1].keys() == some.keys()
-    assert _cached_allocation(recipe, loaded, [], plan=plan, cache=journal)[1].keys() == plan.keys()
+    _cached_allocation(narrow, loaded, batches(), plan=some, cache=journal, advance=no_progress)
+    assert _cached_allocation(narrow, loaded, [], plan=some, cache=journal, advance=no_progress)[1].keys() == some.keys()
+    assert _cached_allocation(recipe, loaded, [], plan=plan, cache=journal, advance=no_progress)[1].keys() == plan.keys()
 
 
 def divergence(dense: PreTrainedModel, pruned: PreTrainedModel, windows: Tensor) -> float:
@@ -218,7 +222,7 @@ def test_layers_that_stand_out_as_options(
     options = " ".join(f"--exclude {name}" for name in costs.exclude)
     assert options in ran.stdout.splitlines()
     page, _ = report_page(tmp_path / "out")
-    assert f"<pre>{options} </pre>" in page
+    assert f"<pre>{options}</pre>" in page
     assert "Layers that cost most" in page
 
 
