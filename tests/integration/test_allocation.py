@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sparsellm.activations.fisher import FisherFactors
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning import allocation, balance
 from sparsellm.pruning.allocation import allocate, owl
 from sparsellm.pruning.balance import CAUTION
+from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from tests.integration.test_sparsellm_method import batches, signals, tiny, two_families
@@ -142,3 +145,24 @@ def test_allocated_sparsity_adds_up_exactly(family: str, rule: str, sparsity: st
     last = list(plan)[-1]
     with pytest.raises(InvalidSetting, match=rf"got 2:4 for {last}\."):
         allocate(rule, model, batches(), {**plan, last: NM(2, 4)})
+
+
+@pytest.mark.parametrize("rule", ["owl", "fisher"])
+@two_families
+def test_one_pass_of_the_dense_model_serves_every_sparsity(
+    family: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cache and factors do not depend on the sparsity; allocations from it equal those of passes of their own."""
+    model = heavy(family)
+    plans = [uniform_plan(blocks_of(model), parse_pattern(sparsity)) for sparsity in ("50%", "80%")]
+    some = uniform_plan(blocks_of(model), parse_pattern("80%"), exclude=["v_proj"])
+    expected = [allocate(rule, model, batches(), plan) for plan in (*plans, some)]
+    journal = Journal.begin(tmp_path, {})
+    factors: dict[str, FisherFactors] = {}
+    assert allocate(rule, model, batches(), plans[0], cache=journal, factors=factors) == expected[0]
+    with monkeypatch.context() as without_passes:
+        for place in ("sparsellm.pruning.allocation.walk", "sparsellm.activations.fisher.run_backward"):
+            without_passes.delattr(place)
+        resumed = Journal.resume(tmp_path, {})
+        assert allocate(rule, model, batches(), plans[1], cache=resumed, factors=factors) == expected[1]
+    assert allocate(rule, model, batches(), some, cache=journal) == expected[2]  # other layers, so a pass of their own

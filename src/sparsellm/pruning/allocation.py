@@ -6,6 +6,7 @@ pattern is fixed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from sparsellm.solvers.statistics import InputRMS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from sparsellm.pruning.journal import Journal
+
 OUTLIER, OWL_SPREAD = 5.0, 0.08
 """OWL's M and lambda: a score above 5 times the block's mean is an outlier; densities differ by at most 2 * 0.08."""
 
@@ -40,6 +43,7 @@ def allocate(
     *,
     bounds: tuple[float, float] = (0.0, 1.0),
     factors: dict[str, FisherFactors] | None = None,
+    cache: Journal | None = None,
 ) -> Plan:
     """Distribute the total sparsity of a plan over its layers.
 
@@ -52,7 +56,9 @@ def allocate(
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The same unstructured pattern for every layer.
         bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.
-        factors: Receives the factors of each layer's removal costs, if the rule computes them.
+        factors: For "fisher", the factors of each layer's removal costs from an earlier call, which serve every sparsity, or an
+            empty dictionary that receives them.
+        cache: For "owl", stores the outliers, which serve every sparsity.
 
     Returns:
         The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does.
@@ -62,7 +68,7 @@ def allocate(
     """
     check_shared(plan)
     loaded = LoadedModel.of(model)
-    densities = owl(loaded, batches, plan) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
+    densities = owl(loaded, batches, plan, cache) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
     layers = {block.full_name(name): layer for block in blocks_of(loaded.model) for name, layer in block.layers.items()}
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
@@ -118,29 +124,44 @@ def round_to_total(
     return counts
 
 
-def owl(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan) -> dict[str, float]:
+def owl(
+    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan, cache: Journal | None = None
+) -> dict[str, float]:
     """Return layer densities that increase with the share of outliers among the scores |W| * rms of the block.
 
     All layers of a block get the same density, at most 0.16 from that of any other. Follows Yin et al., Outlier Weighed
     Layerwise Sparsity (OWL), ICML 2024. Arguments as for `allocate`.
     """
     mean_density = 1 - next(iter(plan.values())).sparsity
-    layers: list[list[str]] = []
-    outlier_shares: list[float] = []
+    fact = f"outliers-{hashlib.blake2b(' '.join(plan).encode(), digest_size=8).hexdigest()}"
+    outliers: list[tuple[list[str], float]] | None = cache.fact(fact) if cache else None
+    if outliers is None:
+        outliers = _outlier_shares(model, batches, plan)
+        if cache:
+            cache.note(fact, outliers)
+    outlier_shares = [share for _, share in outliers]
+    width = max(outlier_shares) - min(outlier_shares)
+    spread = min(OWL_SPREAD, mean_density / 2, (1 - mean_density) / 2)
+    ranks = [(share - min(outlier_shares)) / width if width > 0 else 0.5 for share in outlier_shares]
+    mean_rank = sum(ranks) / len(ranks)
+    densities = [mean_density + 2 * spread * (rank - mean_rank) for rank in ranks]
+    return {name: density for (names, _), density in zip(outliers, densities, strict=True) for name in names}
+
+
+def _outlier_shares(
+    model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor], plan: Plan
+) -> list[tuple[list[str], float]]:
+    """The planned layers of each block, and the share of outliers among their scores."""
+    result = []
     for block, inputs in walk(model, batches):
         names = [name for name in block.layers if block.full_name(name) in plan]
         if names:
             statistics = collect_statistics(block, inputs, dict.fromkeys(names, InputRMS), advance=True)
             problems = [problem_of(block, name, rms) for name, rms in statistics.items()]
             scores = torch.cat([(problem.weight.abs() * problem.rms).flatten() for problem in problems])
-            layers.append([block.full_name(name) for name in names])
-            outlier_shares.append(int((scores > OUTLIER * scores.mean()).count_nonzero()) / scores.numel())
-    width = max(outlier_shares) - min(outlier_shares)
-    spread = min(OWL_SPREAD, mean_density / 2, (1 - mean_density) / 2)
-    ranks = [(share - min(outlier_shares)) / width if width > 0 else 0.5 for share in outlier_shares]
-    mean_rank = sum(ranks) / len(ranks)
-    densities = [mean_density + 2 * spread * (rank - mean_rank) for rank in ranks]
-    return {name: density for names, density in zip(layers, densities, strict=True) for name in names}
+            share = int((scores > OUTLIER * scores.mean()).count_nonzero()) / scores.numel()
+            result.append(([block.full_name(name) for name in names], share))
+    return result
 
 
 def fisher(

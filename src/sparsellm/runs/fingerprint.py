@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock
@@ -26,8 +26,10 @@ from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
-from sparsellm.runtime import devices
+from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt_triton
+
+Value = TypeVar("Value")
 
 NOT_DECISIVE = ("max_memory", "offload", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Recipe fields that may differ on resume, since they do not change the weights."""
@@ -117,7 +119,8 @@ def token_digest(windows: Tensor) -> str:
 class DenseCache:
     """A folder of journals, one for each dense model and set of sequences.
 
-    A process that needs a result waits while another computes it. The lock is released when its process ends, in any way.
+    A process that needs a result waits while another computes it. The lock is released when its process ends, in any way. In a
+    distributed run only the main process uses the folder, and all processes call every method.
 
     Args:
         folder: Folder of the cache.
@@ -126,18 +129,22 @@ class DenseCache:
 
     def __init__(self, folder: Path, observer: Observer = lambda _: None) -> None:
         self.folder, self._observer = folder, observer
+        self._in_memory: dict[Any, Any] = {}
 
     @contextmanager
     def open(self, known: Mapping[str, Any]) -> Iterator[Journal]:
         """Open the journal of a cache key, and lock it against other processes."""
         digest = hashlib.blake2b(json.dumps(dict(known), sort_keys=True).encode(), digest_size=12).hexdigest()
         folder = self.folder / digest
+        if not collectives.is_main():
+            yield Journal(folder).share()
+            return
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             journal = (Journal.resume if (folder / JOURNAL).exists() else Journal.begin)(folder, known)
             if journal.lost:
                 self._observer(Note(journal.lost))
-            yield journal
+            yield journal.share()
 
     def value(self, known: Mapping[str, Any], name: str, find: Callable[[], Any], *, kind: Any = Any) -> Any:
         """Return the cached value of that name and type, computed by `find` if missing."""
@@ -146,6 +153,13 @@ class DenseCache:
             if journal.fact(name) is None:
                 journal.note(name, adapter.dump_python(find(), mode="json"))
             return adapter.validate_python(journal.fact(name))
+
+    def in_memory(self, key: Hashable, find: Callable[[], Value]) -> Value:
+        """Return the value of that key from this process's memory, computed by `find` if missing."""
+        if key not in self._in_memory:
+            self._in_memory[key] = find()
+        value: Value = self._in_memory[key]
+        return value
 
 
 def cache_key(

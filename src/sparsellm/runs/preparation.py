@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, un
 from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
 from sparsellm.runs.events import Note, Observer, add_note
+from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
@@ -33,6 +35,8 @@ from sparsellm.solvers.statistics import Gram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Value = TypeVar("Value")
 
 USUAL_LENGTH = 2048
 """Tokens per sequence where the model allows it, as in the papers."""
@@ -74,6 +78,7 @@ def prepare(
     report: Report,
     observer: Observer,
     given: CalibrationData | None = None,
+    shared: DenseCache | None = None,
 ) -> Prepared:
     """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
 
@@ -84,6 +89,7 @@ def prepare(
         report: Receives notes, and how the calibration sequences were drawn.
         observer: Receives the notes.
         given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        shared: Keeps the token ids for other runs of this process.
     """
     recipe, source, skeleton, blocks = report.recipe, opened.source, opened.skeleton, opened.blocks
     report.coverage = opened.coverage.of_plan(blocks, plan)
@@ -91,8 +97,7 @@ def prepare(
         check_names(source, skeleton, blocks=blocks, plan=plan)
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
-    windows, report.calibration = draw_windows(recipe, source, length, given=given)
-    tests = {text: read_test(recipe, source, text, length=length) for text in recipe.evaluate}
+    windows, tests, report.calibration = _read_tokens(recipe, source, length, given=given, shared=shared)
     check_tokens(skeleton, windows, *tests.values())
     if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
         add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
@@ -118,6 +123,34 @@ def prepare(
     if message := check_memory(recipe, method, blocks, windows=all_windows, vocabulary=vocabulary, device=opened.device):
         observer(Note(message))
     return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
+
+
+def _read_tokens(
+    recipe: RunRecipe,
+    source: Checkpoint | InMemoryModel,
+    length: int,
+    *,
+    given: CalibrationData | None,
+    shared: DenseCache | None,
+) -> tuple[Tensor, dict[str, Tensor], str]:
+    """The calibration sequences, the test sequences by text, and a sentence on how the former were drawn."""
+
+    def recall(find: Callable[[], Value], *settings: object) -> Value:
+        if shared is None or isinstance(source, InMemoryModel):
+            return find()
+        return shared.in_memory((source.folder, length, recipe.text_field, *settings), find)
+
+    windows, description = recall(
+        partial(draw_windows, recipe, source, length, given=given),
+        recipe.reads_text and (recipe.calibration if given is None else id(given)),  # some data can be read only once
+        recipe.samples,
+        recipe.seed,
+    )
+    tests = {
+        text: recall(partial(read_test, recipe, source, text, length=length), text, recipe.evaluate_limit)
+        for text in recipe.evaluate
+    }
+    return windows, tests, description
 
 
 def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Plan]:

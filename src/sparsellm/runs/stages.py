@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from sparsellm.activations.fisher import FisherFactors
@@ -79,9 +80,9 @@ def prune_model(
         if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
             with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
                 plan, factors = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
-    training = None
-    if recipe.model_steps:
-        training = _training_data(loaded, ready.windows, batches, report=report, observer=observer)
+        training = None
+        if recipe.model_steps:
+            training = _training_data(loaded, ready.windows, batches, report=report, observer=observer, cache=cache)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     with phase(name, report, observer, blocks=visited, layers=len(plan)):
@@ -111,20 +112,40 @@ class TrainingData:
 
 
 def _training_data(
-    loaded: LoadedModel, windows: Tensor, batches: Sequence[Tensor], *, report: Report, observer: Observer
+    loaded: LoadedModel,
+    windows: Tensor,
+    batches: Sequence[Tensor],
+    *,
+    report: Report,
+    observer: Observer,
+    cache: Journal | None,
 ) -> TrainingData:
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     recipe = report.recipe
     with phase(GENERATING, report, observer, unit="sequence") as advance:
         prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
         count = model_written(recipe, *windows.shape)
-        generated = generate_samples(loaded.model, prompts, count, seed=recipe.seed, compute=loaded.compute, progress=advance)
+        generated = cached_samples(loaded, prompts, count, seed=recipe.seed, cache=cache, advance=advance)
     with phase(PREDICTING, report, observer) as advance:
         per_step = model_step(*windows.shape)
         groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         states = last_states(loaded.model, groups, loaded.compute)
         advance(1, 1)
         return TrainingData(groups, states, held_out)
+
+
+def cached_samples(
+    loaded: LoadedModel, windows: Tensor, count: int, *, seed: int, cache: Journal | None, advance: Advance
+) -> Tensor:
+    """Sequences that the dense model generates, (count, seq), from the cache or computed and stored there."""
+    name = f"generated-{count}-{len(windows)}-{seed}"
+    stored = cache.tensors(name) if cache else None
+    if stored is not None:
+        return stored["x"]
+    generated = generate_samples(loaded.model, windows, count, seed=seed, compute=loaded.compute, progress=advance)
+    if cache:
+        cache.keep_tensors(name, {"x": generated.contiguous()})
+    return generated
 
 
 def _cached_allocation(
@@ -141,17 +162,25 @@ def _cached_allocation(
     fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity} within {recipe.bounds}, {layers}"
     tensors = f"factors-{hashlib.blake2b(' '.join(plan).encode(), digest_size=8).hexdigest()}"
     sparsities = cache.fact(fact) if cache else None
-    if cache and sparsities is not None:
-        stored = cache.tensors(tensors) or {}
-        cached = {name: FisherFactors(stored[f"{name}/gradients"], stored[f"{name}/inputs"]) for name in plan if stored}
-        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, cached
-    factors: dict[str, FisherFactors] = {}
-    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds, factors=factors)
+    stored = (cache.tensors(tensors) if cache else None) or {}
+    factors = {
+        name: FisherFactors(stored[f"{name}/gradients"], stored[f"{name}/inputs"], stored[f"{name}/routed"].item())
+        for name in plan
+        if stored
+    }
+    if sparsities is not None:
+        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, factors
+    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds, factors=factors, cache=cache)
     advance(1, 1)
     if cache:
-        if factors:
+        if factors and not stored:
             cache.keep_tensors(
-                tensors, {f"{name}/{field}": x for name, pair in factors.items() for field, x in vars(pair).items()}
+                tensors,
+                {
+                    f"{name}/{field}": torch.as_tensor(x, dtype=torch.float64 if field == "routed" else None)
+                    for name, layer_factors in factors.items()
+                    for field, x in vars(layer_factors).items()
+                },
             )
         cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
     return allocated, factors
