@@ -19,6 +19,7 @@ import processes
 import quality
 import results
 import rounding
+import search
 import solvers
 import speed_tables
 import streaming
@@ -35,6 +36,7 @@ PAGES = (
     "docs/distributed.md",
     "docs/popular-models.md",
     "docs/report.md",
+    "docs/search.md",
     "dev/RESULTS.md",
 )
 CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
@@ -65,6 +67,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "popular models": popular_models.table,
     "rounding": rounding.table,
     "processes": processes.table,
+    "search": search.table,
+    "several": search.several_table,
     "costs": processes.costs,
     "excess": excess.tables,
     "layer costs": layer_costs.table,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
     from sparsellm.reports.interface import compare as compare
     from sparsellm.reports.interface import report as report
+    from sparsellm.reports.interface import search as search
     from sparsellm.reports.interface import sweep as sweep
     from sparsellm.runs.export import Result as Result
     from sparsellm.runs.inspection import inspect as inspect
@@ -71,6 +72,7 @@ _CONTENTS = {
     "prune_blocks": "pruning.sequential",
     "recover": "runs.interface",
     "report": "reports.interface",
+    "search": "reports.interface",
     "sweep": "reports.interface",
     "verify": "runs.verification",
     "walk": "activations.walk",

@@ -14,6 +14,7 @@
     ├── TooLarge            (MemoryError)      a stage that needs more memory than available, detected before it starts
     ├── SingularGram        (ArithmeticError)  a Gram matrix that is not positive definite even after damping
     ├── NonFinite           (ArithmeticError)  NaN or infinity in activations or in a solution
+    ├── TargetNotReached    (RuntimeError)     a search in which no sparsity meets the target
     └── VerificationFailed  (RuntimeError)     a written checkpoint that differs from the pruned model
 
 A message states what is wrong, the value and the limit, and what to do. Callers add the location with ``add_note``.
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 MAX_MESSAGE = 1000
 """Most characters of a message, which may quote arbitrarily long file contents."""
@@ -99,6 +101,18 @@ class VerificationFailed(SparseLLMError, RuntimeError):
     def __init__(self, message: str, differences: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.differences = differences
+
+
+class TargetNotReached(SparseLLMError, RuntimeError):
+    """A search in which no sparsity meets the target.
+
+    Attributes:
+        points: The sparsities that were tried, as `sparsellm.reports.search.Point`.
+    """
+
+    def __init__(self, message: str, points: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.points = tuple(points)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

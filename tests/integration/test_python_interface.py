@@ -179,6 +179,7 @@ def accepted(annotation: Any) -> Any:
     [
         (sparsellm.prune, PruneSettings, Recipe, NAMED),
         (sparsellm.plan, PruneSettings, Recipe, NAMED),
+        (sparsellm.search, PruneSettings, Recipe, NAMED),
         (sparsellm.evaluate, EvaluationSettings, Recipe, set(Recipe.model_fields) - set(EvaluationSettings.__annotations__)),
         (sparsellm.recover, RecoverySettings, RecoveryRecipe, NAMED | {"scope", "dtype"}),
     ],

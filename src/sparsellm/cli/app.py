@@ -11,7 +11,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
 from sparsellm.cli.prune import plan, prune, recover
-from sparsellm.cli.sweep import compare, report, sweep
+from sparsellm.cli.sweep import compare, report, search, sweep
 
 app = typer.Typer(
     name="sparsellm",
@@ -35,7 +35,7 @@ def root(
     context.obj = debug
 
 
-for command in (prune, recover, plan, sweep, report, compare, evaluate, inspect, verify, push, methods, demo):
+for command in (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify, push, methods, demo):
     app.command(cls=options.Command)(command)
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 from rich.console import Console
 
 from sparsellm.cli.console import plural, print_line, show, table
 from sparsellm.evaluation.measurements import Accuracy, is_fraction
+from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.records import SavedReport
 from sparsellm.runs.report import Report
 from sparsellm.runtime.memory import human_bytes
 
@@ -60,6 +65,40 @@ def _print_layer_costs(console: Console, report: Report) -> None:
             print_line(console, line)
         if costs.exclude:
             print_line(console, " ".join(f"--exclude {name}" for name in costs.exclude))
+
+
+def print_several(console: Console, reports: Mapping[str, SavedReport]) -> None:
+    """Print the results of several runs on one model, by the folder of each, below those of the dense model."""
+    first, *_ = reports.values()
+    texts, tasks = list(first.perplexity), list(first.tasks)
+
+    def figures(report: SavedReport, when: Literal["dense", "pruned"]) -> list[str]:
+        pairs = [*((report.perplexity[name], plus_minus) for name in texts), *((report.tasks[name], percent) for name in tasks)]
+        measured = [(getattr(pair, when), form) for pair, form in pairs]
+        return [form(x.value, x.standard_error) if x else "-" for x, form in measured]
+
+    head = ["output", "zeros, %", *(f"perplexity on {name}" for name in texts), *(f"{name}, %" for name in tasks)]
+    rows = [["dense", "", *figures(first, "dense")]] if texts or tasks else []
+    for folder, report in reports.items():
+        rows.append([folder, f"{100 * report.totals.sparsity_of_pruned_layers:.2f}", *figures(report, "pruned")])
+    show(console, table(head, rows))
+    print_line(console, f"Wrote {len(reports)} outputs, each read back and verified.")
+
+
+def print_search(console: Console, points: Sequence[Point]) -> None:
+    """Print the curve of a search: a line for each sparsity."""
+    first = points[0]
+    names = [*(f"perplexity on {text}" for text in first.perplexity), *(f"{task}, %" for task in first.accuracy)]
+    increase, size = first.increase is not None, first.size is not None
+    rows = []
+    for x in points:
+        row = [f"{100 * x.sparsity:.10g} %", x.effort, *(f"{x.perplexity[text]:,.2f}" for text in first.perplexity)]
+        row += [f"{100 * x.accuracy[task]:.2f}" for task in first.accuracy]
+        row += [f"{100 * (x.increase or 0.0):+.2f} %"] if increase else []
+        row += [human_bytes(x.size or 0)] if size else []
+        rows.append([*row, "yes" if x.met else "no", f"{x.seconds:.1f}"])
+    head = ["sparsity", "effort", *names, *(["increase"] if increase else []), *(["size"] if size else []), "met", "seconds"]
+    show(console, table(head, rows))
 
 
 def print_inspection(console: Console, inspection: Inspection) -> None:

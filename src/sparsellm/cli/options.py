@@ -28,7 +28,7 @@ class Command(typer.core.TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options of each panel. typer supports panels only with rich."""
-        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Target": [], "Options": []}
         for parameter in self.get_params(ctx):
             panel = getattr(parameter, "rich_help_panel", None)
             panel = panel or ("Arguments" if parameter.param_type_name == "argument" else "Options")
@@ -234,6 +234,18 @@ Changes = Annotated[
 ]
 Retry = Annotated[bool, typer.Option("--retry", help="Run failed cells again.")]
 ListCells = Annotated[bool, typer.Option("--list", help="List the cells and their states without running any.")]
+
+_target = functools.partial(typer.Option, rich_help_panel="Target")
+MaxIncrease = Annotated[
+    str | None, _target(metavar="PERCENT", help="Largest increase of the perplexity on each text of --evaluate, as 5%.")
+]
+MinAccuracy = Annotated[
+    list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
+]
+MaxSize = Annotated[
+    str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, if stored as a bitmask and nonzero values.")
+]
+Step = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]
 Repo = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from sparsellm.runs.recipe_fields import RecoveryFields
 if TYPE_CHECKING:
     from sparsellm.runs.display import Mode
     from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+    from sparsellm.runs.report import Report
 
 
 @options.recipe_options()
@@ -49,21 +51,21 @@ def prune(
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
     with report_errors(context):
-        from sparsellm.runs.recipe_file import read_recipe, read_yaml
+        from sparsellm.runs.recipe_file import read_recipes, read_yaml
 
         if config and output is None and model is not None and "model" in read_yaml(Path(config)):
             model, output = None, model  # the recipe names the model, so the only argument is the output
         if model is not None:
             settings["model"] = model
-        recipe = read_recipe(settings, config)
+        recipes = read_recipes(settings, config)
         if print_config:
-            print(recipe.to_yaml(), end="")
+            print(recipes[0].model_copy(update={"sparsity": ",".join(x.sparsity for x in recipes)}).to_yaml(), end="")
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, recipe, output, report_to=report_to or [], mode=mode, **keywords)
+        _write(context, recipes, output, report_to=report_to or [], mode=mode, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -96,12 +98,12 @@ def recover(
         check_output(output, overwrite or resume or restart, recipe.pruned)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, recipe, output, report_to=report_to or [], mode=mode, **keywords)
+        _write(context, [recipe], output, report_to=report_to or [], mode=mode, **keywords)
 
 
 def _write(
     context: typer.Context,
-    recipe: Recipe | RecoveryRecipe,
+    recipes: Sequence[Recipe | RecoveryRecipe],
     output: str,
     *,
     resume: bool,
@@ -111,43 +113,59 @@ def _write(
     mode: Mode,
     as_json: bool,
 ) -> None:
-    """Run a recipe, in one process or in those of a launcher, write the output, and print the results."""
+    """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
     if resume and restart:
         raise typer.BadParameter("--resume continues an unfinished run, --restart discards it: pass one of them")
 
     from sparsellm.cli.allocator import manage_memory
-    from sparsellm.cli.display import print_summary
     from sparsellm.runs.display import Display
-    from sparsellm.runs.events import WRITING, Stage, combine_observers
-    from sparsellm.runs.export import check_output, is_finished
-    from sparsellm.runs.run import run
+    from sparsellm.runs.events import NextRun, combine_observers
+    from sparsellm.runs.export import is_finished
+    from sparsellm.runs.several import check_outputs, output_folders, run_into, shared_results
     from sparsellm.runs.tracking import Tracked
-    from sparsellm.runs.workspace import recover_output, work_directory
     from sparsellm.runtime import collectives, watchdog
 
-    end = partial(print_error, context=context)
+    folders, end = output_folders(output, recipes), partial(print_error, context=context)
     with watchdog.init_process_group(os.environ, end) as is_main:  # only the main process prints
         if is_main:
-            recover_output(output)
-        if collectives.broadcast_object(resume and is_finished(output)):
+            check_outputs(output, folders, resume=resume, restart=restart, overwrite=overwrite)
+        finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
+        if all(finished):
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
             return
-        if is_main:
-            check_output(output, overwrite, recipe.model)
         with (
             Display(mode if is_main else "off", partial(in_options, context=context)) as display,
             Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-            work_directory(output, resume, restart) as work,
+            shared_results(output, folders, display) as shared,
         ):
-            result = run(recipe, combine_observers(manage_memory, display, tracked), work=work)
-            display(Stage(WRITING))
-            folder = result.save_pretrained(output, overwrite)
-        if not is_main:
-            return
-        if as_json:
-            print_json(result.report.to_dict() | {"output": str(folder)})
-        else:
-            print_summary(stdout, result.report, str(folder))
+            observe = combine_observers(manage_memory, display, tracked)
+            for number, (folder, recipe) in enumerate(folders.items(), 1):
+                if not finished[number - 1]:
+                    if len(folders) > 1:
+                        display(NextRun(number, len(folders), folder.name))
+                    replaces = overwrite or (restart and len(folders) > 1)
+                    report = run_into(
+                        folder, recipe, observe, shared=shared, resume=resume, restart=restart, overwrite=replaces
+                    )
+        if is_main:
+            _print_results(folders, report, as_json)
+
+
+def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:
+    """Print the results of one output, from its report, or of several, from those in their folders."""
+    from sparsellm.cli.display import print_several, print_summary
+    from sparsellm.data.json_files import read_json
+    from sparsellm.runs.records import REPORT, load_report
+
+    written = {str(folder): str(folder.expanduser().resolve()) for folder in folders}
+    if len(folders) > 1 and as_json:
+        print_json({"outputs": [read_json(Path(path) / REPORT) | {"output": path} for path in written.values()]})
+    elif len(folders) > 1:
+        print_several(stdout, {folder: load_report(folder) for folder in written})
+    elif as_json:
+        print_json(report.to_dict() | {"output": next(iter(written.values()))})
+    else:
+        print_summary(stdout, report, next(iter(written.values())))
 
 
 @options.recipe_options()

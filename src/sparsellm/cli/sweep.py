@@ -1,11 +1,13 @@
-"""`sweep`, `report` and `compare`: the commands that run and compare many settings, and that write pages."""
+"""`sweep`, `search`, `report` and `compare`: the commands that run and compare many settings, and that write pages."""
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -91,6 +93,72 @@ def sweep(
             share = f"{len(failed)} of {plural(len(outcomes), 'cell')} failed"
             print_error(f"{share}, {first} Pass --retry to run them again.", context)
             raise typer.Exit(1)
+
+
+@options.recipe_options(without=("model", "sparsity"))
+def search(
+    context: typer.Context,
+    model: options.ModelOrConfig = None,
+    output: options.Out = None,
+    *,
+    max_perplexity_increase: options.MaxIncrease = None,
+    min_accuracy: options.MinAccuracy = None,
+    max_size: options.MaxSize = None,
+    step: options.Step = "1%",
+    config: options.Config = None,
+    overwrite: options.Overwrite = False,
+    report_to: options.Track = None,
+    quiet: options.Quiet = False,
+    progress: options.Progress = "auto",
+    as_json: options.Json = False,
+    **settings: Any,
+) -> None:
+    """Prune a model to the largest sparsity that meets a target.
+
+    The sparsity is found with --effort fast, and the output is pruned with the effort given. Run the command again to continue
+    an interrupted search.
+
+    Example: sparsellm search demo:opt opt-5 --max-perplexity-increase 5% --calibration demo --evaluate demo --samples 16
+    """
+    with report_errors(context):
+        from sparsellm.cli.allocator import manage_memory
+        from sparsellm.cli.display import print_search, print_summary
+        from sparsellm.errors import InvalidSetting, TargetNotReached
+        from sparsellm.reports.search import read_search, search_sparsity
+        from sparsellm.reports.target import Target
+        from sparsellm.runs.display import Display
+        from sparsellm.runs.events import combine_observers
+        from sparsellm.runs.tracking import Tracked
+        from sparsellm.runtime import watchdog
+        from sparsellm.solvers.patterns import parse_pattern
+
+        if watchdog.independent_process(os.environ)[1] > 1:
+            raise InvalidSetting("A search runs in one process. Start it without a launcher.")
+        target = Target.read(max_perplexity_increase, min_accuracy, max_size)
+        recipe = read_search(settings | ({"model": model} if model else {}), config)
+        if output is None:
+            raise typer.BadParameter("name the folder to write: sparsellm search MODEL OUT")
+        distance = parse_pattern(step).sparsity
+        try:
+            with (
+                Display("quiet" if quiet else progress, partial(in_options, context=context)) as display,
+                Tracked(*(report_to or ()), observer=display) as tracked,
+            ):
+                observe = combine_observers(manage_memory, display, tracked)
+                result = search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observe)
+        except TargetNotReached as error:
+            if as_json:
+                print_json({"target": str(target), "sparsity": None, "points": [asdict(point) for point in error.points]})
+            elif error.points:
+                print_search(stdout, error.points)
+            raise
+        if as_json:
+            found = {"target": result.target, "sparsity": result.sparsity, "points": [asdict(point) for point in result.points]}
+            print_json(found | {"report": result.report.to_dict(), "output": str(result.output)})
+            return
+        print_search(stdout, result.points)
+        print_line(stdout, f"{100 * result.sparsity:.10g} % has {result.target}.")
+        print_summary(stdout, result.report, str(result.output))
 
 
 def report(

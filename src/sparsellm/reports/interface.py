@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """`sweep`, `report` and `compare` in Python."""
+=======
+"""`sweep`, `search` and `report` in Python."""
+>>>>>>> a77f7ac (sparsellm search finds the largest sparsity for a target; prune takes several)
 
 from __future__ import annotations
 
@@ -6,18 +10,27 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
+<<<<<<< HEAD
 from sparsellm.reports.page import comparison_page, page_name, report_page, write_figures
+=======
+from sparsellm.reports.page import page_name, report_page, write_figures
+from sparsellm.reports.search import Search, read_search, search_sparsity
+>>>>>>> a77f7ac (sparsellm search finds the largest sparsity for a target; prune takes several)
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
+from sparsellm.reports.target import Target
 from sparsellm.runs.display import Display
 from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
+from sparsellm.runs.recipe_fields import MethodName
+from sparsellm.runs.settings import PruneSettings, recipe_keywords
+from sparsellm.solvers.patterns import parse_pattern
 
 
 class Outcomes(Summarized, list[Outcome]):
@@ -94,6 +107,58 @@ def sweep(
         )
     write_tables(cells, outcomes, folder)
     return Outcomes(outcomes, cells.title, folder)
+
+
+@recipe_keywords(PruneSettings)
+def search(
+    model: str | Path,
+    output: str | Path,
+    *,
+    max_perplexity_increase: str | float | None = None,
+    min_accuracy: Mapping[str, float] | str | None = None,
+    max_size: str | int | None = None,
+    step: str | float = "1%",
+    method: MethodName = "sparsellm",
+    calibration: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+    observe: Observer | None = None,
+    **settings: Unpack[PruneSettings],
+) -> Search:
+    """Find the largest sparsity that meets a target, and write the model pruned to it.
+
+    The sparsity is found by bisection with the effort "fast"; the output is pruned with the effort given. If the output then
+    misses the target, the next smaller sparsity is pruned. Called again after an interruption, the search continues.
+
+    Args:
+        model: A folder, a hub name, "demo:opt" or "demo:llama".
+        output: Folder to write.
+        max_perplexity_increase: Largest relative increase of the perplexity on every text in `evaluate`, as "5%" or 0.05.
+        min_accuracy: Smallest accuracy by zero-shot task, as {"boolq": 0.6}.
+        max_size: Size of the weights, as "500MB", if each pruned layer is stored as a bitmask and its remaining values. The
+            smallest sparsity that meets it is computed, not searched.
+        step: Distance between the sparsities to choose from, up to 95 %.
+        method: As for `prune`; methods other than sparsellm have no efforts.
+        calibration: A text file, or the name of a text (c4, wikitext2, ptb, demo).
+        overwrite: Replace an existing folder that sparsellm wrote.
+        progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
+        observe: Callback that receives the events of all runs (see `sparsellm.runs.events`).
+        **settings: Any other field of `Recipe`.
+
+    Returns:
+        The sparsity, all points that were measured, and the report of the output.
+
+    Raises:
+        TargetNotReached: No sparsity meets the target. Nothing is written.
+        SparseLLMError: As `prune`.
+    """
+    target = Target.read(max_perplexity_increase, min_accuracy, max_size)
+    text = None if calibration is None else str(calibration)
+    recipe = read_search({"model": str(model), **settings, "method": method, "calibration": text})
+    distance = step if isinstance(step, float) else parse_pattern(step).sparsity
+    with Display("auto" if progress else "off") as display:
+        observer = combine_observers(display, observe)
+        return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)
 
 
 def report(run: str | Path | Result | Outcomes, output: str | Path | None = None, *, figures: str | Path | None = None) -> Path:

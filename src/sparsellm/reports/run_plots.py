@@ -22,7 +22,7 @@ DIFFERENT = 0.001
 def run_plots(report: SavedReport) -> list[Plot]:
     """All plots of a run that its report has data for."""
     blocks = [block for block in report.blocks if block.layers]
-    plots = [*_layer_maps(blocks), convergence(blocks), where_time_went(report)]
+    plots = [searched(report), *_layer_maps(blocks), convergence(blocks), where_time_went(report)]
     return [plot for plot in plots if plot is not None]
 
 
@@ -33,6 +33,28 @@ def at_bound(layers: Sequence[SavedLayer]) -> dict[str, str]:
     if bounds["maximum"] - bounds["minimum"] < DIFFERENT:
         return {}
     return {layer: name for layer, x in sparsities.items() for name, bound in bounds.items() if abs(x - bound) < DIFFERENT / 2}
+
+
+def searched(report: SavedReport) -> Plot | None:
+    """The curve of a search: perplexity or accuracy, on the first text or task, against the sparsity."""
+    if (search := report.search) is None:
+        return None
+    points = [(x, value) for x in search.points for value in [*x.perplexity.values(), *x.accuracy.values()][:1]]
+    if not points:
+        return None
+    name = short_names(points[0][0].perplexity or points[0][0].accuracy)
+    label = f"{'perplexity' if points[0][0].perplexity else 'accuracy'} on {next(iter(name.values()))}"
+    figure = new_figure(5.4, 3.4)
+    axes = figure.subplots()
+    for effort in dict.fromkeys(x.effort for x, _ in points):
+        xy = [(100 * x.sparsity, value) for x, value in points if x.effort == effort and math.isfinite(value)]
+        axes.plot(*zip(*xy, strict=True), marker="o", label=effort)
+    axes.set_xlabel("sparsity, %")
+    axes.set_ylabel(label)
+    figure.legend(loc="outside upper right", ncols=2)
+    text = f"Sparsities that the search tried, for {search.target}: {sum(x.met for x, _ in points)} of {len(points)} meet it."
+    rows = [[f"{100 * x.sparsity:.10g} %", x.effort, value_with_error(value), "yes" if x.met else "no"] for x, value in points]
+    return Plot("search", "Search", text, ["sparsity", "effort", label, "met"], rows, figure)
 
 
 def _layer_maps(blocks: Sequence[SavedBlock]) -> Iterator[Plot]:

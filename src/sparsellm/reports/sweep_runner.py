@@ -10,7 +10,7 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -168,7 +168,7 @@ def run_sweep(
                 continue
             observe(NextRun(number, len(cell_folders), cell_folder.cell.name))
             try:
-                cell_folder.finish(_run_cell(cell_folder, observe, shared, device=device, keep=sweep.keep))
+                cell_folder.finish(_run_sweep_cell(cell_folder, observe, shared, device=device, keep=sweep.keep))
             except Exception as error:
                 if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                     raise
@@ -193,20 +193,46 @@ def saved_sweep(folder: str | Path) -> Sweep:
     return read_record(Path(folder) / SWEEP, Sweep, "sweep")[0]
 
 
-def _run_cell(cell_folder: CellFolder, observe: Observer, shared: DenseCache, *, device: str | None, keep: bool) -> Result:
-    """Run a cell, resuming the work of an earlier process if there is any."""
+def _run_sweep_cell(
+    cell_folder: CellFolder, observe: Observer, shared: DenseCache, *, device: str | None, keep: bool
+) -> Result:
+    """Run a cell of a sweep, and save its model if the sweep keeps models."""
+    if not keep:
+        return run_cell(cell_folder, observe, shared, device=device)
+    check_output(cell_folder.model, dense=cell_folder.cell.recipe.model, overwrite=True)
+
+    def save(result: Result) -> None:
+        observe(Stage(WRITING))
+        result.save_pretrained(cell_folder.model, overwrite=True)
+
+    return run_cell(cell_folder, observe, shared, device=device, then=save)
+
+
+def run_cell(
+    cell_folder: CellFolder,
+    observe: Observer,
+    shared: DenseCache,
+    *,
+    device: str | None = None,
+    then: Callable[[Result], object] = lambda _: None,
+) -> Result:
+    """Run a cell, resuming the work of an earlier process if there is any.
+
+    Args:
+        cell_folder: The cell, locked by this process.
+        observe: Receives the events of the run.
+        shared: Cache of results on dense models.
+        device: Overrides the device of the recipe.
+        then: Called with the result while the files of the run exist.
+    """
     recipe = _on_device(cell_folder.cell.recipe, device)
-    if keep:
-        check_output(cell_folder.model, dense=recipe.model, overwrite=True)
 
     def prune(restart: bool) -> Result:
         with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
             result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name)
-            if keep:
-                observe(Stage(WRITING))
-                result.save_pretrained(cell_folder.model, overwrite=True)
-        if not keep:
-            cell_folder.model.rmdir()
+            then(result)
+        with suppress(OSError):
+            cell_folder.model.rmdir()  # fails if the model was saved there
         return result
 
     try:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from sparsellm.data.in_memory import SOURCE, CalibrationData, is_plain_text
+from sparsellm.errors import InvalidSetting
 from sparsellm.runs.display import Display
 from sparsellm.runs.estimates import RunPlan
-from sparsellm.runs.events import Observer, combine_observers
+from sparsellm.runs.events import NextRun, Observer, combine_observers
 from sparsellm.runs.export import Result
+from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import named_model
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
-from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recipe_file import read_recipe, read_recipes, split_sparsity
 from sparsellm.runs.records import folder_path
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
@@ -24,24 +27,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@overload
+def prune(
+    model: str | Path | PreTrainedModel,
+    method: MethodName = ...,
+    sparsity: str | float | Pattern = ...,
+    *,
+    calibration: str | Path | CalibrationData | None = ...,
+    tokenizer: PreTrainedTokenizerBase | None = ...,
+    progress: bool = ...,
+    observe: Observer | None = ...,
+    **settings: Unpack[PruneSettings],
+) -> Result: ...
+@overload
+def prune(
+    model: str | Path,
+    method: MethodName = ...,
+    sparsity: list[Any] | tuple[Any, ...] = ...,
+    *,
+    calibration: str | Path | CalibrationData | None = ...,
+    progress: bool = ...,
+    observe: Observer | None = ...,
+    **settings: Unpack[PruneSettings],
+) -> list[Result]: ...
 @recipe_keywords(PruneSettings)
 def prune(
     model: str | Path | PreTrainedModel,
     method: MethodName = "sparsellm",
-    sparsity: str | float | Pattern = "50%",
+    sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] = "50%",
     *,
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: bool = False,
     observe: Observer | None = None,
     **settings: Unpack[PruneSettings],
-) -> Result:
+) -> Result | list[Result]:
     """Prune a model.
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
         method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
-        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights.
+        sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
+            what they share is computed once.
         calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,
             padded batches, a data set or a data loader (see `sparsellm.data.in_memory.read_in_memory`). Every method but
             magnitude needs it.
@@ -51,16 +78,28 @@ def prune(
         **settings: Any other field of `Recipe`.
 
     Returns:
-        The pruned model with its report.
+        The pruned model with its report; for several sparsities a list, with all models in memory.
 
     Raises:
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     fields, source = named_model(model, tokenizer)
     text, given = _calibration(calibration)
-    recipe = read_recipe({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
-    with Display("auto" if progress else "off") as display:
-        return run(recipe, combine_observers(display, observe), given=given, source=source)
+    recipes = read_recipes({**fields, **settings, "method": method, "sparsity": sparsity, "calibration": text})
+    several = bool(split_sparsity(sparsity))
+    if several and source is not None:
+        raise InvalidSetting(
+            f"A model in memory is pruned in place and can have one sparsity, got {len(recipes)}. Pass the model's folder."
+        )
+    with Display("auto" if progress else "off") as display, tempfile.TemporaryDirectory() as folder:
+        observer = combine_observers(display, observe)
+        if not several:
+            return run(recipes[0], observer, given=given, source=source)
+        shared, results = DenseCache(Path(folder)), []
+        for number, recipe in enumerate(recipes, 1):
+            observer(NextRun(number, len(recipes), recipe.sparsity))
+            results.append(run(recipe, observer, given=given, shared=shared))
+        return results
 
 
 @recipe_keywords(PruneSettings)

@@ -57,19 +57,24 @@ _NEEDS_TEXT = (
 )
 
 
+def parse_size(field: str, value: str) -> int:
+    """The bytes of a size such as 16GiB. Raises InvalidSetting, which names the field."""
+    with suppress(ValidationError):
+        # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
+        if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
+            return size
+    raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
+
+
 class RunRecipe(RunFields):
     """Settings that pruning and recovery share: dense model, calibration text, evaluation and hardware."""
 
     @field_validator("max_memory")
     @classmethod
     def _is_size(cls, value: str | None) -> str | None:
-        if value is None:
-            return value
-        with suppress(ValidationError):
-            # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
-            if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < _SIZE.validate_python(value) < 2**63:
-                return value
-        raise InvalidSetting(f"`max_memory` must be a size such as 16GiB or 500MB, got {value!r}.")
+        if value is not None:
+            parse_size("max_memory", value)
+        return value
 
     @property
     def memory_bytes(self) -> int | None:

@@ -118,7 +118,7 @@ class RecipeFields(RunFields):
     """The fields of `sparsellm.runs.recipe.Recipe`, which checks that they agree."""
 
     method: MethodName = _option("sparsellm", "Pruning method.")
-    sparsity: str = _option("50%", "Fraction to remove (70%, 0.7), or N:M for N of every M.")
+    sparsity: str = _option("50%", "Fraction to remove (70%, 0.7), or N:M for N of every M; several as 50%,60%.")
     as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
     effort: Literal["fast", "standard", "best"] = _option(
         "standard",

@@ -26,13 +26,41 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
     Raises:
         InvalidSetting: A field or value is invalid; the message has the field, its value and the nearest valid name.
     """
-    merged: dict[str, Any] = {}
-    if config is not None:
-        merged.update(read_yaml(Path(config)))
-    merged.update(settings)
+    return validated(Recipe, _merged(settings, config))
+
+
+def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) -> list[Recipe]:
+    """Read a recipe for each of one or several sparsities.
+
+    Args:
+        settings: As for `read_recipe`; `sparsity` may be a list, or a text with commas.
+        config: As for `read_recipe`.
+
+    Raises:
+        InvalidSetting: As `read_recipe`, and if two of the sparsities are equal.
+    """
+    merged = _merged(settings, config)
+    several = split_sparsity(merged.get("sparsity", ()))
+    recipes = [validated(Recipe, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(Recipe, merged)]
+    patterns = [recipe.sparsity for recipe in recipes]
+    if repeated := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
+        raise InvalidSetting(f"`sparsity` names {repeated[0]} {patterns.count(repeated[0])} times. Name each only once.")
+    return recipes
+
+
+def split_sparsity(value: Any) -> list[Any]:
+    """The sparsities in a recipe's value: the items of a list or of a text with commas; empty for one sparsity."""
+    if isinstance(value, str):
+        return value.split(",") if "," in value else []
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _merged(settings: Mapping[str, Any], config: str | Path | None) -> dict[str, Any]:
+    """The fields of a file and of the settings, which override it. Raises InvalidSetting if there is no model."""
+    merged = (read_yaml(Path(config)) if config is not None else {}) | dict(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: pass `model`, or set `model:` in the recipe file.")
-    return validated(Recipe, merged)
+    return merged
 
 
 def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:

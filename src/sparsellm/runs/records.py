@@ -120,6 +120,24 @@ class SavedPruning(Record):
     tasks: dict[str, SavedPair] = {}
 
 
+class SavedPoint(Record):
+    """A `Point` of a search."""
+
+    sparsity: Finite
+    effort: str
+    met: bool
+    perplexity: dict[str, Number] = {}
+    accuracy: dict[str, Finite] = {}
+    size: int | None = None
+
+
+class SavedSearch(Record):
+    """The target of a search, and the sparsities that it tried."""
+
+    target: str
+    points: list[SavedPoint]
+
+
 class SavedReport(Record):
     """A `Report` as `sparsellm.json` holds it."""
 
@@ -130,6 +148,7 @@ class SavedReport(Record):
     perplexity: dict[str, SavedPair]
     tasks: dict[str, SavedPair] = {}
     samples: dict[str, dict[str, str]] = {}
+    search: SavedSearch | None = None
     notes: list[str]
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite

@@ -56,6 +56,7 @@ class Report(Summarized):
         seconds: Duration of each stage.
         recovered: Result of training the whole model, if the run did.
         pruned: For a recovery, the report of the pruned checkpoint.
+        search: For a search, its target and the sparsities that were tried, as plain data.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
         peak_memory: Peak memory of this process so far, in bytes; the command line resets it before each run.
@@ -76,6 +77,7 @@ class Report(Summarized):
     seconds: dict[str, float] = field(default_factory=dict)
     recovered: TrainingResult | None = None
     pruned: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
@@ -188,6 +190,7 @@ class Report(Summarized):
             "recovered": asdict(self.recovered) if self.recovered else None,
             "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
             **({"pruned": self.pruned} if self.pruned else {}),
+            **({"search": self.search} if self.search else {}),
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 

@@ -1,0 +1,284 @@
+"""Search for the largest sparsity that meets a target, by bisection over runs that are cells of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
+from sparsellm.pruning.journal import JOURNAL
+from sparsellm.reports.sweep_file import Cell
+from sparsellm.reports.sweep_runner import CellFolder, run_cell
+from sparsellm.reports.target import Point, Target, packed_size
+from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
+from sparsellm.runs.export import Result, check_output
+from sparsellm.runs.fingerprint import DenseCache, contents, environment, model_fingerprint
+from sparsellm.runs.loading import OpenedModel, open_model
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_file import read_recipe, read_yaml, validated
+from sparsellm.runs.records import WORK, SavedReport
+from sparsellm.runs.report import Report
+from sparsellm.runs.workspace import locked
+from sparsellm.runtime.memory import human_bytes
+from sparsellm.solvers.patterns import Unstructured
+
+HIGHEST = 0.95
+"""The largest sparsity that is tried; beyond it, models of any size are far from the dense one."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search.
+
+    Attributes:
+        sparsity: The sparsity that was found.
+        target: What it meets, in words.
+        points: All sparsities that were tried, in increasing order, those with the final effort last.
+        report: Report of the last run, which wrote the output.
+        output: Folder of the output.
+    """
+
+    sparsity: float
+    target: str
+    points: tuple[Point, ...]
+    report: Report
+    output: Path
+
+    def __repr__(self) -> str:
+        return (
+            f"<Search: {Unstructured(self.sparsity)} has {self.target}, {len(self.points)} sparsities tried, in {self.output}>"
+        )
+
+
+def bisect(is_met: Callable[[int], bool], count: int) -> int:
+    """The largest of the numbers 1 to `count` that meets a target, if all smaller ones do and no larger one does; 0 for none.
+
+    If the order is not strict, the number meets the target, and the next one, if there is one, does not.
+    """
+    low, high = 0, count + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
+
+
+def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
+    """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow."""
+    bounds = ((read_yaml(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
+    return read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
+
+
+def search_sparsity(
+    recipe: Recipe, output: str | Path, target: Target, *, step: float, overwrite: bool, observe: Observer
+) -> Search:
+    """Find the largest sparsity that meets a target, by bisection with the effort "fast", and prune with the recipe's effort.
+
+    If the final run misses the target, the next smaller sparsity is pruned. For a size, the smallest sparsity that meets it is
+    computed and pruned. Repeated after an interruption, the search continues.
+
+    Args:
+        recipe: What to run; its sparsity is not used. Methods without efforts are searched as they are.
+        output: The folder to write.
+        target: What to meet.
+        step: Distance between sparsities, which are multiples of it up to `HIGHEST`.
+        overwrite: Replace an existing output.
+        observe: Receives the events of all runs.
+
+    Raises:
+        InvalidSetting: The recipe cannot be searched, or does not measure what the target needs.
+        TargetNotReached: No sparsity meets the target. Nothing is written.
+    """
+    grid = _sparsities(recipe, step)
+    recipe = _with_measurements(recipe, target)
+    check_output(output, overwrite, recipe.model)
+    with locked(output) as path:
+        if (path / WORK / JOURNAL).exists():
+            raise CannotResume(
+                f"{output} is an unfinished output of `prune`. Finish it with `resume`, or choose another output."
+            )
+        opened = open_model(recipe)
+        folder = path / WORK / f"search-{_digest(recipe, opened)}"
+        try:
+            return _Searcher(recipe, target, path, folder=folder, observe=observe).run(grid, opened)
+        except BaseException as error:
+            _clean_up(folder, error)
+            raise
+
+
+class _Searcher:
+    """A search in its folder of cells."""
+
+    def __init__(self, recipe: Recipe, target: Target, output: Path, *, folder: Path, observe: Observer) -> None:
+        self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
+        self._shared = DenseCache(folder / "dense", observe)
+        self._points: dict[tuple[bool, float], Point] = {}
+        self._sizes: dict[float, int] = {}
+        self._number, self._expected = 0, 1  # runs begun, and runs that the search takes
+
+    def run(self, grid: Sequence[float], opened: OpenedModel) -> Search:
+        """Find the sparsity among those of the grid, and write the output."""
+        if self._target.size is None:
+            self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
+            found = bisect(lambda number: self._try(grid[number - 1]).met, len(grid))
+            candidates = grid[:found][::-1]
+        else:
+            self._sizes = {sparsity: packed_size(self._recipe, opened, sparsity) for sparsity in grid}
+            candidates = [sparsity for sparsity in grid if self._sizes[sparsity] <= self._target.size][:1]
+        for sparsity in candidates:
+            if (result := self._finish(sparsity)) is not None:
+                return result
+            self._observe(Note(f"with the final effort, {Unstructured(sparsity)} misses the target: a smaller one follows"))
+        tried = self._sorted()
+        nearest = f"{Unstructured(grid[-1])} takes {human_bytes(self._sizes[grid[-1]])}" if self._sizes else tried[0].describe()
+        raise TargetNotReached(f"No sparsity has {self._target}: {nearest}. Nothing was written. Relax the target.", tried)
+
+    def _try(self, sparsity: float) -> Point:
+        """The point of a sparsity with the effort "fast", from its cell or from a run."""
+        cell_folder = self._cell(sparsity, _fast(self._recipe, self._target))
+        if not cell_folder.result.exists():
+            self._announce(cell_folder)
+            with cell_folder.taken():
+                cell_folder.finish(run_cell(cell_folder, self._observe, self._shared))
+        return self._finished_point(cell_folder, sparsity)
+
+    def _finish(self, sparsity: float) -> Search | None:
+        """Prune with the final effort, and write the output; None if it misses the target."""
+        cell_folder = self._cell(sparsity, self._recipe)
+        if cell_folder.result.exists() and not self._finished_point(cell_folder, sparsity).met:
+            return None  # an earlier process has seen it
+
+        def save(result: Result) -> None:
+            saved = SavedReport.model_validate_json(result.report.to_json())
+            if self._add(sparsity, self._recipe, saved).met:
+                result.report.search = {"target": str(self._target), "points": [asdict(point) for point in self._sorted()]}
+                self._observe(Stage(WRITING))
+                result.save_pretrained(self._output, overwrite=True)
+
+        self._announce(cell_folder)
+        with cell_folder.taken():
+            result = run_cell(cell_folder, self._observe, self._shared, then=save)
+            if result.report.search is None:
+                cell_folder.finish(result)
+                return None
+        return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output)
+
+    def _announce(self, cell_folder: CellFolder) -> None:
+        """Tell the observer that the run of a cell starts."""
+        self._number += 1
+        self._observe(NextRun(self._number, max(self._number, self._expected), cell_folder.cell.name))
+
+    def _cell(self, sparsity: float, recipe: Recipe) -> CellFolder:
+        """The folder of the run of a recipe at a sparsity."""
+        pattern = str(Unstructured(sparsity))
+        labels = {"sparsity": pattern, "effort": _effort(recipe)}
+        return CellFolder(self._folder, Cell(labels=labels, recipe=recipe.model_copy(update={"sparsity": pattern})))
+
+    def _finished_point(self, cell_folder: CellFolder, sparsity: float) -> Point:
+        """The point of a finished cell."""
+        report = cell_folder.outcome().report
+        assert report is not None
+        return self._add(sparsity, cell_folder.cell.recipe, report)
+
+    def _add(self, sparsity: float, recipe: Recipe, report: SavedReport) -> Point:
+        """Make a point from the report of a run. Raises TargetNotReached if the dense model itself misses the target."""
+        perplexity = {text: x.pruned.value if x.pruned else math.inf for text, x in report.perplexity.items()}
+        dense = {text: x.dense.value for text, x in report.perplexity.items() if x.dense}
+        accuracy = {task: x.pruned.value for task, x in report.tasks.items() if x.pruned}
+        dense_accuracy = {task: x.dense.value for task, x in report.tasks.items() if x.dense}
+        size = self._sizes.get(sparsity)
+        if size is None and not self._target.is_met(dense, dense, dense_accuracy):
+            figures = ", ".join(f"{value:.3g} on {task}" for task, value in dense_accuracy.items())
+            raise TargetNotReached(f"The dense model itself has not {self._target}: it has {figures}. Relax the target.")
+        point = Point(
+            sparsity,
+            _effort(recipe),
+            met=size is not None or self._target.is_met(perplexity, dense, accuracy),
+            perplexity=perplexity,
+            increase=max((perplexity[text] / dense[text] - 1 for text in dense), default=None),
+            accuracy=accuracy,
+            size=size,
+            seconds=report.seconds["total"],
+        )
+        self._points[recipe.effort == self._recipe.effort, sparsity] = point
+        return point
+
+    def _sorted(self) -> list[Point]:
+        """All points, in increasing order, those with the final effort last."""
+        return [self._points[key] for key in sorted(self._points)]
+
+
+def _sparsities(recipe: Recipe, step: float) -> list[float]:
+    """The sparsities to choose from, in increasing order: multiples of the step within the recipe's bounds."""
+    if not 0 < step <= 0.5:
+        raise InvalidSetting(f"`step` must be above 0% and at most 50%, got {100 * step:.10g}%.")
+    if recipe.allocation_rule not in ALLOCATIONS:
+        raise InvalidSetting(
+            f"`allocation` {recipe.allocation_rule} sets the sparsities itself, but a search needs a rule: "
+            f"{', '.join(ALLOCATIONS)}."
+        )
+    lowest, highest = recipe.bounds
+    values = [round(number * step, 12) for number in range(1, int(HIGHEST / step + 1e-9) + 1)]
+    result = [value for value in values if lowest <= value <= highest]
+    if not result:
+        raise InvalidSetting(
+            f"`allocation_bounds` {recipe.allocation_bounds} include no multiple of the step {100 * step:.10g}%."
+        )
+    return result
+
+
+def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
+    """The recipe with what the target measures. Raises InvalidSetting if there is no text to measure a perplexity on."""
+    if target.perplexity_increase is not None and not recipe.evaluate:
+        raise InvalidSetting("A perplexity needs a text to measure it on: pass `evaluate` with a file or the name of a text.")
+    return recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})
+
+
+def _has_efforts(recipe: Recipe) -> bool:
+    """Whether `effort` applies to the recipe's method."""
+    return recipe.method == "sparsellm" and not recipe.as_published
+
+
+def _effort(recipe: Recipe) -> str:
+    """The effort of a recipe, or its method."""
+    return recipe.effort if _has_efforts(recipe) else recipe.method
+
+
+def _fast(recipe: Recipe, target: Target) -> Recipe:
+    """The recipe of the runs before the last one: the effort "fast", and only the target is measured."""
+    fields = recipe.model_dump(exclude_defaults=True, exclude={"prompt", "task", "evaluate"})
+    if target.accuracy:
+        fields["task"] = tuple(target.accuracy)
+    else:
+        fields["evaluate"] = recipe.evaluate
+    if _has_efforts(recipe) and recipe.effort != "fast":
+        fields = {name: value for name, value in fields.items() if name not in ("solver", "scope", "gauss_newton_steps")}
+        fields["effort"] = "fast"
+    return validated(Recipe, fields)
+
+
+def _digest(recipe: Recipe, opened: OpenedModel) -> str:
+    """Digest of the files that the runs of a search read, and of the machine: runs on others do not count."""
+    assert isinstance(opened.source, Checkpoint)
+    files = [Path(text).expanduser() for text in (recipe.calibration, *recipe.evaluate) if text]
+    known = model_fingerprint(opened.source) | environment(opened.device)
+    known |= {str(file): contents(file) for file in files if file.is_file()}
+    return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _clean_up(folder: Path, error: BaseException) -> None:
+    """After an error, keep the folder if a run is finished or begun, with a note on how to continue, else remove it."""
+    error.__notes__ = [note for note in getattr(error, "__notes__", []) if "`resume`" not in note]
+    finished = len(list(folder.glob("cells/*/result.json")))
+    begun = any(folder.glob(f"cells/*/model/{WORK}/{JOURNAL}"))
+    if isinstance(error, TargetNotReached) or not (finished or begun):
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        error.add_note(f"{finished} sparsities are measured and kept: repeat the command to continue")

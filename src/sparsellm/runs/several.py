@@ -1,0 +1,140 @@
+"""Runs that are written to folders: one, or several that differ in their sparsity and share the dense model's results."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sparsellm.errors import CannotResume, OutputExists
+from sparsellm.pruning.journal import JOURNAL
+from sparsellm.runs.events import WRITING, Observer, Stage
+from sparsellm.runs.export import check_output, is_finished
+from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.records import WORK
+from sparsellm.runs.report import Report
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import recover_output, work_directory
+from sparsellm.runtime import collectives
+
+Folders = Mapping[Path, Recipe | RecoveryRecipe]
+"""The recipe of each output, by the folder that it is written to."""
+
+
+def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe]) -> Folders:
+    """The folder of each recipe's output: `output` itself for one, else a folder in it, "62.5" for 62.5% and "2-4" for 2:4."""
+    if len(recipes) == 1:
+        return {Path(output): recipes[0]}
+    return {
+        Path(output) / recipe.sparsity.removesuffix("%").replace(":", "-"): recipe
+        for recipe in recipes
+        if isinstance(recipe, Recipe)
+    }
+
+
+def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart: bool, overwrite: bool) -> None:
+    """Check that the outputs can be written.
+
+    Args:
+        output: The output, or the folder that holds several. That one may hold other folders, but no files.
+        folders: The outputs.
+        resume: Outputs that are finished are kept.
+        restart: Outputs of an unfinished command for several are replaced.
+        overwrite: Outputs of earlier runs are replaced.
+
+    Raises:
+        OutputExists: One exists, or the folder for several is a file or holds files.
+        CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set.
+        InvalidSetting: As `check_output`.
+    """
+    if len(folders) > 1:
+        path = Path(output).expanduser()
+        unfinished = (path / WORK).exists()
+        entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
+        if files := sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file()):
+            raise OutputExists(
+                f"{files[0]} is a file. Name a new folder for {len(folders)} outputs, or one that holds no files."
+            )
+        if unfinished and not resume and not restart:
+            raise CannotResume(f"{output} is unfinished. Pass `resume` to continue it, or `restart` to start over.")
+        overwrite = overwrite or (restart and unfinished)
+    for folder, recipe in folders.items():
+        recover_output(folder)
+        if not (resume and is_finished(folder)):
+            check_output(folder, overwrite, recipe.model)
+
+
+def run_into(
+    folder: Path,
+    recipe: Recipe | RecoveryRecipe,
+    observe: Observer,
+    *,
+    shared: DenseCache | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    overwrite: bool = False,
+) -> Report:
+    """Run a recipe and write its output.
+
+    Args:
+        folder: The folder to write.
+        recipe: What to run.
+        observe: Receives the events.
+        shared: Cache of results on dense models, shared with other runs.
+        resume: As for `work_directory`.
+        restart: As for `work_directory`.
+        overwrite: Replace an existing output.
+
+    Returns:
+        The report of the run.
+    """
+    name = f"{folder.parent.name}, {recipe.sparsity}" if shared and isinstance(recipe, Recipe) else None
+    with work_directory(folder, resume, restart) as work:
+        result = run(recipe, observe, work=work, shared=shared, name=name)
+        observe(Stage(WRITING))
+        result.save_pretrained(folder, overwrite)
+    report = result.report
+    del result
+    gc.collect()  # frees the model
+    return report
+
+
+@contextmanager
+def shared_results(output: str | Path, folders: Collection[Path], observer: Observer) -> Iterator[DenseCache | None]:
+    """A cache of the dense model's results for the runs that write several outputs, in the work folder of `output`; else None.
+
+    It is removed at the end. After an error it is kept if any output is begun, with a note on the error that says how to
+    resume.
+
+    Args:
+        output: The folder that holds the outputs.
+        folders: The folder of each output.
+        observer: Receives the events of the cache.
+    """
+    if len(folders) == 1:
+        yield None
+        return
+    work = Path(output).expanduser() / WORK
+    if collectives.is_main():
+        work.mkdir(parents=True, exist_ok=True)
+    try:
+        yield DenseCache(work / "dense", observer)
+    except BaseException as error:
+        if collectives.is_main():
+            _clean_up(work, folders, error)
+        raise
+    if collectives.is_main():
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:
+    """After an error, keep the work folder and note how to resume if any output is finished or begun; else remove it."""
+    if finished := sum(map(is_finished, folders)):
+        error.add_note(f"{finished} of {len(folders)} outputs are finished and kept: pass `resume` to continue")
+    if not any(folder.expanduser().exists() for folder in folders):
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            work.parent.rmdir()  # fails unless it is empty

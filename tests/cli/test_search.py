@@ -1,0 +1,259 @@
+"""Searches for a sparsity: bisection against brute force, whole searches on tiny models, interrupted ones, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.errors import InvalidSetting, TargetNotReached
+from sparsellm.methods import BlockResult
+from sparsellm.reports import search as searching
+from sparsellm.reports.search import bisect
+from sparsellm.reports.sweep_runner import CellFolder
+from sparsellm.reports.target import Target
+from sparsellm.runs.events import NextRun, Note
+from sparsellm.runs.records import load_report
+from tests.cli.test_bad_input import refused
+from tests.cli.test_several import compared
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def words(loud: dict[str, Path], text_file: Path) -> tuple[object, ...]:
+    """A search on the tiny Llama but for its output and target."""
+    texts = ("--calibration", text_file, "--evaluate", text_file, "--samples", 4, "--sequence-length", 32)
+    return (loud["llama"], *texts, "--evaluate-limit", 8, "--step", "10%")
+
+
+@pytest.fixture
+def settings(text_file: Path) -> dict[str, Any]:
+    """The same in Python."""
+    texts = {"calibration": text_file, "evaluate": str(text_file), "samples": 4, "sequence_length": 32}
+    return {**texts, "evaluate_limit": 8, "step": "10%"}
+
+
+def test_bisection_of_monotone_curves_finds_what_brute_force_finds() -> None:
+    """In as few trials as there are bits; also where all numbers meet the target, or none."""
+    for count in range(1, 40):
+        for largest in range(count + 1):
+            tried: list[int] = []
+
+            def is_met(number: int, largest: int = largest, tried: list[int] = tried) -> bool:
+                tried.append(number)
+                return number <= largest
+
+            assert bisect(is_met, count) == largest
+            assert len(tried) == len(set(tried)) <= math.ceil(math.log2(count + 1))
+
+
+def test_bisection_of_noisy_curves_ends_at_a_crossing() -> None:
+    """What it finds meets the target, and the next larger one does not."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        curve = torch.linspace(0, 1, 60) + 0.2 * torch.randn(60, generator=generator)
+        met = [True, *(curve <= 0.5).tolist(), False]
+        found = bisect(met.__getitem__, 60)
+        assert met[found]
+        assert not met[found + 1]
+
+
+def test_a_search_equals_single_runs(
+    words: tuple[object, ...], settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    """Each point is that of a run of its own, and so is the output; the curve stands in its report and in the page."""
+    pytest.importorskip("matplotlib")
+    del settings["step"]
+    curve = []
+    for percent in range(10, 100, 10):
+        report = sparsellm.prune(loud["llama"], sparsity=f"{percent}%", effort="fast", **settings).report
+        pair = next(iter(report.perplexity.values()))
+        curve.append(pair["pruned"].value / pair["dense"].value - 1)
+    limit = (curve[4] + curve[5]) / 2 if curve[4] < curve[5] else curve[4]
+    met = [increase <= limit for increase in curve]
+    expected = bisect(lambda number: met[number - 1], len(met))
+    out = tmp_path / "out"
+    done = command("search", *words, out, "--max-perplexity-increase", f"{100 * limit!r}%", "--json")
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    fast = [point for point in result["points"] if point["effort"] == "fast"]
+    assert all(point["increase"] == curve[round(10 * point["sparsity"]) - 1] for point in fast)
+    assert max(point["sparsity"] for point in fast if point["met"]) == pytest.approx(expected / 10)
+    assert {point["met"] for point in result["points"] if point["effort"] == "standard"} >= {True}
+    assert result["points"][-1]["sparsity"] <= expected / 10 + 1e-9
+    saved = load_report(out)
+    assert saved.search is not None
+    assert [point.sparsity for point in saved.search.points] == [point["sparsity"] for point in result["points"]]
+    assert command("verify", out, "--against", loud["llama"]).exit_code == 0
+    alone = sparsellm.prune(loud["llama"], sparsity=result["sparsity"], **settings).save_pretrained(tmp_path / "alone")
+    found, single = compared(out), compared(alone)
+    assert found["report"].pop("search")["target"] == result["target"]
+    assert found == single
+    assert "Sparsities that the search tried" in sparsellm.report(out).read_text(encoding="utf-8")
+
+
+def test_an_interrupted_search_repeats_no_finished_run(settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path) -> None:
+    """It ends as one that was not interrupted, and leaves nothing else."""
+    target = {"max_perplexity_increase": 0.3, "effort": "fast"}
+    whole = sparsellm.search(loud["opt"], tmp_path / "whole", **target, **settings)
+    runs: list[str] = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, NextRun):
+            runs.append(event.name)
+
+    def interrupt_after(blocks: int) -> Callable[[object], None]:
+        left = [blocks]
+
+        def interrupting(event: object) -> None:
+            observe(event)
+            left[0] -= isinstance(event, BlockResult)
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        return interrupting
+
+    for blocks in (4, 4):  # of three blocks each run
+        with pytest.raises(KeyboardInterrupt) as caught:
+            sparsellm.search(loud["opt"], tmp_path / "out", **target, **settings, observe=interrupt_after(blocks))
+        assert "repeat the command to continue" in caught.value.__notes__[-1]
+        assert not any("`resume`" in note for note in caught.value.__notes__)
+    result = sparsellm.search(loud["opt"], tmp_path / "out", **target, **settings, observe=observe)
+    assert len(runs) == len(set(runs)) + 2  # only the interrupted ones are begun again
+    assert [replace(point, seconds=0) for point in result.points] == [replace(point, seconds=0) for point in whole.points]
+    files = [load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", tmp_path / "out")]
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
+    settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, final = searching.run_cell, []
+
+    def worse(cell_folder: CellFolder, *given: Any, then: Callable[[Any], object] = lambda _: None) -> Any:
+        def with_loss(result: Any) -> None:
+            if cell_folder.cell.recipe.effort == "standard":
+                final.append(cell_folder.cell.recipe.sparsity)
+                for pair in result.report.perplexity.values() if len(final) == 1 else ():
+                    pair["pruned"] = replace(pair["pruned"], value=math.inf)
+            then(result)
+
+        return real(cell_folder, *given, then=with_loss)
+
+    monkeypatch.setattr(searching, "run_cell", worse)
+    seen: list[object] = []
+    result = sparsellm.search(loud["llama"], tmp_path / "out", max_perplexity_increase=1.0, **settings, observe=seen.append)
+    assert len(final) == 2
+    assert sparsellm.parse_pattern(final[1]).sparsity == result.sparsity
+    assert sparsellm.parse_pattern(final[0]).sparsity == pytest.approx(result.sparsity + 0.1)
+    assert any(isinstance(event, Note) and f"{final[0]} misses the target" in event.text for event in seen)
+    assert [point.met for point in result.points if point.effort == "standard"] == [True, False]
+    assert load_report(tmp_path / "out").recipe["sparsity"] == final[1]
+
+
+def test_an_unreachable_target_shows_the_curve_and_leaves_nothing(
+    words: tuple[object, ...], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "is_met", lambda self, perplexity, dense, accuracy: perplexity is dense)
+    done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "1%")
+    refused(done, "No sparsity has a perplexity increase of at most 1 %: 10% has")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["sparsity", "10", "20", "50"]
+    assert not (tmp_path / "out").exists()
+    done = command("search", *words, tmp_path / "out", "--max-perplexity-increase", "1%", "--json")
+    assert done.exit_code == 1
+    assert [point["sparsity"] for point in json.loads(done.stdout)["points"]] == [0.1, 0.2, 0.5]
+
+
+def test_a_dense_model_that_misses_the_target_ends_the_search_at_once(
+    settings: dict[str, Any], loud: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "is_met", lambda *_: False)
+    stages: list[object] = []
+    with pytest.raises(TargetNotReached, match="The dense model itself"):
+        sparsellm.search(loud["opt"], tmp_path / "out", max_perplexity_increase="1%", **settings, observe=stages.append)
+    assert sum(isinstance(event, NextRun) for event in stages) == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_size_is_met_by_the_smallest_sparsity(family: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    """The size counted in the output's tensors, layer by layer: a bit a weight, and the values that are not zero."""
+    itemsize = 2 if family == "opt" else 4
+
+    def size(folder: Path) -> int:
+        tensors, layers = load_file(folder / "model.safetensors"), {layer.name for layer in load_report(folder).layers}
+        pruned = [tensor for name, tensor in tensors.items() if name.removesuffix(".weight") in layers]
+        packed = sum(-(-tensor.numel() // 8) + int(tensor.count_nonzero()) * itemsize for tensor in pruned)
+        return packed + sum(tensor.nbytes for tensor in tensors.values()) - sum(tensor.nbytes for tensor in pruned)
+
+    files = {}
+    for percent in (40, 41):
+        result = sparsellm.prune(tiny[family], "magnitude", f"{percent}%")
+        files[percent] = size(result.save_pretrained(tmp_path / str(percent)))
+    limit = (files[40] + files[41]) // 2
+    result = sparsellm.search(tiny[family], tmp_path / "out", max_size=limit, method="magnitude")
+    assert result.sparsity == 0.41
+    assert size(tmp_path / "out") <= limit
+    with pytest.raises(TargetNotReached, match="95% takes"):
+        sparsellm.search(tiny[family], tmp_path / "none", max_size="1kB", method="magnitude")
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_targets_mean() -> None:
+    increase = Target.read("5%")
+    assert increase == Target.read(0.05) == Target.read("0.05")
+    assert increase.is_met({"a": 10.5, "b": 1.0}, {"a": 10.0, "b": 1.0}, {})
+    assert not increase.is_met({"a": 10.0, "b": 1.1}, {"a": 10.0, "b": 1.0}, {})
+    accuracy = Target.read(min_accuracy=["boolq:0.6", "rte:55%"])
+    assert accuracy == Target.read(min_accuracy={"boolq": 0.6, "rte": 0.55})
+    assert accuracy.is_met({}, {}, {"boolq": 0.6, "rte": 0.7})
+    assert not accuracy.is_met({}, {}, {"boolq": 0.7, "rte": 0.5})
+    assert Target.read(max_size="2MB") == Target.read(max_size=2_000_000)
+    with pytest.raises(InvalidSetting, match="got none"):
+        Target.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "Name one target"),
+        (("--max-perplexity-increase", "5%", "--max-size", "3MB"), "Name one target"),
+        (("--max-perplexity-increase", "5"), "must be a percentage such as 5%"),
+        (("--max-perplexity-increase", "-5%"), "must be a percentage such as 5%"),
+        (("--min-accuracy", "bolq:0.6"), "Did you mean 'boolq'?"),
+        (("--min-accuracy", "boolq:120%"), "must be at most 1, or 100%"),
+        (("--min-accuracy", "boolq"), "must be a percentage such as 5% or a fraction such as 0.05, got ''"),
+        (("--max-size", "large"), "`max_size` must be a size such as"),
+        (("--max-perplexity-increase", "5%", "--step", "0%"), "`step` must be above 0%"),
+        (("--max-perplexity-increase", "5%", "--allocation-bounds", "96%:97%"), "no multiple of the step"),
+        (("--max-perplexity-increase", "5%", "--allocation", "shares.yaml"), "sets the sparsities itself"),
+    ],
+)
+def test_wrong_searches_are_refused(
+    options: tuple[str, ...], message: str, words: tuple[object, ...], tmp_path: Path, command: Command
+) -> None:
+    refused(command("search", *words, tmp_path / "out", *options), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_search_needs_a_text_and_an_output_that_is_free(
+    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ("--max-perplexity-increase", "5%", "--calibration", text_file)
+    refused(command("search", loud["opt"], tmp_path / "out", *target), "pass --evaluate")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    refused(command("search", loud["opt"], tmp_path / "full", *target, "--evaluate", text_file), "exists")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(command("search", loud["opt"], tmp_path / "out", *target, "--evaluate", text_file), "one process")
