@@ -48,7 +48,7 @@ def smaller(words: list[str]) -> list[str]:
         del options[0]
     elif words[0] == "recover":
         options.append(["--steps", "2"])
-    elif words[0] not in ("prune", "plan") or "--calibration" not in words:
+    elif words[0] not in ("prune", "plan", "search") or "--calibration" not in words:
         return words
     return [*words, *(word for option in options for word in option)]
 

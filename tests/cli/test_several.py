@@ -151,7 +151,7 @@ def test_outputs_are_added_and_replaced_only_when_asked(tiny: dict[str, Path], t
 @pytest.mark.parametrize(
     ("sparsity", "message"),
     [
-        ("50%,0.5", "`sparsity` names 50% 2 times"),
+        ("50%,0.5", "--sparsity names 50% 2 times"),
         ("50%,", "must be a fraction, a percentage or N:M, got ''"),
         ("50%,120%", "must be in [0, 1), got '120%'"),
     ],

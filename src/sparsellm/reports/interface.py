@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""`sweep`, `report` and `compare` in Python."""
-=======
-"""`sweep`, `search` and `report` in Python."""
->>>>>>> a77f7ac (sparsellm search finds the largest sparsity for a target; prune takes several)
+"""`sweep`, `search`, `report` and `compare` in Python."""
 
 from __future__ import annotations
 
@@ -16,12 +12,8 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
-<<<<<<< HEAD
 from sparsellm.reports.page import comparison_page, page_name, report_page, write_figures
-=======
-from sparsellm.reports.page import page_name, report_page, write_figures
 from sparsellm.reports.search import Search, read_search, search_sparsity
->>>>>>> a77f7ac (sparsellm search finds the largest sparsity for a target; prune takes several)
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
 from sparsellm.reports.target import Target
