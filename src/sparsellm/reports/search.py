@@ -13,6 +13,7 @@ from typing import Any
 
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
+from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pruning.journal import JOURNAL
 from sparsellm.reports.sweep_file import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
@@ -144,7 +145,7 @@ class _Searcher:
         """The point of a sparsity with the effort "fast", from its cell or from a run."""
         cell_folder = self._cell(sparsity, _fast(self._recipe, self._target))
         if not cell_folder.result.exists():
-            self._announce(cell_folder)
+            self._announce(f"trying {Unstructured(sparsity)}")
             with cell_folder.taken():
                 cell_folder.finish(run_cell(cell_folder, self._observe, self._shared))
         return self._finished_point(cell_folder, sparsity)
@@ -162,7 +163,7 @@ class _Searcher:
                 self._observe(Stage(WRITING))
                 result.save_pretrained(self._output, overwrite=True)
 
-        self._announce(cell_folder)
+        self._announce(f"output at {Unstructured(sparsity)}")
         with cell_folder.taken():
             result = run_cell(cell_folder, self._observe, self._shared, then=save)
             if result.report.search is None:
@@ -170,10 +171,10 @@ class _Searcher:
                 return None
         return Search(sparsity, str(self._target), tuple(self._sorted()), result.report, self._output)
 
-    def _announce(self, cell_folder: CellFolder) -> None:
-        """Tell the observer that the run of a cell starts."""
+    def _announce(self, name: str) -> None:
+        """Tell the observer that a run starts."""
         self._number += 1
-        self._observe(NextRun(self._number, max(self._number, self._expected), cell_folder.cell.name))
+        self._observe(NextRun(self._number, max(self._number, self._expected), name))
 
     def _cell(self, sparsity: float, recipe: Recipe) -> CellFolder:
         """The folder of the run of a recipe at a sparsity."""
@@ -193,6 +194,10 @@ class _Searcher:
         dense = {text: x.dense.value for text, x in report.perplexity.items() if x.dense}
         accuracy = {task: x.pruned.value for task, x in report.tasks.items() if x.pruned}
         dense_accuracy = {task: x.dense.value for task, x in report.tasks.items() if x.dense}
+        for task in self._target.accuracy or ():
+            figure = report.tasks[task].pruned if task in report.tasks else None
+            if figure is None or not is_fraction(figure.metric):
+                raise InvalidSetting(f"`min_accuracy` names {task}, for which lm-eval computes no accuracy. Name another task.")
         size = self._sizes.get(sparsity)
         if size is None and not self._target.is_met(dense, dense, dense_accuracy):
             figures = ", ".join(f"{value:.3g} on {task}" for task, value in dense_accuracy.items())

@@ -8,8 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sparsellm.checkpoints.loading import Checkpoint
-from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.evaluation.measurements import SPLITS, TaskName
+from sparsellm.errors import InvalidSetting
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
 from sparsellm.runs.recipe import Recipe, parse_size
@@ -28,7 +27,7 @@ class Target:
     """
 
     perplexity_increase: float | None = None
-    accuracy: Mapping[TaskName, float] | None = None
+    accuracy: Mapping[str, float] | None = None
     size: int | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +50,10 @@ class Target:
         """
         increase = None if max_perplexity_increase is None else _fraction("max_perplexity_increase", max_perplexity_increase)
         items = min_accuracy.items() if isinstance(min_accuracy, Mapping) else _split(min_accuracy)
-        accuracy: dict[TaskName, float] = {}
+        accuracy: dict[str, float] = {}
         for task, value in items:
-            if task not in SPLITS:
-                raise InvalidSetting(f"`min_accuracy` needs TASK:ACCURACY, got the task {task!r}. {nearest(task, SPLITS)}")
+            if not task:
+                raise InvalidSetting(f"`min_accuracy` needs a task and an accuracy, as boolq:0.60; got {value!r}.")
             accuracy[task] = _fraction("min_accuracy", value)
             if accuracy[task] > 1:
                 raise InvalidSetting(f"`min_accuracy` must be at most 1, or 100%, got {value} for {task}.")
@@ -137,5 +136,5 @@ def _fraction(field: str, value: str | float) -> float:
 def _split(texts: Sequence[str] | str | None) -> Iterable[tuple[str, str]]:
     """Task and accuracy of each text "TASK:ACCURACY"."""
     for text in [texts] if isinstance(texts, str) else texts or ():
-        task, _, value = text.partition(":")
+        task, _, value = text.rpartition(":")
         yield task, value
