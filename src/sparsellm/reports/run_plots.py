@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from sparsellm.reports.figures import MARKS, SCALES, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
+from sparsellm.reports.measures import short_names, value_with_error
 from sparsellm.runs.records import SavedBlock, SavedLayer, SavedReport
 from sparsellm.solvers.patterns import Unstructured
 
@@ -44,7 +45,7 @@ def searched(report: SavedReport) -> Plot | None:
         return None
     name = short_names(points[0][0].perplexity or points[0][0].accuracy)
     label = f"{'perplexity' if points[0][0].perplexity else 'accuracy'} on {next(iter(name.values()))}"
-    figure = new_figure(5.4, 3.4)
+    figure = new_figure(WIDTH, 3.0)
     axes = figure.subplots()
     for effort in dict.fromkeys(x.effort for x, _ in points):
         xy = [(100 * x.sparsity, value) for x, value in points if x.effort == effort and math.isfinite(value)]
