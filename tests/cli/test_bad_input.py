@@ -144,6 +144,30 @@ def test_faulty_recipes(content: str, parts: tuple[str, ...], tmp_path: Path, co
 
 
 @pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda text: text[: len(text) // 2], ("cannot be read: it is not JSON",)),
+        (lambda text: '{"recipe": 3}', ("sparsellm.json is damaged", "recipe")),
+        (lambda text: text.replace('"sparsity": "50%"', '"sparsty": "50%"'), ("unknown field 'sparsty'", "'sparsity'")),
+    ],
+)
+def test_faulty_reports_as_recipes(
+    change: Callable[[str], str], parts: tuple[str, ...], tmp_path: Path, tiny: dict[str, Path], command: Command
+) -> None:
+    """A damaged report gives no recipe; nor does a folder without a report."""
+    out = tmp_path / "out"
+    assert command("prune", tiny["opt"], out, "--method", "magnitude").exit_code == 0
+    report = out / "sparsellm.json"
+    text = report.read_text(encoding="utf-8")
+    assert change(text) != text
+    report.write_text(change(text), encoding="utf-8")
+    for words in (("prune", "--config", report, tmp_path / "again"), ("plan", tiny["opt"], "--config", out)):
+        refused(command(*words), *parts)
+    refused(command("prune", "--config", tmp_path, tmp_path / "again"), "sparsellm.json cannot be read: No such file")
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
         ("short.txt", "too short", ("9 tokens", "32", "--sequence-length")),

@@ -178,6 +178,36 @@ def test_yaml_holds_the_same_fields_and_options_win(
     assert changed == printed.stdout.replace("3:4", "2:4")
 
 
+def test_saved_report_gives_the_recipe_of_its_run(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe read from a report is the run's; options win; local files that are not here have to be passed again."""
+    out, again = tmp_path / "out", tmp_path / "again"
+    words = (tiny["opt"], out, "--method", "wanda", "--sparsity", "3:4", "--include", "fc1", *QUICK, "--calibration", text_file)
+    assert command("prune", *words, "--evaluate", text_file, "--evaluate", "demo").exit_code == 0
+    printed = command("prune", *words, "--evaluate", text_file, "--evaluate", "demo", "--print-config").stdout
+
+    monkeypatch.chdir(tmp_path)
+    message = " ".join(command("prune", "--config", out / "sparsellm.json", again).stderr.split())
+    named = f"MODEL {tiny['opt'].name}, --calibration {text_file.name}, --evaluate {text_file.name}. Pass these settings again."
+    assert named in message
+    assert not again.exists()
+    plan = command("plan", tiny["opt"], "--config", out, "--calibration", text_file)
+    assert plan.exit_code == 1
+    assert f"exist here: --evaluate {text_file.name}." in " ".join(plan.stderr.split())
+
+    Path(text_file.name).symlink_to(text_file)
+    Path(tiny["opt"].name).symlink_to(tiny["opt"])
+    by_name = printed.replace(str(text_file), text_file.name).replace(str(tiny["opt"]), tiny["opt"].name)
+    assert by_name != printed
+    for config in (out, out / "sparsellm.json"):
+        assert command("prune", "--config", config, "--print-config").stdout == by_name
+    changed = command("prune", "--config", out, "--sparsity", "2:4", "--print-config").stdout
+    assert changed == by_name.replace("3:4", "2:4")
+    assert command("prune", "--config", out, again).exit_code == 0
+    assert all(torch.equal(weight, weights(out)[name]) for name, weight in weights(again).items())
+
+
 def test_overwrite_replaces_only_what_sparsellm_wrote(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """An output that exists is refused; with --overwrite it is replaced if a run wrote it, and only then."""
     out, foreign = tmp_path / "out", tmp_path / "foreign"

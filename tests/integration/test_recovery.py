@@ -313,4 +313,5 @@ def test_what_the_command_refuses(
     ran = command("recover", sound, tmp_path / "out", *words, *text, "--json")
     assert ran.exit_code == 0, ran.stderr
     assert json.loads(ran.stdout)["recipe"]["scope"] == "model"
+    refused(command("prune", "--config", tmp_path / "out", "--print-config"), "is the report of a recovery")
     assert command("recover", sound, tmp_path / "out", *words, *text, "--overwrite").exit_code == 0

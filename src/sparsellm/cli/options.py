@@ -176,7 +176,7 @@ Text = Annotated[
     typer.Option(metavar="TEXT", help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."),
 ]
 
-Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML); options override its fields.")]
+Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
 Resume = Annotated[
     bool,

@@ -193,7 +193,7 @@ def compare(
 
     Lists perplexity, accuracy, zeros, size, and the layers whose errors differ most.
 
-    Example: sparsellm compare opt-70 opt-80
+    Example: sparsellm compare opt-70 opt-70-recovered
     """
     with report_errors(context):
         from sparsellm.reports.interface import compare as compare_runs

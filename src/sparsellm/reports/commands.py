@@ -9,12 +9,8 @@ from typing import Any
 
 import yaml
 
-from sparsellm.checkpoints.files import DEMO
-from sparsellm.data.texts import NAMES
 from sparsellm.reports.sweep_file import Published, Sweep
-from sparsellm.runs.publication import OF_PATHS
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
 
 
 def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
@@ -53,19 +49,6 @@ def compare_command(runs: Sequence[str]) -> str:
 def exclude_options(layers: Sequence[str]) -> str:
     """The options with which `sparsellm prune` leaves layers dense."""
     return shlex.join([word for name in layers for word in ("--exclude", name)])
-
-
-def local_files(recipe: Recipe | RecoveryRecipe) -> list[str]:
-    """The values of a recipe that may be the last part of a local path, which outputs keep of it."""
-    names = []
-    for field in OF_PATHS:
-        value = getattr(recipe, field, None)
-        for name in (value,) if isinstance(value, str) else value or ():
-            known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
-            on_hub = field == "model" and ("/" in name or recipe.revision is not None)
-            if not (name in known or on_hub or name.startswith(DEMO)):
-                names.append(name)
-    return list(dict.fromkeys(names))
 
 
 def sweep_yaml(sweep: Sweep) -> str:

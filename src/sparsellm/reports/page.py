@@ -18,7 +18,6 @@ from sparsellm.errors import BadCheckpoint
 from sparsellm.reports.commands import (
     compare_command,
     exclude_options,
-    local_files,
     run_command,
     sweep_command,
     sweep_yaml,
@@ -33,7 +32,7 @@ from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.export import Result
 from sparsellm.runs.layer_costs import worst_layers_table
-from sparsellm.runs.publication import Paths
+from sparsellm.runs.publication import Paths, local_files
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
@@ -190,11 +189,16 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
             for x in report.layers
         ],
         "command": run_command(recipe, f"{name}-again"),
-        "inputs": local_files(recipe),
+        "inputs": _input_names(recipe),
         "file": "recipe.yaml",
         "settings": recipe.to_yaml(),
         "environment": report.environment,
     }
+
+
+def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
+    """The names of the local files that recipes read, each once."""
+    return list(dict.fromkeys(name for recipe in recipes for _, name in local_files(recipe)))
 
 
 def _sweep_content(path: Path) -> dict[str, Any]:
@@ -223,7 +227,7 @@ def _sweep_content(path: Path) -> dict[str, Any]:
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],
         "command": sweep_command("sweep.yaml", f"{name}-again", smoke=sweep.smoke),
-        "inputs": list(dict.fromkeys(file for cell in sweep.cells for file in local_files(cell.recipe))),
+        "inputs": _input_names(*(cell.recipe for cell in sweep.cells)),
         "file": "sweep.yaml",
         "settings": sweep_yaml(sweep),
         "environment": {},

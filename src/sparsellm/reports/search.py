@@ -24,7 +24,7 @@ from sparsellm.runs.fingerprint import DenseCache, contents, environment, model_
 from sparsellm.runs.loading import OpenedModel, open_model
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
-from sparsellm.runs.recipe_file import read_recipe, read_yaml, validated
+from sparsellm.runs.recipe_file import read_fields, read_recipe, validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
 from sparsellm.runs.workspace import locked
@@ -73,7 +73,7 @@ def bisect(is_met: Callable[[int], bool], count: int) -> int:
 
 def read_search(settings: Mapping[str, Any], config: str | Path | None = None) -> Recipe:
     """Read the recipe of a search, as `read_recipe` does; its sparsity is one that the other fields allow."""
-    bounds = ((read_yaml(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
+    bounds = ((read_fields(Path(config)) if config else {}) | dict(settings)).get("allocation_bounds")
     return read_recipe({**settings, "sparsity": str(bounds).split(":")[0] if bounds else "50%"}, config)
 
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from sparsellm.checkpoints.files import is_hub_name
+from sparsellm.checkpoints.files import DEMO, is_hub_name
+from sparsellm.data.texts import NAMES
 from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
 
 COMPONENT = r"[^\s/\"'`<>|,;:()\[\]{}*?\\]+"
 """Regular expression of one path component; a path ends at any other character."""
@@ -35,7 +37,7 @@ class Paths:
         for recipe, field in product(recipes, OF_PATHS):
             value = getattr(recipe, field, None)
             for path in (value,) if isinstance(value, str) else value or ():
-                if not is_hub_name(path) if field == "model" else _is_file(path):
+                if not is_hub_name(path) if field == "model" else is_file(path):
                     self._add(path)
         for folder in (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)):
             for path in (str(folder), str(folder.resolve())):
@@ -95,7 +97,20 @@ class Paths:
         return parts[-1] if local else match[0]
 
 
-def _is_file(path: str) -> bool:
+def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
+    """Fields and values of a recipe that may be the last part of a local path, which outputs keep of it."""
+    values = []
+    for field in OF_PATHS:
+        value = getattr(recipe, field, None)
+        for name in (value,) if isinstance(value, str) else value or ():
+            known = (*NAMES, *ALLOCATIONS) if field in ("calibration", "evaluate", "allocation") else ()
+            on_hub = field == "model" and ("/" in name or recipe.revision is not None)
+            if not (name in known or on_hub or name.startswith(DEMO)):
+                values.append((field, name))
+    return values
+
+
+def is_file(path: str) -> bool:
     """Whether a recipe's value is a path, and not the name of a text or of an allocation rule."""
     try:
         return Path(path).expanduser().is_absolute() or Path(path).expanduser().exists()

@@ -1,4 +1,4 @@
-"""Reading of recipes from settings and YAML files, with short error messages."""
+"""Reading of recipes from settings, YAML files and saved reports, with short error messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from sparsellm.data.json_files import Unreadable, check_value
+from sparsellm.data.json_files import Unreadable, check_value, is_path
 from sparsellm.data.yaml_files import read_mapping
 from sparsellm.errors import InvalidSetting, nearest, printable
+from sparsellm.runs.publication import is_file, local_files
 from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.records import load_report
 
 Kind = TypeVar("Kind", bound=RunRecipe)
 
@@ -21,12 +23,16 @@ def read_recipe(settings: Mapping[str, Any], config: str | Path | None = None) -
 
     Args:
         settings: Recipe fields; they override those of the file.
-        config: YAML file with recipe fields.
+        config: YAML file with recipe fields, or a saved report: a sparsellm.json or the folder that has it.
 
     Raises:
-        InvalidSetting: A field or value is invalid; the message has the field, its value and the nearest valid name.
+        InvalidSetting: A field or value is invalid; the message has the field, its value and the nearest valid name. Or
+            a report names local files that do not exist here.
+        BadCheckpoint: The report is missing or damaged.
     """
-    return validated(Recipe, _merged(settings, config))
+    recipe = validated(Recipe, _merged(settings, config))
+    _check_files(recipe, settings, config)
+    return recipe
 
 
 def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) -> list[Recipe]:
@@ -38,10 +44,12 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) 
 
     Raises:
         InvalidSetting: As `read_recipe`, and if two of the sparsities are equal.
+        BadCheckpoint: As `read_recipe`.
     """
     merged = _merged(settings, config)
     several = split_sparsity(merged.get("sparsity", ()))
     recipes = [validated(Recipe, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(Recipe, merged)]
+    _check_files(recipes[0], settings, config)
     patterns = [recipe.sparsity for recipe in recipes]
     if repeated := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
         raise InvalidSetting(f"`sparsity` names {repeated[0]} {patterns.count(repeated[0])} times. Name each only once.")
@@ -57,10 +65,21 @@ def split_sparsity(value: Any) -> list[Any]:
 
 def _merged(settings: Mapping[str, Any], config: str | Path | None) -> dict[str, Any]:
     """The fields of a file and of the settings, which override it. Raises InvalidSetting if there is no model."""
-    merged = (read_yaml(Path(config)) if config is not None else {}) | dict(settings)
+    merged = (read_fields(Path(config)) if config is not None else {}) | dict(settings)
     if "model" not in merged:
         raise InvalidSetting("There is no model: pass `model`, or set `model:` in the recipe file.")
     return merged
+
+
+def _check_files(recipe: Recipe, settings: Mapping[str, Any], config: str | Path | None) -> None:
+    """Raise InvalidSetting if a report, which has only the last component of local paths, names files that are not here."""
+    if config is not None and _is_report(Path(config)):
+        files = [(field, name) for field, name in local_files(recipe) if field not in settings]
+        if missing := [f"`{field}` {printable(name, 80)}" for field, name in files if not is_file(name)]:
+            raise InvalidSetting(
+                f"{config} names local files without their folders, and these do not exist here: {', '.join(missing)}. "
+                "Pass these settings again."
+            )
 
 
 def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
@@ -74,15 +93,23 @@ def validated(kind: type[Kind], settings: Mapping[str, Any]) -> Kind:
         raise InvalidSetting(explain(error.errors()[0], kind.model_fields)) from None
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the fields of a recipe file. Raises InvalidSetting for an unknown field."""
-    content = read_mapping(path, "recipe")
+def read_fields(path: Path) -> dict[str, Any]:
+    """Read the fields of a recipe file or of a report's recipe. Raises InvalidSetting for an unknown field."""
+    saved = _is_report(path)
+    content = load_report(path).recipe if saved else read_mapping(path, "recipe")
+    if saved and "pruned" in content:
+        raise InvalidSetting(f"{path} is the report of a recovery: name the report of a pruning run.")
     for key in content:
         if str(key) not in Recipe.model_fields:
             raise InvalidSetting(
                 f"The recipe {path} has an unknown field {str(key)!r}. {nearest(str(key), Recipe.model_fields)}"
             )
     return content
+
+
+def _is_report(path: Path) -> bool:
+    """Whether a recipe is read from a report rather than from YAML."""
+    return path.suffix == ".json" or (is_path(str(path)) and path.is_dir())
 
 
 def explain(error: Any, fields: Collection[str]) -> str:
