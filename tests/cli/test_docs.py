@@ -137,6 +137,16 @@ def test_every_example_runs(
     assert ran or page.name == "CONTRIBUTING.md"
 
 
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if page.name != "cli.md"]
+)
+def test_commands_and_examples_fit_the_site(page: Path) -> None:
+    """A code block of the site has 80 columns in a window of 1280 pixels."""
+    for language, content in fences(page):
+        for line in content.splitlines() if language in ("bash", "python") else ():
+            assert len(line) <= 80, line
+
+
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
 def test_every_link_leads_somewhere(page: Path) -> None:
     """Relative links name files that are there."""
