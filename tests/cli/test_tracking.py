@@ -81,6 +81,7 @@ def by_name(rows: list[tuple[int, dict[str, Any]]]) -> dict[str, list[tuple[int,
 
 def test_an_own_tracker_is_told_everything(tiny: dict[str, Path], text_file: Path) -> None:
     """The recipe, charts over the blocks, epochs, perplexities, totals and notes, under the steps of the blocks."""
+    PartialState._reset_state()  # lm-eval leaves it behind in other tests
     own, said = Recorder(), []
     settings = {"calibration": text_file, "samples": 1, "sequence_length": 32, "evaluate": (str(text_file),)}
     report = sparsellm.prune(tiny["llama"], observe=Tracked(own, observer=said.append), **settings).report
