@@ -83,7 +83,7 @@ class RunFields(BaseModel):
     )
 
     calibration: str | None = _option(
-        None, "Calibration text: c4, wikitext2, ptb, demo, or a file: .txt, .raw, .csv, .json, .jsonl, .gz of these, .parquet."
+        None, "Calibration text: c4, wikitext2, ptb, demo, or a .txt, .csv, .json, .jsonl, .parquet or .gz file."
     )
     text_field: str | None = _data(
         None, "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.", "text, or else messages"
