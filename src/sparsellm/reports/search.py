@@ -103,7 +103,7 @@ def search_sparsity(
     with locked(output) as path:
         if (path / WORK / JOURNAL).exists():
             raise CannotResume(
-                f"{output} is an unfinished output of `prune`. Finish it with `resume`, or choose another output."
+                f"{output} is the unfinished output of a pruning run. Finish that run, or choose another output."
             )
         opened = open_model(recipe)
         folder = path / WORK / f"search-{_digest(recipe, opened)}"
