@@ -1,4 +1,4 @@
-"""Memory and time of pruning well-known models, as `sparsellm plan` estimates them: docs/popular-models.md.
+"""Memory and operations of pruning well-known models, as `sparsellm plan` estimates them: docs/popular-models.md.
 
     python benchmarks/popular_models.py measure    # two minutes; needs neither the models nor a network
     python benchmarks/popular_models.py table
@@ -23,7 +23,6 @@ from measuring import (
     arguments,
     markdown_table,
     measure_or_show,
-    processor,
     program,
     read_figures,
     record,
@@ -139,14 +138,13 @@ def measure() -> None:
                     "memory": max(stage["memory"]["cpu"] for stage in stages),
                     "files": max(stage["files"] for stage in stages),
                     "operations": sum(stage["operations"] for stage in stages),
-                    "seconds": sum(stage["seconds"] for stage in stages),
                 }
-            record(FILE, name, {"bytes": size, "processor": processor(), "plans": plans})
+            record(FILE, name, {"bytes": size, "plans": plans})
 
 
 def table() -> list[str]:
-    """By model and method: the size of the weights, and the memory, disk space, operations and time of pruning."""
-    head = ("model", "weights", "run", "memory", "disk", "operations", "time on two cores")
+    """By model and method: the size of the weights, and the memory, disk space and operations of pruning."""
+    head = ("model", "weights", "run", "memory", "disk", "operations")
     rows = []
     measured = read_figures(FILE)
     for name in MODELS:
@@ -154,9 +152,7 @@ def table() -> list[str]:
         for run, plan in figures["plans"].items():
             sizes = (f"{plan[part] / 2**30:.1f} GiB" for part in ("memory", "files"))
             work = f"{plan['operations'] / 1e15:.2f} PFLOP"
-            rows.append(
-                [f"`{name}`", f"{figures['bytes'] / 1e9:.1f} GB", run, *sizes, work, f"{plan['seconds'] / 3600:,.1f} h"]
-            )
+            rows.append([f"`{name}`", f"{figures['bytes'] / 1e9:.1f} GB", run, *sizes, work])
     return markdown_table(head, rows, left=(0, 2))
 
 
