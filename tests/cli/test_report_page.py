@@ -321,11 +321,11 @@ def test_commands_give_their_recipe(fields: dict[str, Any], command: Command) ->
 def test_a_recovery_s_command_gives_its_recipe(run_folder: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     fields = {"model": "demo:opt", "pruned": str(run_folder), "calibration": "demo", "scope": "block", "prompt": ["It's"]}
     recipe = validated(RecoveryRecipe, fields)
-    written: list[RecoveryRecipe] = []
-    monkeypatch.setattr(cli_prune, "_write", lambda context, recipe, *_, **__: written.append(recipe))
+    written: list[list[RecoveryRecipe]] = []
+    monkeypatch.setattr(cli_prune, "_write", lambda context, recipes, *_, **__: written.append(recipes))
     done = command(*typed(run_command(recipe, "out-again")))
     assert done.exit_code == 0, done.stderr
-    assert written == [recipe]
+    assert written == [[recipe]]
 
 
 @pytest.mark.parametrize("smoke", [False, True])
