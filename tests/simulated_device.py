@@ -303,6 +303,9 @@ class DeviceModule:
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return FREE, FREE
 
+    def memory_allocated(self, device: object = None) -> int:
+        return 0
+
     def max_memory_allocated(self, device: object = None) -> int:
         return 0
 

@@ -88,7 +88,7 @@ def _render(content: dict[str, Any]) -> str:
     # The texts come from models, files and prompts, so all are escaped.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters.update(base64=lambda text: b64encode(text.encode()).decode(), words=_word_columns)
-    environment.filters["unbroken"] = lambda text: text.replace(" %", "\N{NO-BREAK SPACE}%")
+    environment.filters["unbroken"] = lambda text: str(text).replace(" %", "\N{NO-BREAK SPACE}%")
     template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return template.render(content) + "\n"
 
@@ -146,7 +146,9 @@ def verdict(report: SavedReport, verified: bool) -> str:
 def _word_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     """The columns of a table that hold words, and not numbers, in every row."""
     return [
-        column for column, cells in enumerate(zip(*rows, strict=False)) if not any(x[:1] in set("0123456789+-") for x in cells)
+        column
+        for column, cells in enumerate(zip(*rows, strict=False))
+        if not any(str(x)[:1] in set("0123456789+-") for x in cells)
     ]
 
 
