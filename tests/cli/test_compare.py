@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.reports.compare import Comparison, read_comparison
-from sparsellm.runs.records import SavedReport
+from sparsellm.reports.page import comparison_page
+from sparsellm.runs.records import SavedFigure, SavedPair, SavedReport
 from sparsellm.runtime.memory import human_bytes
 
 Command = Callable[..., Result]
@@ -124,6 +126,25 @@ def test_the_command_prints_and_writes(runs: Path, tmp_path: Path, command: Comm
     assert pruned
     assert data["runs"][0]["figures"]["perplexity words.txt"]["value"] == pruned.value
     assert data["runs"][0]["bytes"] == (runs / "half" / "model.safetensors").stat().st_size
+
+
+def test_the_command_of_the_page_names_folders(runs: Path, sweep_folder: Path) -> None:
+    """Also for the cells of a sweep, which are no folders to pass."""
+    page = comparison_page(read_comparison([sweep_folder, runs / "two-four"]))
+    assert "<pre>sparsellm compare cells two-four</pre>" in page
+
+
+def test_metrics_that_are_no_fractions_are_not_in_per_cent(runs: Path) -> None:
+    """A task's value is shown as its report shows it."""
+    comparison = read_comparison([runs / "half", runs / "two-four"])
+    tasks = {
+        "boolq": SavedPair(pruned=SavedFigure(value=0.5, standard_error=None)),
+        "wikitext": SavedPair(pruned=SavedFigure(value=12.5, standard_error=None, metric="word_perplexity")),
+    }
+    first = replace(comparison.runs[0], report=comparison.runs[0].report.model_copy(update={"tasks": tasks}))
+    head, lines = next(iter(replace(comparison, runs=(first, comparison.runs[1])).tables().values()))
+    shown = dict(zip(head, lines[1], strict=False))
+    assert (shown["boolq"], shown["wikitext"]) == ("50.00 %", "12.50")
 
 
 def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path, command: Command) -> None:

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.loading import context_length
 from sparsellm.data.texts import read_text
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.runs.records import read_output
+from sparsellm.runs.outputs import read_output
 
 Command = Callable[..., Result]
 

@@ -32,9 +32,10 @@ from sparsellm.reports.sweep_runner import CellFolder, saved_sweep
 from sparsellm.reports.sweep_runner import _open as save_sweep
 from sparsellm.runs.inspection import inspect, planned_patterns
 from sparsellm.runs.loading import check_vocabulary
+from sparsellm.runs.outputs import foreign_file, read_finished
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import read_recipe
-from sparsellm.runs.records import foreign_file, load_report, read_finished
+from sparsellm.runs.records import load_report
 from sparsellm.solvers.patterns import parse_pattern
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, fuzz, mutated, replaced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
@@ -9,12 +10,12 @@ from pathlib import PurePath
 from sparsellm.errors import printable
 
 
-class Summarized:
+class Summarized(ABC):
     """A result that prints in a few lines, and as a table in notebooks, since everything in it would fill pages."""
 
+    @abstractmethod
     def summary(self) -> dict[str, str]:
         """The lines, by their names."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return printable("\n".join(f"{name}: {value}" for name, value in self.summary().items()))

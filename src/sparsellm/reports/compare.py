@@ -6,13 +6,15 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.reports.measures import measures, short_names, value_with_error
+from sparsellm.evaluation.measurements import is_fraction
+from sparsellm.reports.measures import Figure, figure_of, measures, short_names
 from sparsellm.reports.sweep_runner import CellFolder, is_sweep, read_outcomes, saved_sweep
-from sparsellm.runs.records import REPORT, SavedFigure, SavedPair, SavedReport, folder_path, load_report
+from sparsellm.runs.records import REPORT, SavedPair, SavedReport, folder_path, load_report
 from sparsellm.runtime.memory import human_bytes
 
 WEIGHTS = (".safetensors", ".bin")
@@ -65,6 +67,17 @@ class ComparedRun:
         }
 
     @property
+    def figures(self) -> dict[Sequences | str, Figure]:
+        """What was measured of the pruned and the dense model: on texts by their sequences, on tasks by their names."""
+        on_texts = {key: figure_of(pair) for key, pair in self.perplexities.items() if pair.pruned}
+        on_tasks = {
+            task: figure_of(pair, share=is_fraction(pair.pruned.metric))
+            for task, pair in self.report.tasks.items()
+            if pair.pruned
+        }
+        return dict(chain[tuple[Sequences | str, Figure]](on_texts.items(), on_tasks.items()))
+
+    @property
     def errors(self) -> dict[str, float]:
         """Relative error by layer."""
         return {layer.name: layer.error for layer in self.report.layers}
@@ -76,11 +89,13 @@ class Comparison:
 
     Attributes:
         model: Name of the dense model.
+        folders: The folders that were read, without their parents where that is unambiguous.
         runs: The runs.
         notes: What limits the comparison, as sentences.
     """
 
     model: str
+    folders: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     notes: tuple[str, ...]
 
@@ -92,19 +107,18 @@ class Comparison:
         head = ["run", "method", "sparsity", "zeros"]
         for text, windows, length in columns:
             head += [text if names.count(text) == 1 else f"{text}, {windows} x {length}", "change"]
-        pairs = [{**run.report.tasks, **run.perplexities} for run in self.runs]
-        dense = {key: pair.dense for by_key in reversed(pairs) for key, pair in by_key.items() if pair.dense}
+        figures = [run.figures for run in self.runs]
+        dense = {key: figure.dense for by_key in reversed(figures) for key, figure in by_key.items() if figure.dense}
         line = ["dense", "", "", ""]
-        line += [cell for key in columns for cell in (_shown(dense.get(key)), "")]
-        lines = [[*line, *(_shown(dense.get(task), 100) for task in tasks), "", ""]]
-        for run, by_key in zip(self.runs, pairs, strict=True):
+        line += [cell for key in columns for cell in (_measured(dense.get(key)), "")]
+        lines = [[*line, *(_measured(dense.get(task)) for task in tasks), "", ""]]
+        for run, by_key in zip(self.runs, figures, strict=True):
             totals, errors = run.report.totals, [error for error in run.errors.values() if math.isfinite(error)]
             pattern = run.report.recipe.get("sparsity") or f"{100 * totals.sparsity_of_pruned_layers:.3g}%"
             line = [run.name, run.method, str(pattern), f"{100 * totals.sparsity_of_model:.1f} %"]
             for key in columns:
-                pair = by_key.get(key, SavedPair())
-                line += [_shown(pair.pruned), _change(pair)]
-            line += [_shown(by_key.get(task, SavedPair()).pruned, 100) for task in tasks]
+                line += [_measured(by_key.get(key)), by_key[key].change_text or "-" if key in by_key else "-"]
+            line += [_measured(by_key.get(task)) for task in tasks]
             line += [
                 f"{statistics.median(errors):.3g}" if errors else "-",
                 "-" if run.bytes is None else human_bytes(run.bytes),
@@ -112,7 +126,7 @@ class Comparison:
             lines.append(line)
         layers = self._layers()
         shown = {"Layers whose errors differ most": (["layer", *(run.name for run in self.runs)], layers)} if layers else {}
-        return {f"Pruned from {self.model}": ([*head, *(f"{task}, %" for task in tasks), "error", "size"], lines)} | shown
+        return {f"Pruned from {self.model}": ([*head, *tasks, "error", "size"], lines)} | shown
 
     def _layers(self) -> list[list[str]]:
         """The layers with the largest ratio between the errors of two runs, and the error of each run."""
@@ -167,7 +181,7 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
         raise InvalidSetting(
             f"{one.name} and {another.name} are pruned from different models, {kind}. Compare runs of one model."
         )
-    return Comparison(next(iter(models))[0], tuple(runs), tuple(_notes(runs, open_cells)))
+    return Comparison(next(iter(models))[0], tuple(names.values()), tuple(runs), tuple(_notes(runs, open_cells)))
 
 
 def results_folder(folder: str | Path) -> Path:
@@ -224,12 +238,6 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
         yield f"Not finished and left out: {', '.join(open_cells)}."
 
 
-def _shown(figure: SavedFigure | None, scale: float = 1) -> str:
-    """A figure with its standard error."""
-    error = figure and figure.standard_error
-    return "-" if figure is None else value_with_error(scale * figure.value, scale * error if error else None)
-
-
-def _change(pair: SavedPair) -> str:
-    """How much larger the pruned perplexity is than the dense one."""
-    return f"{100 * (pair.pruned.value / pair.dense.value - 1):+.1f} %" if pair.dense and pair.pruned else "-"
+def _measured(figure: Figure | None) -> str:
+    """A figure with its standard error, or a dash."""
+    return figure.measured if figure else "-"

@@ -112,10 +112,10 @@ def measures(report: SavedReport) -> dict[str, Figure]:
 def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
     """The perplexities and accuracies in a report, by the name of the measure."""
     names = short_names(report.perplexity)
-    figures = {f"perplexity {names[text]}": _pruned(pair) for text, pair in report.perplexity.items() if pair.pruned}
+    figures = {f"perplexity {names[text]}": figure_of(pair) for text, pair in report.perplexity.items() if pair.pruned}
     on_tasks = {task: (x.metric, pair) for task, pair in report.tasks.items() if (x := pair.pruned)}
     for task, (metric, pair) in on_tasks.items():
-        figures[f"{measure_of(metric)} {task}"] = _pruned(pair, share=is_fraction(metric))
+        figures[f"{measure_of(metric)} {task}"] = figure_of(pair, share=is_fraction(metric))
     accuracies = [figure for name, figure in figures.items() if name.startswith("accuracy ")]
     if len(accuracies) > 1:
         dense = [x.dense for x in accuracies if x.dense]
@@ -124,8 +124,8 @@ def evaluations(report: SavedReport | SavedPruning) -> dict[str, Figure]:
     return figures
 
 
-def _pruned(pair: SavedPair, *, share: bool = False) -> Figure:
-    """The pruned model's measurement, with the dense model's."""
+def figure_of(pair: SavedPair, *, share: bool = False) -> Figure:
+    """The pruned model's measurement, which must exist, with the dense model's. share: whether it is shown in per cent."""
     dense, pruned = (Figure(x.value, x.standard_error, share=share) if x else None for x in (pair.dense, pair.pruned))
     assert pruned
     return replace(pruned, dense=dense)

@@ -240,7 +240,7 @@ def _sparsities(recipe: Recipe, step: float) -> list[float]:
 
 
 def _with_measurements(recipe: Recipe, target: Target) -> Recipe:
-    """The recipe with what the target measures. Raises InvalidSetting if there is no text to measure a perplexity on."""
+    """Add the tasks of the target to the recipe. Raises InvalidSetting if the target is a perplexity and no text is given."""
     if target.perplexity_increase is not None and not recipe.evaluate:
         raise InvalidSetting("A perplexity needs a text to measure it on: pass `evaluate` with a file or the name of a text.")
     return recipe.model_copy(update={"task": tuple(dict.fromkeys([*recipe.task, *(target.accuracy or ())]))})

@@ -48,13 +48,13 @@ class Display:
 
     def __init__(self, mode: Mode = "auto", edit: Callable[[str], str] = str) -> None:
         self._progress, self._edit = Progress(), edit
-        self._output = _output(mode)
+        self._renderer = _renderer(mode)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def __enter__(self) -> Display:
-        if isinstance(self._output, Plain):
+        if isinstance(self._renderer, Plain):
             self._ticker.start()
         return self
 
@@ -62,26 +62,26 @@ class Display:
         self._stopped.set()
         if self._ticker.is_alive():
             self._ticker.join()
-        self._output.close(self._progress.state() if error is None else None)
+        self._renderer.close(self._progress.state() if error is None else None)
 
     def __call__(self, event: Event) -> None:
         """Display one event."""
         with self._lock:
             self._progress(event)
             if isinstance(event, Note):
-                self._output.note(self._edit(event.text))
+                self._renderer.note(self._edit(event.text))
             elif isinstance(event, Measured):
-                self._output.result(event)
-            self._output.show(self._progress.state(), begins=isinstance(event, (Stage, NextRun)))
+                self._renderer.result(event)
+            self._renderer.show(self._progress.state(), begins=isinstance(event, (Stage, NextRun)))
 
     def _tick(self) -> None:
         """Display the passing of time while a stage computes."""
         while not self._stopped.wait(REFRESH_SECONDS):
             with self._lock:
-                self._output.show(self._progress.state(), begins=False)
+                self._renderer.show(self._progress.state(), begins=False)
 
 
-class Output(Protocol):
+class Renderer(Protocol):
     """One of the forms of the display."""
 
     def show(self, state: State, *, begins: bool) -> None:
@@ -208,7 +208,7 @@ class Notebook(Plain):
             self._handle.update(self._html(f'<progress value="1" max="1"></progress> {text}'))
 
 
-def _output(mode: Mode) -> Output:
+def _renderer(mode: Mode) -> Renderer:
     """The form of the display for a mode. It writes to the stream that is stderr now, also while that is redirected."""
     console = Console(file=sys.stderr, emoji=False, markup=False, quiet=mode == "off", force_jupyter=False)
     if mode in ("quiet", "off"):

@@ -62,7 +62,7 @@ class RunPlan(Summarized):
     each_layer: Sequence[PlannedLayer] = ()  # every linear layer of the blocks; empty from `estimate`
 
     def summary(self) -> dict[str, str]:
-        """What is planned, what it takes, and whether that fits, each in one line."""
+        """Three lines: the layers and method, the memory and disk space, and the time with whether the run fits."""
         peak, memory = self.peak, human_bytes(self.placement.memory)
         what = f"{PurePath(self.recipe.model).name}, {sum(self.layers.values())} layers in {self.blocks} blocks"
         needs = f"{human_bytes(peak.data_bytes)} of {memory} on {self.device} while {peak.stage}"

@@ -24,8 +24,9 @@ from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.events import LOG, EventLog
+from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_settings
-from sparsellm.runs.records import CARD, REPORT, WORK, foreign_file
+from sparsellm.runs.records import CARD, REPORT, WORK
 from sparsellm.runs.report import Report, strict_json
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runs.workspace import aside, replacing

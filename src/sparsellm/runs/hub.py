@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm import __version__
 from sparsellm.errors import AccessDenied, InvalidSetting, OutputExists, Unreachable, first_line
-from sparsellm.runs.records import read_finished
+from sparsellm.runs.outputs import read_finished
 from sparsellm.runs.verification import verify
 
 if TYPE_CHECKING:

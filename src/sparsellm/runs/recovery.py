@@ -18,9 +18,9 @@ from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, Train
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block
+from sparsellm.runs.outputs import read_finished
 from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
-from sparsellm.runs.records import read_finished
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount

@@ -19,7 +19,8 @@ from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
 from sparsellm.runs.loading import open_source
-from sparsellm.runs.records import CARD, REPORT, Output, SavedLayer, read_finished
+from sparsellm.runs.outputs import Output, read_finished
+from sparsellm.runs.records import CARD, REPORT, SavedLayer
 from sparsellm.runs.report import Report, finite
 from sparsellm.solvers.linalg import count_zeros
 

@@ -1,0 +1,90 @@
+"""Folders that runs wrote: their reports, whether they are finished, and which of their files were changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsellm.checkpoints.tensor_index import file_digest, report_digest
+from sparsellm.data.json_files import is_path
+from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.runs.records import REPORT, WORK, SavedDigests, SavedReport, folder_path, read_record
+
+
+@dataclass(frozen=True)
+class Output:
+    """A folder that a run wrote.
+
+    Attributes:
+        folder: The folder.
+        report: The report in it.
+        digests: The digests in the report.
+        content: The report as plain data, unchanged, as its own digest requires.
+    """
+
+    folder: Path
+    report: SavedReport
+    digests: SavedDigests
+    content: Mapping[str, Any]
+
+    def changed_files(self) -> list[str]:
+        """Return the files, including the report, that exist and differ from what the run wrote."""
+        present = [name for name in self.report.files if name != REPORT and (self.folder / name).is_file()]
+        changed = [name for name in present if file_digest(self.folder / name) != self.digests.files.get(name)]
+        return changed + [REPORT] * (report_digest(self.content) != self.digests.report)
+
+
+def read_output(folder: Path) -> Output:
+    """Read the report in a folder. Raises InvalidSetting if there is none, BadCheckpoint if it is damaged."""
+    file = folder / REPORT
+    if not file.is_file():
+        reason = f"was not written by sparsellm: it has no {REPORT}" if folder.is_dir() else "is not a folder"
+        raise InvalidSetting(f"{folder} {reason}. Name a folder that a run wrote.")
+    report, content = read_record(file, SavedReport, "report of a run", refusal=BadCheckpoint)
+    if report.digests is None or "files" not in content:
+        raise BadCheckpoint(f"{file} holds no digests, so {folder} cannot be verified. Prune the model again.")
+    if foreign := [name for name in report.files if not _is_within(folder, name)]:
+        raise BadCheckpoint(f"{file} lists {foreign[0]}, which is not in the folder or is a link out of it.")
+    return Output(folder, report, report.digests, content)
+
+
+def read_finished(output: str | Path) -> Output:
+    """Read the report of a finished output.
+
+    Raises:
+        InvalidSetting: The folder is not an output, or is unfinished.
+        BadCheckpoint: The report is damaged, or files are missing.
+    """
+    folder = folder_path(output)
+    if (folder / WORK).exists():
+        raise InvalidSetting(f"{output} is unfinished. Finish it first: resume the run that writes it.")
+    finished = read_output(folder)
+    if missing := sorted(name for name in finished.report.files if not (folder / name).is_file()):
+        raise BadCheckpoint(f"{output} lacks {len(missing)} of the files that the run wrote, {missing[0]} first.")
+    return finished
+
+
+def foreign_file(folder: Path, kept: Collection[str]) -> str:
+    """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
+    if not kept:
+        return ""
+    try:
+        output = read_output(folder)
+    except InvalidSetting:
+        return f"{min(kept)}, which sparsellm did not write"
+    except BadCheckpoint:
+        return f"{REPORT}, which is damaged"
+    if foreign := sorted(set(kept) - set(output.report.files)):
+        return f"{foreign[0]}, which sparsellm did not write"
+    changed = output.changed_files()
+    return f"{changed[0]}, which was changed since" if changed else ""
+
+
+def _is_within(folder: Path, name: str) -> bool:
+    """Whether a file is in a folder, or is a link into the `blobs` of the hub's cache."""
+    if not is_path(name):
+        return False
+    file, root = (folder / name).resolve(), folder.resolve()
+    return file.is_relative_to(root) or file.is_relative_to(root.parent.parent / "blobs")
