@@ -1,10 +1,12 @@
 """Write the table of waits in docs/architecture.md: `python tests/simulated_device.py docs/make_waits.py`.
 
-With `--check`, only compare. On a simulated device, which counts the operations that wait for a number or a shape.
+On a simulated device, which counts the operations that wait for a number or a shape. With `--check`, only compare: counts may
+differ by 5 %, since processors round differently and solvers stop by their residuals.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -47,6 +49,7 @@ def counted(settings: dict[str, Any]) -> tuple[int, Counter[str]]:
 
 def table() -> str:
     """Markdown: a row for each method."""
+    counted(METHODS["magnitude"])  # the first run of a process also measures the device's rates, for a fixed time
     rows = [
         "| method | waits in a block | of these, the most frequent | waits in the whole run |",
         "|---|---|---|---|",
@@ -58,15 +61,23 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def agree(old: str, new: str) -> bool:
+    """Whether two tables have the same words, and numbers within 5 %."""
+    pairs = zip(re.findall(r"\d+", old), re.findall(r"\d+", new), strict=False)
+    close = all(abs(int(before) - int(now)) <= 0.05 * int(now) for before, now in pairs)
+    return close and re.sub(r"\d+", "", old) == re.sub(r"\d+", "", new)
+
+
 def main() -> None:
     """Write the table, or compare."""
+    torch.set_num_threads(1)
     text = PAGE.read_text(encoding="utf-8")
     start, stop = text.index(BEGIN) + len(BEGIN), text.index(END)
-    new = text[:start] + table() + text[stop:]
+    new = table()
     if "--check" not in sys.argv:
-        PAGE.write_text(new, encoding="utf-8")
-    elif new != text:
-        sys.exit(f"{PAGE.name} is not what the simulated device counts:\n{new[start:]}")
+        PAGE.write_text(text[:start] + new + text[stop:], encoding="utf-8")
+    elif not agree(text[start:stop], new):
+        sys.exit(f"{PAGE.name} is not what the simulated device counts:\n{new}")
 
 
 if __name__ == "__main__":

@@ -392,6 +392,8 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # autograd's thread of the simulated device would otherwise abort the interpreter's end now and then
