@@ -11,7 +11,7 @@ PACKAGE = PAGE.parents[1] / "src" / "sparsellm"
 BEGIN, END = "<!-- files: written by docs/make_file_tables.py -->\n", "<!-- end of files -->\n"
 FOLDERS = (
     *("runtime", "data", "solvers", "models", "checkpoints", "activations", "evaluation", "methods", "pruning", "recovery"),
-    *("runs", "reports", "cli"),
+    *("sparse", "runs", "reports", "cli"),
 )
 """The folders in the order in which they import each other."""
 

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "methods": {"errors", "runtime", "solvers", "models", "activations"},
     "pruning": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
     "recovery": {"errors", "runtime", "data", "solvers", "models", "checkpoints", "activations", "methods"},
+    "sparse": {"errors", "runtime", "data", "solvers", "models", "checkpoints"},
 }
 """By folder (or lone file), the folders that it may import besides itself, in the order of docs/architecture.md."""
 
@@ -45,7 +46,7 @@ FILES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in 
 QUIET = [
     file
     for file in FILES
-    if file.split("/")[0] in {"runtime", "solvers", "models", "activations", "methods", "pruning", "recovery"}
+    if file.split("/")[0] in {"runtime", "solvers", "models", "activations", "methods", "pruning", "recovery", "sparse"}
 ]
 
 LOUD_LIBRARIES = {"datasets", "lm_eval", "typer", "click", "rich", "logging", "requests", "httpx", "huggingface_hub"}
