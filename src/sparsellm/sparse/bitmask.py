@@ -36,8 +36,8 @@ class Bitmask:
     @classmethod
     def from_dense(cls, weight: Tensor) -> Bitmask:
         """Encode an (out, in) weight. Weights whose bits are all zero are left out, so that -0.0 and NaN are kept."""
-        bits = weight.contiguous().view(torch.int32 if weight.element_size() == 4 else torch.int16)
-        return cls.from_parts(pack_bits(bits != 0), weight[bits != 0], weight.shape[1])
+        keep = bits_of(weight) != 0
+        return cls.from_parts(pack_bits(keep), weight[keep], weight.shape[1])
 
     @classmethod
     def from_parts(cls, mask: Tensor, values: Tensor, columns: int) -> Bitmask:
@@ -62,9 +62,15 @@ class Bitmask:
         stop = self.shape[0] if stop is None else stop
         keep = unpack_bits(self.mask[start:stop], self.shape[1])
         first, last = self.row_starts[[start, stop]].tolist()
-        dense = self.values.new_zeros(keep.shape)
-        dense[keep] = self.values[first:last]
-        return dense
+        values = bits_of(self.values)  # torch writes a lone number as a scalar, which changes the bits of NaN
+        dense = values.new_zeros(keep.shape)
+        dense[keep] = values[first:last]
+        return dense.view(self.values.dtype)
+
+
+def bits_of(weight: Tensor) -> Tensor:
+    """Return the bits of each number as an integer, in the same memory if the weight is contiguous."""
+    return weight.contiguous().view(torch.int32 if weight.element_size() == 4 else torch.int16)
 
 
 def pack_bits(keep: Tensor) -> Tensor:

@@ -1,0 +1,283 @@
+r"""The stored form of a pruned weight: its kept values with coded exponents, and its mask, without loss of a bit.
+
+A number whose bits are all zero is removed; -0.0 is kept. The bits of a kept number are divided into a byte `exponent` and
+the rest: for bfloat16 and float16 :math:`\lfloor \mathrm{bits} / 2^7 \rfloor \bmod 2^8` (for float16 that includes three bits
+of the mantissa), for float32 the eight exponent bits. The rest is the sign followed by the other bits of the mantissa.
+
+All parts are one-dimensional uint8 tensors. Bits are stored lowest first, and numbers row by row:
+
+- `weight`: the rest of each kept number. float32 takes up to three planes of bytes, highest first; planes at the end that
+  are all zero are left out.
+- `weight_mask`: one bit a number, set if it is kept. With `weight_groups`, only the groups of four bits that are not all zero.
+- `weight_groups`: one bit for each group of four numbers, set if any of them is kept.
+- `weight_dictionary`: the :math:`2^w - 1` most frequent exponents, :math:`w \le 7`.
+- `weight_codes`: :math:`w` planes of bits, lowest first: the position of the exponent in the dictionary; :math:`2^w - 1` if it
+  is not in there.
+- `weight_exponents`: the exponents that are not in the dictionary, in order.
+
+Empty parts are left out, except `weight`. The archive form has no groups; those of mask, codes and exponents that become
+smaller by Huffman codes are zlib streams, named `weight_mask_deflated` and so on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparsellm.errors import BadCheckpoint
+from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, bits_of
+
+PARTS = (
+    "weight",
+    "weight_mask",
+    "weight_mask_deflated",
+    "weight_groups",
+    "weight_dictionary",
+    "weight_codes",
+    "weight_codes_deflated",
+    "weight_exponents",
+    "weight_exponents_deflated",
+)
+"""Names of the parts of a weight."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that can be encoded."""
+
+_WIDEST = 7
+"""Most bits of a code. Eight would be as long as an exponent."""
+
+_MOST = 2**40
+"""Most numbers of a weight, far more than any has. Damaged shapes beyond it would overflow sizes."""
+
+_ARCHIVE_WIDTHS = (0, 1, 2)
+"""Widths that the archive form tries. Of few exponents, a Huffman code of single ones (0) takes a bit each."""
+
+_CHUNK = 2**17
+"""Numbers that are decoded at a time, so that intermediate results stay in the processor's cache."""
+
+Bytes = NDArray[np.uint8]
+
+
+def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
+    """Encode a weight. Time and memory are proportional to its size.
+
+    Args:
+        weight: (out, in), bfloat16, float16 or float32, not empty.
+        archive: Compress mask and exponents further. Decoding takes longer.
+
+    Returns:
+        The parts that are not empty, by name; `weight` always.
+    """
+    bits = _bits(weight)
+    keep = bits != 0
+    kept = bits[np.flatnonzero(keep)]  # faster than a boolean index
+    parts = {"weight": _rest(kept)}
+    exponents = (kept >> (7 if kept.itemsize == 2 else 23)).astype(np.uint8)
+    mask = np.packbits(keep, bitorder="little")
+    if archive:
+        choices = [_deflated(_coded(exponents, width)) for width in _ARCHIVE_WIDTHS]
+        parts |= _deflated({"weight_mask": mask}) | min(choices, key=lambda choice: sum(map(len, choice.values())))
+    else:
+        parts |= _smaller_mask(mask) | _coded(exponents)
+    return {name: torch.from_numpy(part) for name, part in parts.items() if len(part) or name == "weight"}
+
+
+def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Bitmask:
+    """Decode what `encode` returned. Every length is checked before anything is indexed.
+
+    Args:
+        parts: The parts by name.
+        shape: (out, in).
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        The weight, whose numbers have the same bits as before.
+
+    Raises:
+        BadCheckpoint: A part has the wrong dtype, shape or length, or contradicts another one.
+    """
+    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > _MOST:
+        raise BadCheckpoint(f"A packed weight cannot have the shape {tuple(shape)} in {dtype}: its metadata is damaged.")
+    for name, part in parts.items():
+        if name not in PARTS or part.dtype != torch.uint8 or part.dim() != 1:
+            raise BadCheckpoint(f"{name[:80]} in {part.dtype} with {part.dim()} dimensions is no part of a packed weight.")
+    stored = {name: part.detach().cpu().contiguous().numpy() for name, part in parts.items()}
+    mask = _read_mask(stored, shape[0] * shape[1])
+    kept = int(np.bitwise_count(mask).sum(dtype=np.int64))
+    exponents = _read_exponents(stored, kept)
+    rest = _part(stored, "weight", kept * (3 if dtype == torch.float32 else 1), exact=False)
+    values = _join(rest, exponents, kept, dtype=dtype)
+    rows = _in_rows(mask, shape)
+    row_starts = np.zeros(shape[0] + 1, dtype=np.int64)
+    np.cumsum(np.bitwise_count(rows).sum(1, dtype=np.int64), out=row_starts[1:])
+    return Bitmask(shape, torch.from_numpy(rows), values, torch.from_numpy(row_starts))
+
+
+def _bits(weight: Tensor) -> NDArray[np.unsignedinteger]:
+    """Return the bits of each number as an unsigned integer, in one dimension."""
+    bits = bits_of(weight.detach().cpu()).numpy().reshape(-1)
+    return bits.view(np.uint32 if weight.element_size() == 4 else np.uint16)
+
+
+def _rest(kept: NDArray[np.unsignedinteger]) -> Bytes:
+    """Return the sign and the bits of the mantissa that are not in the exponent: a byte, or up to three planes of bytes."""
+    if kept.itemsize == 2:
+        return ((kept >> 8 & 0x80) | (kept & 0x7F)).astype(np.uint8)
+    rest = (kept >> 8 & 0x800000) | (kept & 0x7FFFFF)
+    planes = [(rest >> shift).astype(np.uint8) for shift in (16, 8, 0)]
+    used = max((number for number, plane in enumerate(planes, 1) if plane.any()), default=1)
+    return np.concatenate(planes[:used])
+
+
+def _smaller_mask(mask: Bytes) -> dict[str, Bytes]:
+    """Return the mask as it is or in groups of four bits, whichever is smaller."""
+    groups = np.stack([mask & 15, mask >> 4], axis=1).reshape(-1)
+    used = groups != 0
+    count = int(np.count_nonzero(used))
+    if -(-len(groups) // 8) + -(-count // 2) >= len(mask):
+        return {"weight_mask": mask}
+    pairs = np.zeros((-(-count // 2), 2), dtype=np.uint8)
+    pairs.reshape(-1)[:count] = groups[used]
+    return {"weight_mask": pairs[:, 0] | pairs[:, 1] << np.uint8(4), "weight_groups": np.packbits(used, bitorder="little")}
+
+
+def _coded(exponents: Bytes, width: int | None = None) -> dict[str, Bytes]:
+    """Return the exponents in codes of a width in bits; None chooses the one that takes the fewest bytes."""
+    counts = np.bincount(exponents, minlength=256)
+    order = np.argsort(-counts, kind="stable")
+    if width is None:
+        rest = len(exponents) - np.concatenate([[0], np.cumsum(counts[order])])  # outside of a dictionary of each size
+        plane = -(-len(exponents) // 8)
+        width = int(np.argmin([bits * plane + 2**bits - 1 + int(rest[2**bits - 1]) for bits in range(_WIDEST + 1)]))
+    dictionary = order[: 2**width - 1].astype(np.uint8)
+    code_of = np.full(256, 2**width - 1, dtype=np.uint8)
+    code_of[dictionary] = np.arange(len(dictionary), dtype=np.uint8)
+    codes = code_of[exponents]
+    planes = [np.packbits(codes >> bit & 1, bitorder="little") for bit in range(width)]
+    return {
+        "weight_dictionary": dictionary,
+        "weight_codes": np.concatenate([np.zeros(0, dtype=np.uint8), *planes]),
+        "weight_exponents": exponents[codes == 2**width - 1],
+    }
+
+
+def _deflated(parts: Mapping[str, Bytes]) -> dict[str, Bytes]:
+    """Return parts with those compressed by Huffman codes that become smaller."""
+    smaller = {}
+    for name, part in parts.items():
+        compressor = zlib.compressobj(9, memLevel=9, strategy=zlib.Z_HUFFMAN_ONLY)
+        compressed = compressor.compress(part.data) + compressor.flush()
+        if len(compressed) < len(part):
+            smaller[f"{name}_deflated"] = np.frombuffer(bytearray(compressed), dtype=np.uint8)
+        else:
+            smaller[name] = part
+    return smaller
+
+
+def _part(stored: Mapping[str, Bytes], name: str, length: int, *, exact: bool = True) -> Bytes:
+    """Return a part, inflated if it is deflated, after checking that it has `length` bytes, or at most so many."""
+    part = stored.get(name, np.zeros(0, dtype=np.uint8))
+    deflated = stored.get(f"{name}_deflated")
+    if deflated is not None:
+        inflater = zlib.decompressobj()
+        try:
+            part = np.frombuffer(bytearray(inflater.decompress(deflated.tobytes(), length + 1)), dtype=np.uint8)
+        except zlib.error as error:
+            raise BadCheckpoint(f"{name}_deflated cannot be decompressed ({error}): the packed weight is damaged.") from None
+        if name in stored or not inflater.eof or inflater.unused_data:
+            raise BadCheckpoint(f"{name}_deflated has more or fewer bytes than it should: the packed weight is damaged.")
+    if len(part) > length or (exact and len(part) != length):
+        limit = f"{length:,}" if exact else f"at most {length:,}"
+        raise BadCheckpoint(f"{name} has {len(part):,} bytes and should have {limit}: the packed weight is damaged.")
+    return part
+
+
+def _read_mask(stored: Mapping[str, Bytes], count: int) -> Bytes:
+    """Return the mask of `count` numbers, one bit each."""
+    size = -(-count // 8)
+    if "weight_groups" not in stored:
+        mask = _part(stored, "weight_mask", size)
+    else:
+        flags = _part(stored, "weight_groups", -(-2 * size // 8))
+        used = np.flatnonzero(np.unpackbits(flags, count=2 * size, bitorder="little"))  # faster than a boolean index
+        pairs = _part(stored, "weight_mask", -(-len(used) // 2))
+        both = np.zeros(2 * size, dtype=np.uint8)
+        both[used] = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(used)]
+        mask = both[::2] | both[1::2] << np.uint8(4)
+    if count % 8 and mask[-1] >> count % 8:
+        raise BadCheckpoint("weight_mask keeps numbers behind the last one: the packed weight is damaged.")
+    return mask
+
+
+def _read_exponents(stored: Mapping[str, Bytes], kept: int) -> Bytes:
+    """Return the exponent of each kept number."""
+    dictionary = _part(stored, "weight_dictionary", 2**_WIDEST - 1, exact=False)
+    width = len(dictionary).bit_length()
+    if len(dictionary) != 2**width - 1:
+        raise BadCheckpoint(f"weight_dictionary has {len(dictionary):,} bytes, which is no power of two less one.")
+    plane = -(-kept // 8)
+    planes = _part(stored, "weight_codes", width * plane).reshape(width, plane)
+    if width == 0:
+        return _part(stored, "weight_exponents", kept)
+    others = _part(stored, "weight_exponents", kept, exact=False)
+    table = np.append(dictionary, np.uint8(0))
+    exponents = np.empty(kept, dtype=np.uint8)
+    used = 0
+    for start in range(0, kept, _CHUNK):
+        chunk = exponents[start : start + _CHUNK]
+        packed = planes[:, start // 8 : (start + _CHUNK) // 8]
+        codes = np.unpackbits(packed[0], count=len(chunk), bitorder="little")
+        for bit in range(1, width):
+            codes |= np.unpackbits(packed[bit], count=len(chunk), bitorder="little") << bit
+        np.take(table, codes, out=chunk)
+        escaped = np.flatnonzero(codes == len(dictionary))
+        if len(others) - used < len(escaped):
+            break
+        chunk[escaped] = others[used : used + len(escaped)]
+        used += len(escaped)
+    else:
+        if used == len(others):
+            return exponents
+    raise BadCheckpoint("weight_exponents has not one byte for each escape code: the packed weight is damaged.")
+
+
+def _join(rest: Bytes, exponents: Bytes, kept: int, *, dtype: torch.dtype) -> Tensor:
+    """Return the kept numbers from their exponents and the rest of their bits, and `PADDING` zeros."""
+    planes = len(rest) // max(kept, 1)
+    if len(rest) != planes * kept or (kept and planes not in ((1, 2, 3) if dtype == torch.float32 else (1,))):
+        raise BadCheckpoint(f"weight has {len(rest):,} bytes for {kept:,} kept numbers: the packed weight is damaged.")
+    values = np.zeros(kept + PADDING, dtype=np.uint32 if dtype == torch.float32 else np.uint16)
+    for start in range(0, kept, _CHUNK):
+        stop = min(start + _CHUNK, kept)
+        bits = exponents[start:stop].astype(values.dtype)
+        if dtype == torch.float32:
+            bits <<= 23
+            high = rest[start:stop].astype(np.uint32)
+            bits |= (high & 0x80) << 24 | (high & 0x7F) << 16
+            for number in range(1, planes):
+                plane = rest[number * kept + start : number * kept + stop]
+                bits |= plane.astype(np.uint32) << (16 - 8 * number)
+        else:
+            bits <<= 7
+            low = rest[start:stop].astype(np.uint16)
+            bits |= (low & 0x80) << 8 | low & 0x7F
+        values[start:stop] = bits
+    return torch.from_numpy(values.view(np.int32 if dtype == torch.float32 else np.int16)).view(dtype)
+
+
+def _in_rows(mask: Bytes, shape: tuple[int, int]) -> Bytes:
+    """Return a mask whose rows begin with a byte of their own and are padded as `Bitmask.mask` is."""
+    rows, columns = shape
+    padded = np.zeros((rows, -(-columns // GROUP) * 8), dtype=np.uint8)
+    if columns % 8 == 0:
+        padded[:, : columns // 8] = mask.reshape(rows, columns // 8)
+    else:
+        keep = np.unpackbits(mask, count=rows * columns, bitorder="little").reshape(rows, columns)
+        packed = np.packbits(keep, axis=1, bitorder="little")
+        padded[:, : packed.shape[1]] = packed
+    return padded
