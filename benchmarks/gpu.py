@@ -34,7 +34,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.solvers import sparsegpt_triton
+from sparsellm.solvers import sparsegpt
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -58,7 +58,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "factorisation": ("solvers.linalg:cholesky", "solvers.linalg:upper_factor", "solvers.linalg:invert_triangular_"),
     "regression": ("solvers.problem:LayerProblem.from_targets",),
     "masks": ("solvers.patterns:keep_largest",),
-    "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt_triton:prune_columns"),
+    "column loop": ("solvers.sparsegpt:_sweep", "solvers.sparsegpt:prune_columns"),
     "SparseGPT besides": ("solvers.sparsegpt:SparseGPT._prune",),
     "ADMM": ("solvers.alps:ALPS._search", "solvers.fast_admm:FastADMM._search"),
     "refit": ("solvers.linalg:conjugate_gradient_refit",),
@@ -152,9 +152,9 @@ def kernel_beside_loop(width: int, pattern: Pattern, device: torch.device) -> di
     problem = LayerProblem(torch.randn(width, width, generator=generator, device=device), gram)
     weights, figures = {}, dict[str, Any]()
     solve = functools.partial(SparseGPT().solve, problem, pattern)
-    with mock.patch.object(sparsegpt_triton, "is_supported", return_value=False):
+    with mock.patch.object(sparsegpt, "kernel_supports", return_value=False):
         figures["plain loop"], weights["plain loop"] = best(solve, device, 3), solve()
-    if sparsegpt_triton.is_available(device):
+    if sparsegpt.has_kernel(device):
         figures["kernel"], weights["kernel"] = best(solve, device, 3), solve()
         figures["masks alike"] = float(((weights["plain loop"] == 0) == (weights["kernel"] == 0)).float().mean())
         figures["errors"] = [problem.error(weight) for weight in weights.values()]

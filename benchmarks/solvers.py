@@ -28,8 +28,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import calibration_windows
 from sparsellm.data.texts import read_text
 from sparsellm.methods.feedforward_problem import FeedForwardProblem, weights_of
-from sparsellm.methods.layer_solve import problem_of
-from sparsellm.methods.layerwise import collect_statistics
+from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.runs.recipe import SOLVERS
 from sparsellm.solvers import LayerSolver

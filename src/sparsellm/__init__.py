@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from sparsellm.runs.report import Report as Report
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
+    from sparsellm.solvers import Magnitude as Magnitude
+    from sparsellm.solvers import Wanda as Wanda
     from sparsellm.solvers.alps import ALPS as ALPS
-    from sparsellm.solvers.criteria import Magnitude as Magnitude
-    from sparsellm.solvers.criteria import Wanda as Wanda
     from sparsellm.solvers.fast_admm import FastADMM as FastADMM
     from sparsellm.solvers.patterns import NM as NM
     from sparsellm.solvers.patterns import Unstructured as Unstructured
@@ -48,7 +48,7 @@ _CONTENTS = {
     "ALPS": "solvers.alps",
     "FastADMM": "solvers.fast_admm",
     "LayerWise": "methods.layerwise",
-    "Magnitude": "solvers.criteria",
+    "Magnitude": "solvers",
     "NM": "solvers.patterns",
     "PublishedSparseLLM": "methods.algorithm1",
     "Recipe": "runs.recipe",
@@ -60,7 +60,7 @@ _CONTENTS = {
     "SparseLLMError": "errors",
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
-    "Wanda": "solvers.criteria",
+    "Wanda": "solvers",
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "inspect": "runs.inspection",

@@ -43,13 +43,13 @@ def test_the_chart_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that a phase names is there and is told of, wherever it was imported; afterwards all is as before."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    clock, layer_solve = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layer_solve")
+    clock, layerwise = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layerwise")
     linalg, solver = importlib.import_module("sparsellm.solvers.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
-    before = linalg.upper_factor, solver.SparseGPT.solve, layer_solve.solve
+    before = linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve
     phases = clock.Phases()
     with clock.instrumented(phases.wrap, clock.PHASES):
         assert solver.upper_factor is linalg.upper_factor is not before[0]
         solver.upper_factor(torch.eye(3))
         assert phases.seconds["factorisation"] > 0
-    assert (linalg.upper_factor, solver.SparseGPT.solve, layer_solve.solve) == before
+    assert (linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve) == before
     assert solver.upper_factor is before[0]

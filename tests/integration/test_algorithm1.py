@@ -20,9 +20,8 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step
-from sparsellm.solvers import LayerSolver
+from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

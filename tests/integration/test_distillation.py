@@ -18,7 +18,7 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery.distillation import Group, distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam
-from sparsellm.solvers.criteria import Wanda
+from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.pruning import prune_blocks
 

@@ -22,8 +22,7 @@ from sparsellm.errors import UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.methods.true_sequential import TrueSequential
+from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.feedforward import PlainFeedForward
@@ -38,8 +37,8 @@ from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
+from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

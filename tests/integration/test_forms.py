@@ -22,9 +22,8 @@ from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runs.inspection import inspect
-from sparsellm.solvers import LayerSolver
+from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import NM, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

@@ -23,8 +23,8 @@ from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step
 from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.conftest import long_unless

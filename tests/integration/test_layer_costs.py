@@ -32,7 +32,7 @@ from sparsellm.runs.events import Event, Note
 from sparsellm.runs.preparation import read_test
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.stages import _cached_allocation
-from sparsellm.solvers.criteria import Wanda
+from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_sparsellm_method import batches

@@ -22,7 +22,7 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, refine_block, split_batches, windows_a_step
-from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
 from tests.pruning import prune_blocks
 from tests.recovering import block_recovery

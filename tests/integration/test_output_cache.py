@@ -15,12 +15,11 @@ from sparsellm.activations.output_cache import CacheableModule, OutputCache, tra
 from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import LayerResult
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.methods.true_sequential import TrueSequential
+from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runtime.offload import DEVICE, DISK, OffloadManager
-from sparsellm.solvers.criteria import Wanda
+from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -34,8 +34,8 @@ from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
 from sparsellm.recovery.masked_training import MaskedAdam, refine_block, split_batches
 from sparsellm.runs.events import Note
+from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.statistics import Gram
 from tests.conftest import long_unless

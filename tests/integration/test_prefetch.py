@@ -25,7 +25,7 @@ from sparsellm.runs.planning import estimate, fit_to_memory
 from sparsellm.runs.preparation import make_plan, prepare
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report
-from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_block_loader import saved, windows
 from tests.meter import Meter

@@ -14,8 +14,8 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.runs.recipe import Recipe
+from sparsellm.solvers import Magnitude
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

@@ -20,7 +20,7 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step
-from sparsellm.solvers.criteria import Magnitude
+from sparsellm.solvers import Magnitude
 from sparsellm.solvers.linalg import add_diagonal
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

@@ -28,7 +28,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.selection import select_blocks
-from sparsellm.solvers.criteria import Magnitude, Wanda
+from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.patterns import NM, Unstructured
 from sparsellm.solvers.sparsegpt import SparseGPT
 from tests.pruning import prune_blocks, walk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.blocks import Block, Call, output_tensor
-from sparsellm.models.experts import Rows
-from sparsellm.runtime import devices
+from sparsellm.models.contexts import replace_forward
+from sparsellm.models.experts import ExpertSamples, Rows, expert_members, experts_of, forward_by_expert
+from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import TensorList
-from sparsellm.solvers.linalg import all_finite, squares_finite
+from sparsellm.solvers.linalg import all_finite, allclose_bf16, squares_finite
 
 if TYPE_CHECKING:
     from sparsellm.activations.output_cache import OutputCache
@@ -138,6 +139,42 @@ def first_non_finite(block: Block, hidden: Tensor, call: Call) -> str:
     """Return the full name of the first layer with a non-finite output on a batch, or the block's name if there is none."""
     outputs = capture(block, CaptureRequest(outputs=list(block.layers)), hidden, call).outputs
     return next((block.full_name(name) for name, output in outputs.items() if not all_finite(output)), block.name)
+
+
+@torch.no_grad()
+def sample_expert_tokens(block: Block, entered: Iterable[tuple[Tensor, Call]], tokens: Sequence[int]) -> ExpertSamples:
+    """Count the tokens routed to each expert of a block, in passes that end at the experts.
+
+    Args:
+        block: A block with experts.
+        entered: The block's input, (batch, seq, model), and its call, for each batch of this process.
+        tokens: Number of tokens in each batch of all processes.
+
+    Raises:
+        UnsupportedModel: The experts' forward differs from the one computed from their parameters.
+    """
+    views = [view for view in block.views.values() if view.expert is not None]
+    module = views[0].module
+    experts, forward = experts_of(module), module.forward
+    assert experts is not None
+    counts: list[list[int]] = []
+
+    def count(*inputs: Tensor) -> Tensor:
+        if not counts and not allclose_bf16(forward_by_expert(experts, views)(*inputs), forward(*inputs)):
+            raise UnsupportedModel(
+                f"The experts of {block.name}, a {type(module).__name__}, compute something else than their parameters' names "
+                "say. They cannot be pruned."
+            )
+        counts.append(expert_members(experts, *inputs).sum(0).tolist())
+        raise StopForward
+
+    with replace_forward(module, count):
+        for hidden, call in entered:
+            with suppress(StopForward):
+                block(hidden, call)
+    return ExpertSamples(
+        torch.tensor(collectives.all_gather(counts)), tokens, max(view.in_features for view in views[: len(experts.names)])
+    )
 
 
 class Stream:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.activations.expert_routing import ExpertSamples, sample_expert_tokens
-from sparsellm.activations.streams import Capture, CaptureRequest, Stream, cast, cast_calls
+from sparsellm.activations.streams import Capture, CaptureRequest, Stream, cast, cast_calls, sample_expert_tokens
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.models.blocks import Block, Call, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
+from sparsellm.models.experts import ExpertSamples
 from sparsellm.models.loaded_model import LoadedModel, block_inputs, equal_calls
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import OffloadManager, TensorList

@@ -5,16 +5,19 @@ Imports errors, runtime, solvers, models and activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
+import torch
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
+from torch import Tensor
 
 from sparsellm.activations.walk import Activations
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
+from sparsellm.runtime import collectives
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.statistics import TokenCount
 
@@ -197,3 +200,53 @@ def unplanned_layers(block: Block, plan: Plan) -> list[str]:
     planned = set(planned_layers(block, plan))
     parts = [{*part.in_proj, part.out_proj} for part in block.architecture.feed_forward_parts]
     return sorted(set().union(*(names - planned for names in parts if names & planned)))
+
+
+def assign_owners(block: Block, names: Sequence[str]) -> dict[str, int]:
+    """The rank that solves each layer, balanced by cost: a factorisation, (in, in), and a pass over the weight."""
+    layers = [block.layer(name) for name in names]
+    costs = [float(layer.in_features**2 * (layer.in_features + layer.out_features)) for layer in layers]
+    return dict(zip(names, collectives.balance_costs(costs), strict=True))
+
+
+def solve_in_parallel(
+    block: Block, names: Sequence[str], solve: Callable[[str], tuple[Tensor, Any]]
+) -> Iterator[tuple[str, Tensor, Any]]:
+    """Solve each layer in one process and broadcast the solution to all.
+
+    Args:
+        block: The block that the layers belong to.
+        names: The layers, by name within the block.
+        solve: Returns a layer's weight, (out, in) float32 on the block's device, and plain data about it.
+
+    Returns:
+        Name, weight and data of each layer, the same in every process.
+    """
+    owners = assign_owners(block, names)
+    local = {name: solve(name) for name, owner in owners.items() if owner == collectives.rank()}
+    for name, owner in owners.items():
+        layer = block.layer(name)
+        weight, data = local.get(name) or (torch.empty(layer.weight.shape, device=layer.weight.device), None)
+        yield name, collectives.broadcast(owner, weight), collectives.broadcast_object(data, owner)
+
+
+def broadcast_results(block: Block, owners: Mapping[str, int], results: Iterable[LayerResult]) -> Iterator[LayerResult]:
+    """Prune the layers of this process, then broadcast weights and results, so that all processes hold the same bits.
+
+    Args:
+        block: The block that the layers belong to.
+        owners: By layer, the rank that prunes it.
+        results: Prunes the layers of this process as it is consumed.
+
+    Returns:
+        The results of all layers.
+    """
+    if collectives.world() == 1:
+        yield from results
+        return
+    local = {result.name: result for result in results}
+    for name, owner in owners.items():
+        block.assign(name, collectives.broadcast(owner, block.layer(name).weight.detach().contiguous()))
+        result = local.get(block.full_name(name))
+        fields = None if result is None else LAYER_RESULT.dump_python(result, mode="json")
+        yield LAYER_RESULT.validate_python(collectives.broadcast_object(fields, owner))

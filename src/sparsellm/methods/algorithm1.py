@@ -11,18 +11,20 @@ from torch import Tensor
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite, UnsupportedModel
-from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
-from sparsellm.methods.auxiliary_signals import AuxiliarySignals
-from sparsellm.methods.layer_solve import (
+from sparsellm.methods import (
+    UNKNOWN,
+    EpochResult,
+    LayerResult,
+    Plan,
     assign_owners,
     broadcast_results,
-    measure_layer,
-    problem_of,
-    prune_layer,
-    solve,
+    coupled_parts,
+    planned_layers,
     solve_in_parallel,
+    unplanned_layers,
 )
-from sparsellm.methods.layerwise import LayerWise, collect_statistics
+from sparsellm.methods.auxiliary_signals import AuxiliarySignals
+from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives

@@ -13,9 +13,9 @@ from torch import Tensor
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers
+from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import METRIC_LIFT, SAMPLED, FeedForwardProblem, Weights, weights_of
-from sparsellm.methods.layer_solve import layer_result, solve, solve_in_parallel, zero_mask
+from sparsellm.methods.layerwise import layer_result, solve, zero_mask
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward

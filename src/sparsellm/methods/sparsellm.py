@@ -1,4 +1,4 @@
-"""SparseLLM: matches each layer to the dense model's output, weighted by its effect on the final predictions."""
+"""Methods that prune the layers of a block in running order: SparseLLM, and layer-wise pruning that is true-sequential."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.sensitivity import layer_sensitivities
 from sparsellm.activations.walk import Activations
 from sparsellm.methods import UNKNOWN, EpochResult, LayerResult, Plan, coupled_parts, planned_layers, unplanned_layers
 from sparsellm.methods.block_solver import BlockSolver, Settings
+from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import Block
 from sparsellm.solvers.statistics import Gram, TokenCount
 
@@ -96,3 +98,33 @@ def _sensitivities(inputs: Activations, block: Block, names: Sequence[str], outp
         offsets=inputs.offsets,
         window=inputs.window,
     )
+
+
+@dataclass(frozen=True)
+class TrueSequential(LayerWise):
+    """Prune each group of layers for its own output, after the groups before it, as an option of SparseGPT's code does.
+
+    Passes reuse the outputs of pruned modules, so that all passes together cost about one pass through the block, if there is
+    memory for the inputs of the feed-forward output projection.
+    """
+
+    def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult]:
+        cacheable = trace_dataflow(block, inputs.pruned[0], inputs.calls(block)[0]).cacheable
+        cache = inputs.pruned.cache = OutputCache(inputs.storage, inputs.local_shapes, inputs.pruned[0])
+        for names in stages_of(block, planned_layers(block, plan)):
+            if names[0] in cacheable:
+                cache.schedule(block, cacheable[names[0]], is_last=inputs.is_last(block))
+            yield from self.prune_layers(block, inputs, names, plan)
+            cache.mark_final(block, names)
+
+
+def stages_of(block: Block, names: Sequence[str]) -> list[list[str]]:
+    """The layers in running order, by stage: layers of one group, and the same layers of all experts, are pruned together."""
+    stages: dict[str, list[str]] = {}
+    for group in block.architecture.groups:
+        planned = [name for name in group if name in names]
+        view = block.views.get(group[0])
+        expert = view is not None and view.expert is not None
+        if planned:
+            stages.setdefault(group[0].rpartition(".")[2] if expert else group[0], []).extend(planned)
+    return list(stages.values())

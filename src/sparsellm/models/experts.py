@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.models.linear_views import LinearView
+from sparsellm.runtime import collectives
 
 Rows = Callable[[Tensor], Sequence[Tensor]]
 """Chooses the tokens that each expert runs on: from the routing mask, (tokens, experts), to token indices for each expert."""
@@ -202,3 +203,54 @@ def forward_by_expert(experts: Experts, views: Sequence[LinearView], rows: Rows 
 def _inputs_by_expert(experts: Experts, repeated: Tensor) -> Tensor:
     """Reshape repeated inputs, (experts * tokens, model), to (experts, tokens, model)."""
     return repeated.view(experts.count, -1, repeated.shape[-1])
+
+
+class ExpertSamples:
+    """Selects the tokens from which each expert's statistics are computed: those routed to it, plus others if too few.
+
+    The Gram matrix of an expert with fewer tokens than its layers have inputs is singular. Such an expert also gets tokens
+    that are not routed to it, evenly spaced over all batches, until it has `least` tokens. Its Gram matrix then contains a
+    share of the whole layer's.
+
+    Args:
+        routed: (batches, experts), the number of tokens routed to each expert, over all processes.
+        tokens: Number of tokens in each of these batches.
+        least: Minimum number of tokens per expert, where the batches hold that many.
+
+    Attributes:
+        counts: (experts,), the number of tokens routed to each expert, over all batches.
+    """
+
+    def __init__(self, routed: Tensor, tokens: Sequence[int], least: int) -> None:
+        self.counts = routed.sum(0)
+        unrouted = torch.tensor(tokens).unsqueeze(1) - routed
+        self._unrouted_before = collectives.shard((unrouted.cumsum(0) - unrouted).tolist())  # in earlier batches
+        self._unrouted: list[int] = unrouted.sum(0).tolist()
+        missing = [max(0, least - int(count)) for count in self.counts]
+        self._extra = [min(count, available) for count, available in zip(missing, self._unrouted, strict=True)]
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of an expert."""
+        return max(int(count) + extra for count, extra in zip(self.counts, self._extra, strict=True))
+
+    def choose(self, number: int, member: Tensor) -> list[Tensor]:
+        """Choose each expert's tokens from a batch.
+
+        Args:
+            number: Index of the batch in this process.
+            member: (tokens, experts), True where a token is routed to an expert.
+
+        Returns:
+            For each expert, the indices of its tokens, in ascending order.
+        """
+        chosen, before = [], self._unrouted_before[number]
+        for expert, indices in enumerate(routed_tokens(member)):
+            extra, unrouted = self._extra[expert], self._unrouted[expert]
+            if extra:
+                (candidates,) = torch.where(~member[:, expert])
+                position = torch.arange(len(candidates), device=candidates.device) + before[expert]
+                added = candidates[(position + 1) * extra // unrouted > position * extra // unrouted]
+                indices = torch.cat([indices, added]).sort().values  # noqa: PLW2901  (in the order of the tokens)
+            chosen.append(indices)
+        return chosen

@@ -18,8 +18,7 @@ from sparsellm.activations.fisher import FisherFactors, weight_costs
 from sparsellm.activations.walk import walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import Plan
-from sparsellm.methods.layer_solve import problem_of
-from sparsellm.methods.layerwise import collect_statistics
+from sparsellm.methods.layerwise import collect_statistics, problem_of
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.balance import allocate_by_curves, damp_toward_uniform, levels_around, smallest_sums

@@ -17,13 +17,12 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS
 from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.methods.true_sequential import TrueSequential
+from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import devices
+from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS, CHECK_EVERY, MIN_ITERATIONS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import NM, Pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

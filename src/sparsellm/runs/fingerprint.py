@@ -27,7 +27,7 @@ from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runtime import collectives, devices
-from sparsellm.solvers import sparsegpt_triton
+from sparsellm.solvers import sparsegpt
 
 Value = TypeVar("Value")
 
@@ -47,8 +47,8 @@ READERS = 8
 def environment(device: torch.device) -> dict[str, str]:
     """Versions and machine properties that a result may depend on."""
     result = {"sparsellm": __version__} | {package: version(package) for package in PACKAGES}
-    if sparsegpt_triton.is_available(device):
-        result["column loop"] = sparsegpt_triton.compiler_version()
+    if sparsegpt.has_kernel(device):
+        result["column loop"] = sparsegpt.kernel_compiler()
     return result | {
         "python": platform.python_version(),
         "system": platform.system(),

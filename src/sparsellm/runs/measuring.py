@@ -13,8 +13,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.errors import InvalidSetting, nearest
-from sparsellm.evaluation.generation import generate_text
-from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, measure_of
+from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
 from sparsellm.evaluation.zeroshot import evaluate_tasks, prepare_tasks
 from sparsellm.models.loaded_model import LoadedModel

@@ -15,13 +15,11 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
-from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.methods.true_sequential import TrueSequential
+from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
 from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RecoveryFields, RunFields, SolverName
-from sparsellm.solvers import LayerSolver
+from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
 from sparsellm.solvers.sparsegpt import SparseGPT

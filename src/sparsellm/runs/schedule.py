@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SparseLLMError
-from sparsellm.evaluation.generation import TOKENS
+from sparsellm.evaluation.measurements import TOKENS
 from sparsellm.methods import planned_layers
 from sparsellm.recovery.distillation import AT_A_TIME
 from sparsellm.recovery.masked_training import VALIDATIONS, windows_a_step

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers import sparsegpt_triton
+from sparsellm.runtime import devices
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
@@ -19,12 +19,33 @@ from sparsellm.solvers.linalg import (
     invert_triangular_,
     upper_factor,
 )
-from sparsellm.solvers.patterns import Pattern, keep_largest, keep_unpruned
+from sparsellm.solvers.patterns import NM, Pattern, Unstructured, keep_largest, keep_unpruned
 from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
 
+try:  # installed with torch's CUDA wheels only
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
 PANEL = 16
 """Columns whose errors are propagated one by one within the panel; columns to its right are updated by one matrix product."""
+
+MAX_COLUMNS = 128
+"""Largest block that fits in the registers of a program; wider blocks use the plain loop."""
+
+MAX_GROUP = 31
+"""Largest M of N:M: the mask of a group is stored in the bits of an int32."""
+
+ROWS_PER_PROGRAM = 4
+"""Rows of the weight per program. A program is one warp, so that sums over columns need no synchronisation between warps.
+
+With 8 rows the compiler runs out of registers for N:M (ptxas, compute capability 8.0 and 9.0); not timed.
+"""
+
+MIN_CAPABILITY = (7, 0)
+"""Lowest compute capability that Triton supports."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,7 @@ class SparseGPT:
     $1 / [S^{-1}]_{ii}$, the part of $S_{ii}$ that the other rows cannot compensate.
 
     Cost: one (in, in) Cholesky factorisation and out · in² / 2 multiply-adds. The columns of a block are pruned by one kernel
-    on NVIDIA GPUs (`sparsegpt_triton`), and by a loop elsewhere.
+    on NVIDIA GPUs (`prune_columns`), and by a loop elsewhere.
 
     Attributes:
         damping: Fraction of the mean added to the Gram diagonal (and to the curvature's).
@@ -98,8 +119,8 @@ class SparseGPT:
                 removed = pattern.count_removed(outputs * end) - pattern.count_removed(outputs * start)
                 score = _scores(block_columns, block_factor) * factors.row
                 keep = keep_unpruned(pruned_mask, score, partial(keep_largest, removed=removed))
-            if pruned_mask is None and sparsegpt_triton.is_supported(block_columns, pattern):
-                sparsegpt_triton.prune_columns(block_columns, block_factor, keep, pattern=pattern)
+            if pruned_mask is None and kernel_supports(block_columns, pattern):
+                prune_columns(block_columns, block_factor, keep, pattern=pattern)
             else:
                 _sweep(block_columns, block_factor, keep, pattern=pattern, pruned_mask=pruned_mask)
             torch.sub(block_columns, dense, out=changes[start:end])
@@ -171,3 +192,107 @@ def _sweep_panel(
             columns[j + 1 :].addr_(factor[j, j + 1 :], errors[j], alpha=-1)
         columns[group].masked_fill_(~group_keep, 0)
     return errors
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _kernel(  # type: ignore[no-untyped-def]
+        columns,
+        factor,
+        keep,
+        count,
+        outputs,
+        GROUP: tl.constexpr,  # noqa: N803
+        ZEROS: tl.constexpr,  # noqa: N803
+        COLUMNS: tl.constexpr,  # noqa: N803
+        LANES: tl.constexpr,  # noqa: N803
+    ):
+        """Prune `LANES` rows of the weight through all columns of the block; see `prune_columns`."""
+        lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+        index = tl.arange(0, COLUMNS)
+        inside = (index < count)[:, None] & (lane < outputs)[None, :]
+        tile = tl.load(columns + index[:, None] * outputs + lane[None, :], mask=inside, other=0.0)
+        diagonal = tl.load(factor + index * (count + 1), mask=index < count, other=1.0)
+        bits = tl.zeros((LANES,), dtype=tl.int32)  # mask of the current group, first column in the lowest bit
+        for j in range(count):
+            is_current = (index == j)[:, None]
+            column = tl.sum(tl.where(is_current, tile, 0.0), 0)
+            if GROUP == 0:
+                kept = tl.load(keep + j * outputs + lane, mask=lane < outputs, other=1).to(tl.int32)
+            else:
+                if j % GROUP == 0:  # choose the mask of the group from its updated weights
+                    ratio = tl.div_rn(tile, tl.broadcast_to(diagonal[:, None], (COLUMNS, LANES)))
+                    score = ratio * ratio
+                    rank = tl.zeros((COLUMNS, LANES), dtype=tl.int32)
+                    for other in range(GROUP):  # the rank within the group, as in NM.keep
+                        compared = tl.sum(tl.where((index == j + other)[:, None], score, 0.0), 0)[None, :]
+                        earlier = (compared == score) & (index > j + other)[:, None]
+                        rank += ((compared < score) | earlier).to(tl.int32)
+                    position = tl.where((index >= j) & (index < j + GROUP), index - j, 0)[:, None]
+                    in_mask = (index >= j)[:, None] & (index < j + GROUP)[:, None] & (rank >= ZEROS)
+                    bits = tl.sum(tl.where(in_mask, 1 << position, 0), 0)
+                kept = (bits >> (j % GROUP)) & 1
+            removed = tl.where(kept != 0, 0.0, column)
+            pivot = tl.load(factor + j * (count + 1))
+            error = tl.div_rn(removed, tl.broadcast_to(pivot, (LANES,)))
+            later = tl.load(factor + j * count + index, mask=(index > j) & (index < count), other=0.0)
+            tile -= later[:, None] * error[None, :]
+            tile = tl.where(is_current, tile - removed[None, :], tile)
+        tl.store(columns + index[:, None] * outputs + lane[None, :], tile, mask=inside)
+
+
+def prune_columns(columns: Tensor, factor: Tensor, keep: Tensor | None, *, pattern: Pattern) -> None:
+    """Prune a block of columns in place, like the plain loop `_sweep`.
+
+    Args:
+        columns: (columns, out) float32, contiguous, at most `MAX_COLUMNS` columns.
+        factor: (columns, columns), upper triangular.
+        keep: (columns, out) bool, or None to choose the mask of each N:M group when it is reached, from its updated weights.
+        pattern: The pattern, read if `keep` is None.
+    """
+    count, outputs = columns.shape
+    group, zeros = (pattern.group, pattern.zeros) if keep is None and isinstance(pattern, NM) else (0, 0)
+    with devices.selected(columns.device):
+        _kernel[(triton.cdiv(outputs, ROWS_PER_PROGRAM),)](
+            columns,
+            factor.contiguous(),  # may be a view into a larger matrix
+            columns if keep is None else keep.contiguous().view(torch.uint8),
+            count,
+            outputs,
+            GROUP=group,
+            ZEROS=zeros,
+            COLUMNS=max(16, triton.next_power_of_2(count)),
+            LANES=ROWS_PER_PROGRAM,
+            num_warps=1,
+        )
+
+
+def kernel_supports(columns: Tensor, pattern: Pattern) -> bool:
+    """Whether `prune_columns` supports a block of columns, (columns, out): its size, dtype and device, and the pattern."""
+    is_valid = len(columns) <= MAX_COLUMNS and (pattern.column_span or 0) <= MAX_GROUP and columns.dtype == torch.float32
+    return is_valid and has_kernel(columns.device)
+
+
+def kernel_compiler() -> str:
+    """Name and version of the compiler of the kernel."""
+    return f"triton {triton.__version__}"
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs on a device, checked once. Besides Triton it needs a C compiler."""
+    if triton is None or not devices.is_nvidia(device):
+        return False
+    return devices.capability(device) >= MIN_CAPABILITY and kernel_passes_self_test(device)
+
+
+def kernel_passes_self_test(device: torch.device) -> bool:
+    """Whether the kernel compiles and gives the right result on a device, for a weight of two columns."""
+    columns, factor = torch.ones(2, 1, device=device), torch.tensor([[2.0, 1.0], [0.0, 1.0]], device=device)
+    keep = torch.tensor([[False], [True]], device=device)
+    try:
+        prune_columns(columns, factor, keep, pattern=Unstructured(0.5))
+    except Exception:  # a compiler or driver may raise anything; the plain loop gives the same result
+        return False
+    return columns.tolist() == [[0.0], [0.5]]

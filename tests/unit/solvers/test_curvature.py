@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers import LayerSolver
+from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.linalg import add_diagonal, conjugate_gradient_refit
 from sparsellm.solvers.patterns import NM, parse_pattern

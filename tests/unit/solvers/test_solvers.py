@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers import LayerSolver
+from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
-from sparsellm.solvers.criteria import Magnitude, Wanda
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import NM, Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem

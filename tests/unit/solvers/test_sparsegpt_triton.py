@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsellm.solvers import sparsegpt, sparsegpt_triton
+from sparsellm.solvers import sparsegpt
 from sparsellm.solvers.patterns import Pattern, parse_pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.sparsegpt import SparseGPT
@@ -21,7 +21,7 @@ from tests.conftest import long_unless
 OUTPUTS = [1, 4, 11]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-pytestmark = pytest.mark.skipif(sparsegpt_triton.triton is None, reason="Triton is not installed: it has wheels for Linux only")
+pytestmark = pytest.mark.skipif(sparsegpt.triton is None, reason="Triton is not installed: it has wheels for Linux only")
 
 
 def block_of(columns: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern)
     """The same masks; the same weights but for rounding. Returns those of the kernel."""
     one, other = columns.clone(), columns.clone()
     sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern=pattern)
-    sparsegpt_triton.prune_columns(other, factor, keep, pattern=pattern)
+    sparsegpt.prune_columns(other, factor, keep, pattern=pattern)
     assert torch.equal(other == 0, one == 0)
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
     return other
@@ -108,16 +108,16 @@ def test_the_kernel_prunes_a_layer_as_the_plain_loop_does(
     gram.update(x.to(DEVICE))
     problem, pattern = LayerProblem(torch.randn(shape, generator=generator).to(DEVICE), gram), parse_pattern(text)
     answers, swept = [], 0
-    sweep = sparsegpt_triton.prune_columns
+    sweep = sparsegpt.prune_columns
 
     def counted(*arguments: Any, **keywords: Any) -> None:
         nonlocal swept
         swept += 1
         sweep(*arguments, **keywords)
 
-    monkeypatch.setattr(sparsegpt_triton, "prune_columns", counted)
+    monkeypatch.setattr(sparsegpt, "prune_columns", counted)
     for serves in (False, True):
-        monkeypatch.setattr(sparsegpt_triton, "is_supported", lambda *_, serves=serves: serves)
+        monkeypatch.setattr(sparsegpt, "kernel_supports", lambda *_, serves=serves: serves)
         answers.append(SparseGPT(block=block).solve(problem, pattern))
     assert swept == -(-shape[1] // block)
     assert torch.equal(answers[0] == 0, answers[1] == 0)
@@ -127,28 +127,28 @@ def test_the_kernel_prunes_a_layer_as_the_plain_loop_does(
 def test_where_the_kernel_is_used() -> None:
     """Processors, other precisions, wide blocks and large groups take the plain loop; a GPU that runs it takes the kernel."""
     columns, two_four = torch.zeros(8, 4, device=DEVICE), parse_pattern("2:4")
-    assert not sparsegpt_triton.is_supported(torch.zeros(8, 4), two_four)
-    assert not sparsegpt_triton.is_supported(columns.double(), two_four)
-    assert not sparsegpt_triton.is_supported(torch.zeros(sparsegpt_triton.MAX_COLUMNS + 1, 4, device=DEVICE), two_four)
-    assert not sparsegpt_triton.is_supported(torch.zeros(64, 4, device=DEVICE), parse_pattern("2:32"))
-    assert sparsegpt_triton.is_supported(columns, two_four) == (DEVICE == "cuda")
-    assert not sparsegpt_triton.is_available(torch.device("cpu"))
+    assert not sparsegpt.kernel_supports(torch.zeros(8, 4), two_four)
+    assert not sparsegpt.kernel_supports(columns.double(), two_four)
+    assert not sparsegpt.kernel_supports(torch.zeros(sparsegpt.MAX_COLUMNS + 1, 4, device=DEVICE), two_four)
+    assert not sparsegpt.kernel_supports(torch.zeros(64, 4, device=DEVICE), parse_pattern("2:32"))
+    assert sparsegpt.kernel_supports(columns, two_four) == (DEVICE == "cuda")
+    assert not sparsegpt.has_kernel(torch.device("cpu"))
 
 
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot be compiled, or that answers wrongly, is not used."""
-    assert sparsegpt_triton.passes_self_test(torch.device(DEVICE))
-    assert sparsegpt_triton.compiler_version().startswith("triton ")
+    assert sparsegpt.kernel_passes_self_test(torch.device(DEVICE))
+    assert sparsegpt.kernel_compiler().startswith("triton ")
     for broken in (lambda *_, **__: 1 / 0, lambda columns, *_, **__: columns):
-        monkeypatch.setattr(sparsegpt_triton, "prune_columns", broken)
-        assert not sparsegpt_triton.passes_self_test(torch.device(DEVICE))
+        monkeypatch.setattr(sparsegpt, "prune_columns", broken)
+        assert not sparsegpt.kernel_passes_self_test(torch.device(DEVICE))
 
 
 COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.solvers.sparsegpt_triton import MAX_COLUMNS, ROWS_PER_PROGRAM, _kernel
+from sparsellm.solvers.sparsegpt import MAX_COLUMNS, ROWS_PER_PROGRAM, _kernel
 for keep, group in (("*u8", 0), ("*fp32", 4)):
     types = dict(columns="*fp32", factor="*fp32", keep=keep, count="i32", outputs="i32")
     fixed = dict(GROUP=group, ZEROS=group // 2, COLUMNS=MAX_COLUMNS, LANES=ROWS_PER_PROGRAM)
