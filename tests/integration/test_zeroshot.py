@@ -15,7 +15,8 @@ from typer.testing import Result
 
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, Unreachable
 from sparsellm.evaluation import zeroshot
-from sparsellm.evaluation.zeroshot import definition, mean, prepare_tasks
+from sparsellm.evaluation.measurements import mean
+from sparsellm.evaluation.zeroshot import definition, prepare_tasks
 from sparsellm.runs.measuring import evaluate
 
 Command = Callable[..., Result]

@@ -48,8 +48,7 @@ def evaluate(
     with report_errors(context):
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import task_metric, task_value
-        from sparsellm.evaluation.measurements import measure_of
-        from sparsellm.evaluation.zeroshot import mean
+        from sparsellm.evaluation.measurements import mean, measure_of
         from sparsellm.runs.display import Display, percent, plus_minus
         from sparsellm.runs.measuring import evaluate as evaluate_model
         from sparsellm.runtime import watchdog

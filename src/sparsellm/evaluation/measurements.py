@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
@@ -88,6 +90,17 @@ def measure_of(metric: str) -> str:
 def is_fraction(metric: str) -> bool:
     """Whether a metric is a fraction of the questions, to be shown in percent."""
     return metric.startswith(("acc", "exact_match"))
+
+
+def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Mean accuracy over tasks and its standard error, None if that of any task is None.
+
+    Args:
+        accuracies: Accuracy and standard error of each task.
+    """
+    squares = [error**2 for _, error in accuracies if error is not None]
+    error = math.sqrt(sum(squares)) / len(squares) if len(squares) == len(accuracies) else None
+    return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
 def plus_minus(result: Perplexity | Accuracy | None) -> str:

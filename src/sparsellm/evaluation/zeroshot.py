@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict
 from functools import cache
@@ -277,17 +277,6 @@ def _accuracy(results: Mapping[str, Any], name: str) -> Accuracy:
     questions = sum(results["n-samples"][leaf]["effective"] for leaf in _leaves(results, name))
     normalised = figures.get("acc_norm,none")
     return Accuracy(figures[key], error if finite else None, normalised, questions, key.removesuffix(",none"))
-
-
-def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Mean accuracy over tasks and its standard error, None if that of any task is None.
-
-    Args:
-        accuracies: Accuracy and standard error of each task.
-    """
-    squares = [error**2 for _, error in accuracies if error is not None]
-    error = math.sqrt(sum(squares)) / len(squares) if len(squares) == len(accuracies) else None
-    return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -72,6 +73,9 @@ class PublishedSparseLLM:
     keep_best: bool = False
     keep_zeros: bool = False
 
+    needs_dense_stream: ClassVar[bool] = False
+    needs_fisher: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if self.epochs < 1 or not self.alpha > 0 or not self.beta > 0 or not self.ridge >= 0:
             raise InvalidSetting(
@@ -82,14 +86,6 @@ class PublishedSparseLLM:
     @property
     def needs(self) -> type[TokenCount]:
         return self.solver.needs if self.scope == frozenset() else Gram
-
-    @property
-    def needs_dense_stream(self) -> bool:
-        return False
-
-    @property
-    def needs_fisher(self) -> bool:
-        return False
 
     def note(self, block: Block, plan: Plan) -> str:
         if not self._in_scope(block):

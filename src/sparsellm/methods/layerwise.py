@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,17 +43,12 @@ class LayerWise:
     solver: LayerSolver
     keep_zeros: bool = False
 
+    needs_dense_stream: ClassVar[bool] = False
+    needs_fisher: ClassVar[bool] = False
+
     @property
     def needs(self) -> type[TokenCount]:
         return self.solver.needs
-
-    @property
-    def needs_dense_stream(self) -> bool:
-        return False
-
-    @property
-    def needs_fisher(self) -> bool:
-        return False
 
     def note(self, block: Block, plan: Plan) -> str:
         return "" if block.architecture.known else FOUND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -41,13 +42,8 @@ class SparseLLM(Settings):
         keep_zeros: Whether weights that are already zero stay zero.
     """
 
-    @property
-    def needs(self) -> type[TokenCount]:
-        return Gram
-
-    @property
-    def needs_dense_stream(self) -> bool:
-        return True
+    needs: ClassVar[type[TokenCount]] = Gram
+    needs_dense_stream: ClassVar[bool] = True
 
     @property
     def needs_fisher(self) -> bool:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from sparsellm.evaluation.measurements import is_fraction, measure_of
-from sparsellm.evaluation.zeroshot import mean
+from sparsellm.evaluation.measurements import is_fraction, mean, measure_of
 from sparsellm.runs.records import SavedPair, SavedPruning, SavedReport
 
 OF_RUN = ("sparsity", "seconds", "seconds per block")

@@ -25,12 +25,7 @@ Points = dict[str, dict[str, Any]]  # the values of an axis: by label, the recip
 
 
 class Cell(BaseModel, frozen=True):
-    """One run of a sweep.
-
-    Attributes:
-        labels: Its label on each axis.
-        recipe: The recipe of the run.
-    """
+    """One run of a sweep: its label on each axis, and its recipe."""
 
     labels: dict[str, str]
     recipe: Recipe
@@ -178,8 +173,8 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
             "The sweep has no small form. Give it a `smoke:` with `recipe:` and `axes:`, or leave out `smoke`."
         )
     shared = content.recipe | overrides.recipe
-    axes = {axis: _points(axis, spec) for axis, spec in (content.axes | overrides.axes).items()}
     full_axes = {axis: _points(axis, spec) for axis, spec in content.axes.items()}
+    axes = full_axes | {axis: _points(axis, spec) for axis, spec in overrides.axes.items()}
     if not axes:
         raise InvalidSetting("The sweep has no axes. Write for example `axes:` with `method: [sparsegpt, alps]` below it.")
     for change in changes:
