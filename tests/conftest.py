@@ -126,6 +126,19 @@ def loud(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dic
     return folders
 
 
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """A folder with a few questions for two tasks, fields as on the hub."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    yes_no = [{"question": f"is {n} the sum", "passage": "the sum of the weights", "label": n % 2} for n in range(6)]
+    choices = {"text": ["the sum", "the rest", "a layer"], "label": ["A", "B", "C"]}
+    picks = [{"id": str(n), "question": f"what stays {n}", "choices": choices, "answerKey": "ABC"[n % 3]} for n in range(5)]
+    for name, rows in (("boolq_validation", yes_no), ("arc_easy_test", picks)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerContext]:
     """Forks processes for the command line that have torch and transformers loaded already."""

@@ -26,19 +26,6 @@ SHARED = Path(__file__).parents[3] / "shared"
 PAPER = ["boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"]
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    """A folder with a few questions for two tasks, fields as on the hub."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    yes_no = [{"question": f"is {n} the sum", "passage": "the sum of the weights", "label": n % 2} for n in range(6)]
-    choices = {"text": ["the sum", "the rest", "a layer"], "label": ["A", "B", "C"]}
-    picks = [{"id": str(n), "question": f"what stays {n}", "choices": choices, "answerKey": "ABC"[n % 3]} for n in range(5)]
-    for name, rows in (("boolq_validation", yes_no), ("arc_easy_test", picks)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder
-
-
 @cache
 def every_task() -> Any:
     """lm-eval's own list of its tasks, which takes it seconds to read."""
@@ -123,6 +110,15 @@ def test_the_paper_s_tasks_from_local_files(name: str, tmp_path: Path, command: 
     tasks = [str(definition(task, words, tmp_path)) for task, words in changed.items()]
     same({task: values["dense"] for task, values in found.items()}, by_hand(SHARED / "models" / name, tasks, 12))
     same({task: values["pruned"] for task, values in found.items()}, by_hand(tmp_path / "out", tasks, 12))
+
+
+@WITH
+def test_every_process_of_a_machine_has_results(
+    tiny: dict[str, Path], questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's simple_evaluate has none where LOCAL_RANK is not 0."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert evaluate(str(tiny["opt"]), task=["arc_easy"], task_data=str(questions)).accuracy["arc_easy"].questions == 5
 
 
 def test_the_mean_and_its_error() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -16,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import yaml
 
 from sparsellm.checkpoints.loading import compute_dtype
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 BATCH = 8
 """Requests per batch. Requests are padded, so another number changes the scores by rounding."""
+
+SEED = 1234
+"""The seed with which lm-eval chooses examples, its own default."""
 
 SPLITS = {
     "boolq": "validation",
@@ -192,7 +198,7 @@ def _run_lm_eval(
     progress: Callable[[float, int], None] | None,
 ) -> dict[str, Any]:
     """The result dictionary of lm-eval for tasks, given with their overrides."""
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
 
     class CountedLM(HFLM):  # type: ignore[misc]
@@ -214,7 +220,16 @@ def _run_lm_eval(
     lm = CountedLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH)
     with _task_errors(*tasks), tempfile.TemporaryDirectory() as folder:
         names = [str(definition(task, fields, Path(folder))) if fields else task for task, fields in tasks.items()]
-        return dict(simple_evaluate(lm, tasks=names, limit=limit, log_samples=False, task_manager=_task_manager()) or {})
+        members = _task_manager().load(names)
+        # As simple_evaluate, which has no results where LOCAL_RANK is not 0, and takes seconds to list the installed packages.
+        random.seed(0)
+        np.random.seed(SEED)
+        torch.manual_seed(SEED)
+        for member in members["tasks"].values():
+            if member.get_config("num_fewshot") is None:
+                member.set_config(key="num_fewshot", value=0)
+            member.set_fewshot_seed(seed=SEED)
+        return dict(evaluate(lm, members, limit=limit, log_samples=False) or {})
 
 
 @cache
