@@ -164,6 +164,26 @@ def test_what_cannot_be_compared_is_refused(runs: Path, tmp_path: Path, command:
             read_comparison(folders)
 
 
+def test_a_report_of_several_runs_is_refused_with_a_hint_to_compare(runs: Path, command: Command) -> None:
+    """In Python and on the command line, also where the second run is taken for the page to write."""
+    half, other = runs / "half", runs / "two-four"
+    for given in ([half, other], (half,)):
+        with pytest.raises(
+            InvalidSetting, match=rf"got {len(given)}\. Report each, or compare the folders: sparsellm\.compare\("
+        ):
+            sparsellm.report(given)
+    with pytest.raises(InvalidSetting, match=r"`output` must name an HTML file, got the folder .*use compare"):
+        sparsellm.report(half, other)
+    with pytest.raises(InvalidSetting, match=r"A comparison is of a list of folders, got .*half\. Pass them"):
+        sparsellm.compare(half)
+    done = command("report", half, other)
+    assert done.exit_code == 1
+    assert done.stderr == f"error: A report is of one run or sweep, got 2. To compare them: sparsellm compare {half} {other}\n"
+    done = command("report", half, "--output", other)
+    assert done.exit_code == 1
+    assert "--output must name an HTML file" in done.stderr
+
+
 def test_models_of_one_name_and_other_sizes_differ(runs: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(runs / "half", tmp_path / "other"))
     content = json.loads((other / "sparsellm.json").read_text(encoding="utf-8"))

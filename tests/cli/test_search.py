@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,10 +26,17 @@ from sparsellm.reports.sweep_runner import CellFolder
 from sparsellm.reports.target import Target
 from sparsellm.runs.events import NextRun, Note
 from sparsellm.runs.records import load_report
+from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.cli.test_several import compared
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
 Command = Callable[..., Result]
+
+ACCURACY = ("--method", "magnitude", "--min-accuracy", "arc_easy:0.3", "--step", "20%")
+"""Options of a search for an accuracy on a task."""
 
 
 @pytest.fixture
@@ -134,6 +144,55 @@ def test_an_interrupted_search_repeats_no_finished_run(settings: dict[str, Any],
     files = [load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", tmp_path / "out")]
     assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra `eval`)")
+def test_a_search_for_an_accuracy_equals_single_runs(
+    loud: dict[str, Path], questions: Path, tmp_path: Path, command: Command
+) -> None:
+    """The sparsity is that of bisection over single runs, and the accuracy of the output is at least the target."""
+    given = {"method": "magnitude", "task": "arc_easy", "task_data": str(questions)}
+    accuracies = [
+        sparsellm.prune(loud["llama"], sparsity=percent / 100, **given).report.tasks["arc_easy"]["pruned"].value
+        for percent in range(20, 95, 20)
+    ]
+    met = [value >= 0.3 for value in accuracies]
+    assert True in met
+    assert False in met
+    done = command("search", loud["llama"], tmp_path / "out", *ACCURACY, "--task-data", questions, "--json")
+    assert done.exit_code == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["sparsity"] == bisect(lambda number: met[number - 1], len(met)) / 5
+    for point in result["points"]:
+        assert point["accuracy"] == {"arc_easy": accuracies[round(5 * point["sparsity"]) - 1]}
+        assert point["met"] == (point["accuracy"]["arc_easy"] >= 0.3)
+    again = command("evaluate", tmp_path / "out", "--task", "arc_easy", "--task-data", questions, "--json")
+    assert json.loads(again.stdout)["accuracy"]["arc_easy"]["value"] == result["report"]["tasks"]["arc_easy"]["pruned"]["value"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra `eval`)")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, and SIGKILL")
+def test_a_search_for_an_accuracy_goes_on_after_a_kill(
+    loud: dict[str, Path], questions: Path, tmp_path: Path, server: ForkServerContext, command: Command
+) -> None:
+    """Killed after its second run, it repeats neither, and ends as one that was not killed."""
+    words = {name: ("search", loud["llama"], tmp_path / name, *ACCURACY, "--task-data", questions) for name in ("whole", "out")}
+    process, deadline = processes.started(server, words["out"], tmp_path / "said.txt"), time.monotonic() + 120
+    kept: list[Path] = []
+    while len(kept) < 2 and process.is_alive() and time.monotonic() < deadline:
+        kept = list((tmp_path / "out").glob(".sparsellm/search-*/cells/*/result.json"))
+    process.kill()
+    process.join()
+    seconds = {json.loads(file.read_text())["report"]["seconds"]["total"] for file in kept}
+    assert len(seconds) == 2, (tmp_path / "said.txt").read_text()
+    assert not (tmp_path / "out" / "sparsellm.json").exists()
+    resumed, whole = (json.loads(command(*words[name], "--json").stdout)["points"] for name in ("out", "whole"))
+    assert {point["seconds"] for point in resumed} >= seconds
+    assert [point | {"seconds": 0} for point in resumed] == [point | {"seconds": 0} for point in whole]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    assert files[0] == files[1]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "said.txt", "tasks", "whole"]
 
 
 def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
@@ -248,12 +307,22 @@ def test_wrong_searches_are_refused(
 
 
 def test_a_search_needs_a_text_and_an_output_that_is_free(
-    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
 ) -> None:
     target = ("--max-perplexity-increase", "5%", "--calibration", text_file)
     refused(command("search", loud["opt"], tmp_path / "out", *target), "pass --evaluate")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     refused(command("search", loud["opt"], tmp_path / "full", *target, "--evaluate", text_file), "exists")
+
+
+def test_a_search_by_several_processes_is_refused(
+    words: tuple[object, ...], settings: dict[str, Any], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By those of a launcher, and in Python by those of a process group."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(command("search", loud["opt"], tmp_path / "out", *target, "--evaluate", text_file), "one process")
+    refused(command("search", *words, tmp_path / "out", "--max-size", "3MB"), "A search runs in one process.")
+    monkeypatch.setattr("sparsellm.runtime.collectives.world", lambda: 2)
+    with pytest.raises(InvalidSetting, match="A search runs in one process"):
+        sparsellm.search(words[0], tmp_path / "out", max_size="3MB", **settings)
+    assert not (tmp_path / "out").exists()

@@ -36,7 +36,8 @@ def root(
 
 
 for command in (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify, push, methods, demo):
-    app.command(cls=options.Command)(command)
+    # `report` refuses further runs itself, with the command that compares them.
+    app.command(cls=options.Command, context_settings={"allow_extra_args": command is report})(command)
 
 
 def main() -> None:

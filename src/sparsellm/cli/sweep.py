@@ -124,7 +124,7 @@ def search(
         from sparsellm.cli.allocator import manage_memory
         from sparsellm.cli.display import print_search, print_summary
         from sparsellm.errors import InvalidSetting, TargetNotReached
-        from sparsellm.reports.search import read_search, search_sparsity
+        from sparsellm.reports.search import ONE_PROCESS, read_search, search_sparsity
         from sparsellm.reports.target import Target
         from sparsellm.runs.display import Display
         from sparsellm.runs.events import combine_observers
@@ -133,7 +133,7 @@ def search(
         from sparsellm.solvers.patterns import parse_pattern
 
         if watchdog.independent_process(os.environ)[1] > 1:
-            raise InvalidSetting("A search runs in one process. Start it without a launcher.")
+            raise InvalidSetting(ONE_PROCESS)
         target = Target.read(max_perplexity_increase, min_accuracy, max_size)
         recipe = read_search(settings | ({"model": model} if model else {}), config)
         if output is None:
@@ -175,8 +175,13 @@ def report(
     Example: sparsellm report opt-70
     """
     with report_errors(context):
+        from sparsellm.errors import InvalidSetting
+        from sparsellm.reports.commands import compare_command
         from sparsellm.reports.interface import report as write_report
 
+        if context.args:
+            command = compare_command([run, *context.args])
+            raise InvalidSetting(f"A report is of one run or sweep, got {1 + len(context.args)}. To compare them: {command}")
         print_line(stdout, f"Wrote {write_report(run, output, figures=figures)}.")
         if figures:
             print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")

@@ -166,10 +166,15 @@ def report(run: str | Path | Result | Outcomes, output: str | Path | None = None
         The HTML file.
 
     Raises:
-        InvalidSetting: The folder is the output of neither a run nor a sweep.
+        InvalidSetting: The folder is the output of neither a run nor a sweep, several runs are given, or `output` is a folder.
         MissingPackage: matplotlib is not installed.
     """
     run = run.folder if isinstance(run, Outcomes) else run
+    if isinstance(run, (list, tuple)):
+        raise InvalidSetting(
+            f"A report is of one run or sweep, got {len(run)}. Report each, or compare the folders: sparsellm.compare([...])."
+        )
+    _check_page(output)
     page, plots = report_page(run)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
     file = _write_page(page, output or f"{page_name(run)}.html")
@@ -189,12 +194,23 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Com
         The runs; `tables()` has the tables by title, `to_dict()` all values.
 
     Raises:
-        InvalidSetting: A folder holds neither, fewer than two runs are finished, or the runs are of different models.
+        InvalidSetting: A folder holds neither, fewer than two runs are finished, the runs are of different models, or `output`
+            is a folder.
     """
+    if isinstance(runs, (str, Path)):
+        raise InvalidSetting(f"A comparison is of a list of folders, got {runs}. Pass them as sparsellm.compare([...]).")
+    _check_page(output)
     comparison = read_comparison(runs)
     if output:
         _write_page(comparison_page(comparison), output)
     return comparison
+
+
+def _check_page(output: str | Path | None) -> None:
+    """Raise InvalidSetting for a folder, such as that of a second run."""
+    if output is not None and (not isinstance(output, (str, Path)) or Path(output).is_dir()):
+        got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
+        raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write; for several runs use compare.")
 
 
 def _write_page(page: str, output: str | Path) -> Path:

@@ -28,11 +28,15 @@ from sparsellm.runs.recipe_file import read_fields, read_recipe, validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
 from sparsellm.runs.workspace import locked
+from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 
 HIGHEST = 0.95
 """The largest sparsity that is tried; beyond it, models of any size are far from the dense one."""
+
+ONE_PROCESS = "A search runs in one process. Start it without a launcher."
+"""The refusal of several processes."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +98,11 @@ def search_sparsity(
         observe: Receives the events of all runs.
 
     Raises:
-        InvalidSetting: The recipe cannot be searched, or does not measure what the target needs.
+        InvalidSetting: The recipe cannot be searched, does not measure what the target needs, or several processes search.
         TargetNotReached: No sparsity meets the target. Nothing is written.
     """
+    if collectives.world() > 1:
+        raise InvalidSetting(ONE_PROCESS)
     grid = _sparsities(recipe, step)
     recipe = _with_measurements(recipe, target)
     check_output(output, overwrite, recipe.model)
