@@ -250,6 +250,25 @@ def test_one_step_has_no_plot_of_convergence(run_folder: Path) -> None:
     assert convergence([block.model_copy(update={"epochs": block.epochs[:1]}) for block in blocks]) is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({"sparsity": "2:4"}, "uniform"),
+        ({"method": "alps"}, "uniform"),
+        ({"allocation": "/home/me/shares.yaml"}, "shares.yaml"),
+        ({}, ""),
+    ],
+)
+def test_a_page_says_why_costs_are_not_predicted(fields: dict[str, str], rule: str, run_folder: Path, tmp_path: Path) -> None:
+    report = json.loads((run_folder / "sparsellm.json").read_text(encoding="utf-8"))
+    report["recipe"] = {"model": "opt", "calibration": "words.txt"} | fields
+    (tmp_path / "sparsellm.json").write_text(json.dumps(report), encoding="utf-8")
+    page = report_page(tmp_path)[0]
+    said = f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
+    assert (said in page) == bool(rule)
+    assert ("Layers that cost most" in page) == bool(rule)
+
+
 def test_layers_at_a_bound_of_the_allocation_are_marked() -> None:
     sparsities = {"a.x": 0.6, "a.y": 0.8, "b.x": 0.72, "b.y": 0.8}
     blocks = [

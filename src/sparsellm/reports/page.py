@@ -71,6 +71,7 @@ def comparison_page(comparison: Comparison) -> str:
                 "tables": comparison.tables(),
                 "legend": "± is the standard error over sequences or questions; the error is the median of all layers'.",
                 "worst": None,
+                "not_predicted": "",
                 "plots": [],
                 "samples": {run.name: run.report.samples for run in comparison.runs if run.report.samples},
                 "layers": [],
@@ -177,6 +178,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         "tables": {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {},
         "legend": "± is the standard error over sequences or questions." if measured else "",
         "worst": worst if worst[1] else None,
+        "not_predicted": _not_predicted(recipe),
         "costs": costs.describe() if costs else [],
         "exclude": exclude_options(costs.exclude) if costs else "",
         "plots": run_plots(report),
@@ -196,6 +198,14 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         "settings": recipe.to_yaml(),
         "environment": report.environment,
     }
+
+
+def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:
+    """Why the costs of a run's layers are not known; empty if its allocation computes them, and for a recovery."""
+    if isinstance(recipe, RecoveryRecipe) or recipe.allocation_rule == "fisher":
+        return ""
+    rule = PurePath(recipe.allocation_rule).name
+    return f"Not predicted: only the allocation fisher, for unstructured sparsity, computes these costs. This run used {rule}."
 
 
 def _input_names(*recipes: Recipe | RecoveryRecipe) -> list[str]:
@@ -225,6 +235,7 @@ def _sweep_content(path: Path) -> dict[str, Any]:
         "tables": {"Results": grid(sweep, rows)} | ({"Cells that failed": (["cell", "error"], failed)} if failed else {}),
         "legend": " ".join(legend(sweep, rows)),
         "worst": None,
+        "not_predicted": "",
         "plots": sweep_plots(sweep, rows, outcomes),
         "samples": {x.cell.name: x.report.samples for x in outcomes if x.report and x.report.samples},
         "layers": [],
