@@ -1,0 +1,246 @@
+/* Products with matrices of which only the kept values are stored (sparsellm/sparse/bitmask.py), for few tokens.
+
+   Plain C without Python and torch; kernels.py calls it through ctypes. Build: cc -O3 -shared -fPIC -pthread kernels.c
+   Every function of an instruction set is compiled for it by an attribute and chosen at run time, so that one library serves all
+   processors of an architecture. SPARSELLM_PORTABLE leaves them out, for compilers that do not know them. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "masks are little-endian"
+#endif
+#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
+#define X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__aarch64__) && !defined(SPARSELLM_PORTABLE)
+#define ARM 1
+#include <arm_neon.h>
+#endif
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+#define GLUE_(a, b) a##b
+#define GLUE(a, b) GLUE_(a, b)
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 64")
+#endif
+
+enum {
+    VERSION = 1, /* kernels.py has the same; a library of another version is not used */
+    GROUP = 64,
+    MAX_TOKENS = 8,
+    MAX_CHUNKS = 2048,
+    ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
+    PREFETCH = 8192,  /* bytes ahead of the values, measured */
+};
+enum { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
+enum { PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
+
+typedef struct Job Job;
+typedef void Function(const Job *, int64_t row, int64_t stop);
+struct Job {
+    Function *function;
+    const void *x;     /* (padded tokens, stride) float, or bfloat16 for the kernels that multiply it */
+    int64_t stride;    /* columns, padded to groups */
+    int64_t tokens;
+    const uint8_t *mask;
+    const void *values;
+    const int64_t *row_starts;
+    int64_t rows, columns, groups;
+    const void *bias;  /* of x's type, or NULL */
+    void *out;         /* (tokens, rows) of x's type; (rows, columns) of a decoded matrix */
+    int dtype;         /* of x, bias and out: FLOAT32 or BFLOAT16 */
+};
+
+static ALWAYS_INLINE uint64_t read_mask(const uint8_t *p) {
+    uint64_t w;
+    memcpy(&w, p, 8);
+    return w;
+}
+
+static ALWAYS_INLINE float from_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+static ALWAYS_INLINE float from_bfloat16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
+
+static ALWAYS_INLINE float from_float16(uint16_t bits) {
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+    if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | rest << 13);
+    if (rest >= 0x400) return from_bits(sign | ((rest << 13) + (112u << 23)));
+    float number = (float)rest * 0x1p-24f; /* subnormal or zero */
+    return sign ? -number : number;
+}
+
+static ALWAYS_INLINE uint16_t to_bfloat16(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static ALWAYS_INLINE int padded_tokens(int64_t tokens) { return tokens <= 2 ? (int)tokens : tokens <= 4 ? 4 : MAX_TOKENS; }
+
+static ALWAYS_INLINE void store(const Job *job, int64_t token, int64_t row, float sum) {
+    if (job->dtype == BFLOAT16) {
+        if (job->bias) sum += from_bfloat16(((const uint16_t *)job->bias)[row]);
+        ((uint16_t *)job->out)[token * job->rows + row] = to_bfloat16(sum);
+    } else {
+        if (job->bias) sum += ((const float *)job->bias)[row];
+        ((float *)job->out)[token * job->rows + row] = sum;
+    }
+}
+
+static ALWAYS_INLINE void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb"); /* `yield` returns at once on most processors */
+#endif
+}
+
+/* Byte indices that move the kept ones of 8 words, or 4 numbers, to their columns; 0x80 makes a zero. */
+static uint8_t word_places[256][16], number_places[16][16];
+
+__attribute__((constructor)) static void fill_tables(void) {
+    memset(word_places, 0x80, sizeof word_places);
+    memset(number_places, 0x80, sizeof number_places);
+    for (int mask = 0; mask < 256; mask++)
+        for (int column = 0, kept = 0; column < 8; column++) {
+            if (!(mask >> column & 1)) continue;
+            for (int byte = 0; byte < 2; byte++) word_places[mask][2 * column + byte] = (uint8_t)(2 * kept + byte);
+            if (mask < 16)
+                for (int byte = 0; byte < 4; byte++) number_places[mask][4 * column + byte] = (uint8_t)(4 * kept + byte);
+            kept++;
+        }
+}
+
+#include "kernels_sets.h"
+#include "kernels_threads.h"
+
+/* Bit i is set if this processor has instruction set i, and the library code for it. */
+EXPORT int sparsellm_instruction_sets(void) {
+    int sets = 1 << PORTABLE;
+#ifdef ARM
+    sets |= 1 << NEON;
+#elif defined(X86)
+    unsigned a, b, c, d, a1, b1, c1, d1, low, high;
+    if (!__get_cpuid(1, &a1, &b1, &c1, &d1) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return sets;
+    const unsigned basic = 1u << 12 | 1u << 23 | 1u << 27 | 1u << 28 | 1u << 29; /* fma popcnt osxsave avx f16c */
+    if ((c1 & basic) != basic) return sets;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low & 6) == 6 && b >> 5 & 1) sets |= 1 << AVX2;
+    const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* avx512 f dq bw vl */
+    if ((low & 0xe6) != 0xe6 || (b & wide) != wide || !(c >> 6 & 1)) return sets; /* vbmi2 */
+    sets |= 1 << AVX512;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) sets |= 1 << AVX512_BF16;
+#endif
+    return sets;
+}
+
+EXPORT int sparsellm_version(void) { return VERSION; }
+
+/* Copy x (tokens, columns) to rows of `stride` numbers, padded by zeros. */
+static void prepare(void *to, const void *x, int from_dtype, int to_dtype, const Job *job) {
+    size_t width = to_dtype == BFLOAT16 ? 2 : 4;
+    memset(to, 0, (size_t)padded_tokens(job->tokens) * (size_t)job->stride * width);
+    for (int64_t t = 0; t < job->tokens; t++) {
+        char *row = (char *)to + (size_t)(t * job->stride) * width;
+        if (from_dtype == to_dtype) {
+            memcpy(row, (const char *)x + (size_t)(t * job->columns) * width, (size_t)job->columns * width);
+            continue;
+        }
+        const uint16_t *words = (const uint16_t *)x + t * job->columns;
+        for (int64_t c = 0; c < job->columns; c++) ((float *)row)[c] = from_bfloat16(words[c]);
+    }
+}
+
+/* Prepare x, if any, and run a job. Returns 0, or -1 if there is no memory. */
+static int run(Job *job, const void *x, int x_dtype, int threads) {
+    int pooled = !atomic_flag_test_and_set(&pool.busy);
+    size_t bytes = x ? (size_t)padded_tokens(job->tokens) * (size_t)job->stride * 4 + 64 : 0;
+    void *own = NULL, *scratch = NULL;
+    if (x && pooled) {
+        if (pool.scratch_bytes < bytes) {
+            free(pool.scratch);
+            pool.scratch = malloc(bytes);
+            pool.scratch_bytes = pool.scratch ? bytes : 0;
+        }
+        scratch = pool.scratch;
+    } else if (x) {
+        scratch = own = malloc(bytes);
+    }
+    if (x && !scratch) {
+        if (pooled) atomic_flag_clear(&pool.busy);
+        return -1;
+    }
+    if (x) {
+        job->x = (void *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+        prepare((void *)job->x, x, job->dtype, x_dtype, job);
+    }
+    if (pooled) {
+        run_with_pool(job, threads);
+        atomic_flag_clear(&pool.busy);
+    } else {
+        job->function(job, 0, job->rows);
+    }
+    free(own);
+    return 0;
+}
+
+/* out = x W' + bias, for x (tokens, columns), at most MAX_TOKENS. Without a mask, W is dense bfloat16. `set` is one that
+   sparsellm_instruction_sets names. x, bias and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
+EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
+                            const void *values, int value_dtype, const int64_t *row_starts, int64_t rows, int64_t columns,
+                            const void *bias, void *out) {
+    int64_t groups = (columns + GROUP - 1) / GROUP;
+    Job job = {.stride = groups * GROUP, .tokens = tokens, .mask = mask, .values = values, .row_starts = row_starts,
+               .rows = rows, .columns = columns, .groups = groups, .bias = bias, .out = out, .dtype = x_dtype};
+    int kernel = value_dtype, dtype = FLOAT32;
+    if (mask == NULL) kernel = DENSE_VALUES;
+    if (set == AVX512_BF16 && value_dtype == BFLOAT16 && x_dtype == BFLOAT16) {
+        kernel = mask ? BFLOAT16_PAIRS : DENSE_PAIRS;
+        dtype = BFLOAT16;
+    }
+    job.function = functions[set][kernel];
+    return run(&job, x, dtype, threads);
+}
+
+/* Decode rows start to stop into out (stop - start, columns): `width` bytes a value. */
+EXPORT void sparsellm_decode(int set, int threads, const uint8_t *mask, const void *values, int width,
+                             const int64_t *row_starts, int64_t start, int64_t stop, int64_t columns, void *out) {
+    int64_t groups = (columns + GROUP - 1) / GROUP;
+    Job job = {.mask = mask + start * groups * 8, .values = values, .row_starts = row_starts + start,
+               .rows = stop - start, .columns = columns, .groups = groups, .out = out};
+    job.function = width == 2 ? functions[set][DECODE_WORDS] : functions[set][DECODE_NUMBERS];
+    run(&job, NULL, FLOAT32, threads);
+}
+
+/* Seconds that the threads take to read `bytes` at `data`, the least of some repetitions. */
+EXPORT double sparsellm_read_seconds(int set, int threads, const void *data, int64_t bytes, int repetitions) {
+    double best = 1e30;
+    int64_t rows = bytes / 4096;
+    for (int i = 0; i < repetitions; i++) {
+        struct timespec before, after;
+        Job job = {.function = functions[set][READ], .values = data, .rows = rows, .columns = 4096};
+        clock_gettime(CLOCK_MONOTONIC, &before);
+        run(&job, NULL, FLOAT32, threads);
+        clock_gettime(CLOCK_MONOTONIC, &after);
+        double seconds = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
+        if (seconds < best) best = seconds;
+    }
+    return best;
+}

@@ -1,0 +1,75 @@
+/* The product of a few rows of a matrix with a few tokens. kernels.c includes this file once for each instruction set and each
+   type of value, with
+     NAME, TARGET   suffix of the functions, and the attribute that compiles them for an instruction set
+     VALUE, X       types of the matrix's values and of the prepared tokens
+     LANES          columns that one step covers; it divides 64
+     SUM, VECTOR    types of a vector of sums and of a vector of values
+     STEP(p, w, n)  a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
+     MULTIPLY(s, v, x)  s + v * x, x being a pointer; ZERO, TOTAL(s), ADD(s, s)
+     ROWS           rows that one token takes at once: they share the loads of its numbers
+     DENSE          1 if the values are a whole matrix without a mask, otherwise 0
+   A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
+
+static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, const int rows, const int tokens) {
+    const int chains = tokens <= 2 ? 2 : 1; /* independent sums, since one addition waits for the one before */
+    const uint8_t *mask[4] = {0};
+    const VALUE *p[4] = {0};
+    VALUE last[DENSE ? 4 : 1][GROUP] = {{0}}; /* a dense matrix's last columns, if they do not fill a group */
+    SUM sums[4][MAX_TOKENS][2];
+    UNROLL
+    for (int i = 0; i < rows; i++) {
+        if (!DENSE) mask[i] = job->mask + (row + i) * job->groups * 8;
+        p[i] = (const VALUE *)job->values + (DENSE ? (row + i) * job->columns : job->row_starts[row + i]);
+        UNROLL
+        for (int t = 0; t < tokens; t++)
+            for (int c = 0; c < 2; c++) sums[i][t][c] = ZERO;
+    }
+    for (int64_t group = 0; group < job->groups; group++) {
+        const X *x = (const X *)job->x + group * GROUP;
+        uint64_t w[4] = {0};
+        UNROLL
+        for (int i = 0; i < rows; i++) {
+            w[i] = DENSE ? 0 : read_mask(mask[i] + group * 8);
+            if (DENSE && group == job->columns / GROUP) {
+                memcpy(last[DENSE * i], p[i], job->columns % GROUP * sizeof(VALUE));
+                p[i] = last[DENSE * i];
+            }
+            for (size_t byte = 0; byte < (DENSE + 1) * GROUP / 2 * sizeof(VALUE); byte += 64)
+                __builtin_prefetch((const char *)p[i] + PREFETCH + byte);
+        }
+        UNROLL
+        for (int n = 0; n < GROUP / LANES; n++) {
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                VECTOR v;
+                STEP(v, p[i], w[i], n);
+                UNROLL
+                for (int t = 0; t < tokens; t++)
+                    sums[i][t][n % chains] = MULTIPLY(sums[i][t][n % chains], v, x + t * job->stride + n * LANES);
+            }
+        }
+    }
+    UNROLL
+    for (int i = 0; i < rows; i++)
+        UNROLL
+        for (int t = 0; t < tokens; t++)
+            if (t < job->tokens)
+                store(job, t, row + i, TOTAL((chains == 1 ? sums[i][t][0] : ADD(sums[i][t][0], sums[i][t][1]))));
+}
+
+static TARGET void GLUE(rows_, NAME)(const Job *job, int64_t row, int64_t stop) {
+    switch (padded_tokens(job->tokens)) {
+    case 1:
+        for (; row + ROWS <= stop; row += ROWS) GLUE(tile_, NAME)(job, row, ROWS, 1);
+        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 1);
+        break;
+    case 2:
+        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 2);
+        break;
+    case 4:
+        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 4);
+        break;
+    default:
+        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, MAX_TOKENS);
+    }
+}
