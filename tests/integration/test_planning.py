@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from sparsellm import prune
 from sparsellm.checkpoints.loading import open_checkpoint
+from sparsellm.data import demo
+from sparsellm.errors import BadCheckpoint
 from sparsellm.methods import BlockResult
 from sparsellm.runs.costs import rates, solver_cost
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
+from sparsellm.runs.preparation import draw_windows
 from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
@@ -225,6 +229,19 @@ def test_plan_reads_no_weights(folders: dict[str, Path], text_file: Path, tmp_pa
     words = ("--calibration", text_file, "--method", "wanda", *QUICK)
     assert command("plan", folder, *words).exit_code == 0
     refused(command("prune", folder, tmp_path / "out", *words), "NaN")
+
+
+def test_plan_does_not_collect_the_demo_text(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is that of a run which reads it; a model without a tokenizer is refused all the same."""
+    recipe = read_recipe({"model": str(folders["llama"]), "method": "wanda", "calibration": "demo", "samples": 4})
+    plans = [plan_run(recipe), plan_run(recipe, given=draw_windows(recipe, open_checkpoint(recipe.model), 256)[0])]
+    skipped, read = ((x.samples, x.length, x.batch, [replace(y, seconds=0) for y in x.stages]) for x in plans)
+    assert skipped == read
+    monkeypatch.setattr(demo, "named_documents", lambda split: pytest.fail(f"{split} was collected"))
+    plan_run(recipe)
+    folder = Path(shutil.copytree(folders["llama"], tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*")))
+    with pytest.raises(BadCheckpoint, match="tokenizer"):
+        plan_run(recipe.model_copy(update={"model": str(folder)}))
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:

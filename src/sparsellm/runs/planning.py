@@ -32,6 +32,7 @@ from sparsellm.runs.preparation import (
     model_written,
     prepare,
     recipe_layers,
+    window_length,
 )
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
@@ -62,6 +63,10 @@ def plan_run(
     """
     folder, report, refusal = Path(output or "."), Report(recipe), ""
     opened = open_model(recipe, source)
+    if given is None and recipe.reads_text and recipe.calibration == "demo":
+        opened.source.tokenizer()  # raises the error of a model without one
+        # Only the shape counts, and this text is long enough for any model.
+        given = torch.zeros(recipe.samples, window_length(recipe, opened.source.length), dtype=torch.long)
     ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
     if source:  # its weights are no longer part of the free memory
