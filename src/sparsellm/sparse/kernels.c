@@ -75,6 +75,12 @@ static ALWAYS_INLINE float from_bits(uint32_t bits) {
     return number;
 }
 
+static ALWAYS_INLINE uint32_t to_bits(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+
 static ALWAYS_INLINE float from_bfloat16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
 
 static ALWAYS_INLINE float from_float16(uint16_t bits) {
@@ -86,8 +92,7 @@ static ALWAYS_INLINE float from_float16(uint16_t bits) {
 }
 
 static ALWAYS_INLINE uint16_t to_bfloat16(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
+    uint32_t bits = to_bits(number);
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }

@@ -64,10 +64,11 @@ static ALWAYS_INLINE float eight_total(Eight a) {
     return ((a.lane[0] + a.lane[4]) + (a.lane[2] + a.lane[6])) + ((a.lane[1] + a.lane[5]) + (a.lane[3] + a.lane[7]));
 }
 
+/* Without branches, which a processor would mispredict for every other weight. */
 #define EIGHT_STEP(v, p, w, n, CONVERT)                                                                \
     for (int lane = 0; lane < 8; lane++) {                                                             \
-        int kept = (w) >> (8 * (n) + lane) & 1;                                                        \
-        v.lane[lane] = kept ? CONVERT(*(p)) : 0;                                                       \
+        uint32_t kept = (uint32_t)((w) >> (8 * (n) + lane) & 1);                                       \
+        v.lane[lane] = from_bits(to_bits(CONVERT(*(p))) & -kept);                                      \
         p += kept;                                                                                     \
     }
 #define SAME(number) (number)
@@ -75,7 +76,7 @@ static ALWAYS_INLINE float eight_total(Eight a) {
 #define EIGHT_BFLOAT16(v, p, w, n) EIGHT_STEP(v, p, w, n, from_bfloat16)
 #define EIGHT_FLOAT16(v, p, w, n) EIGHT_STEP(v, p, w, n, from_float16)
 #define EIGHT_DENSE(v, p, w, n) EIGHT_STEP(v, p, ~(w), n, from_bfloat16) /* a dense matrix has w = 0 */
-#define PLACE_ONE(to, p, w) *(to) = (w) & 1 ? *(p) : 0, p += (w) & 1
+#define PLACE_ONE(to, p, w) (*(to) = *(p) * ((w) & 1), p += (w) & 1)
 #define LOAD_WORD(p) (*(const uint64_t *)(const void *)(p))
 #define OR_WORD(a, b) ((a) | (b))
 
@@ -87,7 +88,7 @@ static ALWAYS_INLINE float eight_total(Eight a) {
 #define MULTIPLY eight_multiply
 #define TOTAL eight_total
 #define ADD eight_add
-#define ROWS 1
+#define ROWS(tokens) 1
 #define STEP_FLOAT32 EIGHT_FLOAT32
 #define STEP_BFLOAT16 EIGHT_BFLOAT16
 #define STEP_FLOAT16 EIGHT_FLOAT16
@@ -142,7 +143,7 @@ static ALWAYS_INLINE Pair pair_float16(uint8x16_t bytes) {
 #define MULTIPLY pair_multiply
 #define TOTAL pair_total
 #define ADD pair_add
-#define ROWS 2
+#define ROWS(tokens) (tokens == 8 ? 1 : 2)
 #define STEP_FLOAT32 NEON_FLOAT32
 #define STEP_BFLOAT16 NEON_BFLOAT16
 #define STEP_FLOAT16 NEON_FLOAT16
@@ -195,7 +196,7 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
 #define MULTIPLY AVX2_MULTIPLY
 #define TOTAL avx2_total
 #define ADD _mm256_add_ps
-#define ROWS 2
+#define ROWS(tokens) (tokens == 8 ? 1 : 2)
 #define STEP_FLOAT32 AVX2_FLOAT32
 #define STEP_BFLOAT16 AVX2_BFLOAT16
 #define STEP_FLOAT16 AVX2_FLOAT16
@@ -245,7 +246,7 @@ static ALWAYS_INLINE TARGET_AVX512 __m512i expand_numbers(const void *p, uint64_
 #define MULTIPLY AVX512_MULTIPLY
 #define TOTAL _mm512_reduce_add_ps
 #define ADD _mm512_add_ps
-#define ROWS 4
+#define ROWS(tokens) (tokens == 8 ? 2 : 4)
 #define STEP_FLOAT32 AVX512_FLOAT32_STEP
 #define STEP_BFLOAT16 AVX512_BFLOAT16_STEP
 #define STEP_FLOAT16 AVX512_FLOAT16_STEP
@@ -273,7 +274,7 @@ READ_ROWS(read_avx512, TARGET_AVX512, __m512i, _mm512_loadu_si512, _mm512_or_si5
 #define ZERO _mm512_setzero_ps()
 #define TOTAL _mm512_reduce_add_ps
 #define ADD _mm512_add_ps
-#define ROWS 4
+#define ROWS(tokens) (tokens == 8 ? 2 : 4)
 #define DENSE 0
 #include "kernels_tile.h"
 #undef NAME

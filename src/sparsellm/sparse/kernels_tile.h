@@ -6,7 +6,7 @@
      SUM, VECTOR    types of a vector of sums and of a vector of values
      STEP(p, w, n)  a VECTOR of columns n * LANES to (n + 1) * LANES of 64, whose mask is w, from the values at p; moves p
      MULTIPLY(s, v, x)  s + v * x, x being a pointer; ZERO, TOTAL(s), ADD(s, s)
-     ROWS           rows that one token takes at once: they share the loads of its numbers
+     ROWS(tokens)   rows that are taken at once, 1, 2 or 4, as many as registers hold sums: they share the loads of x
      DENSE          1 if the values are a whole matrix without a mask, otherwise 0
    A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
 
@@ -57,19 +57,17 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
                 store(job, t, row + i, TOTAL((chains == 1 ? sums[i][t][0] : ADD(sums[i][t][0], sums[i][t][1]))));
 }
 
+#define TAKE(tokens)                                                                                   \
+    for (; row + ROWS(tokens) <= stop; row += ROWS(tokens)) GLUE(tile_, NAME)(job, row, ROWS(tokens), tokens); \
+    for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, tokens)
+
 static TARGET void GLUE(rows_, NAME)(const Job *job, int64_t row, int64_t stop) {
     switch (padded_tokens(job->tokens)) {
-    case 1:
-        for (; row + ROWS <= stop; row += ROWS) GLUE(tile_, NAME)(job, row, ROWS, 1);
-        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 1);
-        break;
-    case 2:
-        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 2);
-        break;
-    case 4:
-        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, 4);
-        break;
-    default:
-        for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, MAX_TOKENS);
+    case 1: TAKE(1); break;
+    case 2: TAKE(2); break;
+    case 4: TAKE(4); break;
+    default: TAKE(8);
     }
 }
+
+#undef TAKE

@@ -1,0 +1,78 @@
+"""Compile the kernels for packed models when the package is built, if there is a C compiler: `python hatch_build.py`, or pip's."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script, or by the tests: hatchling is only where packages are built
+    BuildHookInterface = object
+
+FOLDER = Path(__file__).parent / "src" / "sparsellm" / "sparse"
+LIBRARY = "_kernels.so"
+FLAGS = ("-O2", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
+VARIANTS = ((), ("-DSPARSELLM_PORTABLE",))
+"""The second is for compilers that do not know the instruction sets."""
+
+
+def compile_kernels(folder: Path = FOLDER, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Compile kernels.c of a folder to a library beside it.
+
+    A library of an earlier build is removed first, so that it never serves other sources.
+
+    Args:
+        folder: Where kernels.c is.
+        environment: CC names another compiler than cc, gcc or clang; ARCHFLAGS and CFLAGS are added.
+
+    Returns:
+        The library; None without a compiler, if the compiler fails, or on Windows.
+    """
+    library = folder / LIBRARY
+    library.unlink(missing_ok=True)
+    candidates = [environment["CC"]] if environment.get("CC") else ["cc", "gcc", "clang"]
+    compiler = next((words for name in candidates if shutil.which((words := shlex.split(name))[0])), None)
+    if compiler is None or os.name != "posix":
+        return None
+    flags = [*FLAGS, *shlex.split(environment.get("ARCHFLAGS", "")), *shlex.split(environment.get("CFLAGS", ""))]
+    partial = library.with_suffix(f".{os.getpid()}")
+    for variant in VARIANTS:
+        command = [*compiler, *flags, *variant, "-o", str(partial), str(folder / "kernels.c")]
+        try:
+            subprocess.run(command, check=True, timeout=600, stdin=subprocess.DEVNULL, capture_output=True)
+            return partial.replace(library)
+        except (OSError, subprocess.SubprocessError):
+            partial.unlink(missing_ok=True)
+    return None
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
+    """Put the compiled library into the wheel, whose tag then names the platform; without it the wheel is pure Python."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before a wheel, ordinary or editable, is put together."""
+        try:
+            library = compile_kernels()
+        except OSError:  # such as a folder without permission to write
+            library = None
+        if library is None:
+            self.app.display_warning("no kernels for packed models: a C compiler (gcc or clang) was not found, or failed")
+            return
+        build_data["artifacts"].append(f"/{library.relative_to(self.root).as_posix()}")
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"  # the library knows nothing of Python
+
+
+if __name__ == "__main__":
+    result = compile_kernels()
+    print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
+    sys.exit(result is None)
