@@ -211,6 +211,7 @@ static int run(Job *job, const void *x, int x_dtype, int threads) {
 EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
                             const void *values, int value_dtype, const int64_t *row_starts, int64_t rows, int64_t columns,
                             const void *bias, void *out) {
+    if (tokens == 0 || rows == 0) return 0;
     int64_t groups = (columns + GROUP - 1) / GROUP;
     Job job = {.stride = groups * GROUP, .tokens = tokens, .mask = mask, .values = values, .row_starts = row_starts,
                .rows = rows, .columns = columns, .groups = groups, .bias = bias, .out = out, .dtype = x_dtype};
