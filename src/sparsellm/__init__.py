@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sparsellm.runs.interface import prune as prune
     from sparsellm.runs.interface import recover as recover
     from sparsellm.runs.measuring import evaluate as evaluate
+    from sparsellm.runs.packing import pack as pack
+    from sparsellm.runs.packing import unpack as unpack
     from sparsellm.runs.recipe import Recipe as Recipe
     from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.records import load_report as load_report
@@ -65,6 +67,7 @@ _CONTENTS = {
     "evaluate": "runs.measuring",
     "inspect": "runs.inspection",
     "load_report": "runs.records",
+    "pack": "runs.packing",
     "parse_pattern": "solvers.patterns",
     "perplexity": "evaluation.perplexity",
     "plan": "runs.interface",
@@ -74,6 +77,7 @@ _CONTENTS = {
     "report": "reports.interface",
     "search": "reports.interface",
     "sweep": "reports.interface",
+    "unpack": "runs.packing",
     "verify": "runs.verification",
     "walk": "activations.walk",
 }

@@ -12,67 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, Phi3Config
 from typer.testing import Result
 
 import sparsellm
 from sparsellm.checkpoints.tensor_index import report_digest
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
+from tests.cli.conftest import OUTPUTS
 from tests.cli.test_bad_input import refused
-from tests.conftest import byte_tokenizer, report_of
+from tests.conftest import report_of
 
 Command = Callable[..., Result]
 Change = Callable[[Path], None]
-
-SIZES = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-OUTPUTS = {
-    "opt": ("opt", {"sparsity": "50%"}),
-    "tied": ("llama", {"sparsity": "70%"}),
-    "streamed": ("llama", {"sparsity": "2:4", "offload": True}),
-    "experts": ("mixtral", {"sparsity": "2:4"}),
-    "fused": ("phi3", {"sparsity": "60%", "exclude": ("*.qkv_proj.k",)}),
-}
-"""By name, the model and the settings of a run by magnitude."""
-
-
-@pytest.fixture(scope="module")
-def models(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The dense models, two of them with fused layers or experts."""
-    made = dict(tiny)
-    for config in (MixtralConfig(**SIZES, num_local_experts=3), Phi3Config(**SIZES)):
-        torch.manual_seed(0)
-        folder = tmp_path_factory.mktemp("dense") / config.model_type
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        made[config.model_type] = folder
-    return made
-
-
-@pytest.fixture(scope="module")
-def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The five outputs; not to be written to."""
-    from sparsellm.runs.recipe_file import read_recipe
-    from sparsellm.runs.run import run
-    from sparsellm.runs.workspace import work_directory
-
-    made: dict[str, Path] = {}
-    for name, (model, settings) in OUTPUTS.items():
-        out = tmp_path_factory.mktemp("outputs") / name
-        recipe = read_recipe({"model": str(models[model]), "method": "magnitude", **settings})
-        with work_directory(out) as work:
-            made[name] = run(recipe, work=work).save_pretrained(out)
-    return made
 
 
 def weight_files(folder: Path) -> list[Path]:

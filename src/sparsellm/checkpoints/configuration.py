@@ -44,17 +44,15 @@ ROOM = 2**28
 """Elements of buffers, such as position tables, that a model may compute beyond its number of weights."""
 
 
-def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
+def read_fields(name: str, folder: Path) -> dict[str, Any]:
     """Return the fields of config.json.
 
     Args:
         name: The checkpoint's name, for messages.
         folder: The checkpoint's folder.
-        trusted: Whether the checkpoint's own code may run.
 
     Raises:
         BadCheckpoint: config.json is missing, or is not the configuration of a model.
-        UnsupportedModel: The model is quantised, or not a causal language model.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -65,7 +63,6 @@ def read_fields(name: str, folder: Path, trusted: bool) -> dict[str, Any]:
     for field, value in fields.items():
         if field.endswith("_config") and not isinstance(value, (dict, type(None))):
             raise BadCheckpoint(f"{name}: config.json is damaged: {field} must hold fields, got {str(value)[:80]}.")
-    _check_kind(name, fields, trusted)
     return fields
 
 
@@ -233,7 +230,7 @@ def silence_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _check_kind(name: str, fields: Mapping[str, Any], trusted: bool) -> None:
+def check_kind(name: str, fields: Mapping[str, Any], trusted: bool) -> None:
     """Raise UnsupportedModel for a quantised model, or one that is not a causal language model."""
     text = fields.get("text_config")
     if any("quantization_config" in part for part in (fields, text) if isinstance(part, dict)):

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsellm.checkpoints.packed_files import PackedEntry, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 
 KINDS = {
@@ -132,21 +133,33 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 
 def locate_tensor(file: Path, key: str) -> tuple[TensorHeader, int]:
     """Return the header and the position of the first byte of a tensor in a safetensors file that was checked before."""
+    return locate_all(file)[0][key]
+
+
+def packed_entry(file: Path, key: str) -> PackedEntry | None:
+    """Return what a safetensors file that was checked before says about a packed tensor; None for one that is not packed."""
+    return locate_all(file)[1].get(key)
+
+
+def locate_all(file: Path) -> tuple[dict[str, tuple[TensorHeader, int]], dict[str, PackedEntry]]:
+    """Return what `locate_tensor` does for every tensor and every part in a file, and its packed tensors."""
     status = file.stat()
-    return _locate_tensors(file, status.st_mtime_ns, status.st_size)[key]
+    return _locate_tensors(file, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=128)
-def _locate_tensors(file: Path, _modified: int, _size: int) -> dict[str, tuple[TensorHeader, int]]:
-    """Return what `locate_tensor` does for every tensor of a file; a file that changed is read again."""
+def _locate_tensors(
+    file: Path, _modified: int, _size: int
+) -> tuple[dict[str, tuple[TensorHeader, int]], dict[str, PackedEntry]]:
+    """Return what `locate_all` does; a file that changed is read again."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(length))
+    packed = parse_entries(file, entries.pop("__metadata__", None))
     return {
         key: (TensorHeader(KINDS[entry["dtype"]], tuple(entry["shape"])), 8 + length + entry["data_offsets"][0])
         for key, entry in entries.items()
-        if key != "__metadata__"
-    }
+    }, packed
 
 
 def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
@@ -157,9 +170,27 @@ def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
     try:
         with safe_open(file, framework="numpy") as stream:
             slices = {key: stream.get_slice(key) for key in sorted(stream.keys())}
-            return {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
+            headers = {key: TensorHeader(KINDS[view.get_dtype()], tuple(view.get_shape())) for key, view in slices.items()}
+            entries = parse_entries(file, stream.metadata())
     except (SafetensorError, KeyError, OSError) as error:
         reason = str(error).splitlines()[0][:120]
         raise BadCheckpoint(
             f"{file.name} is damaged or cut off, or no safetensors file: {reason}. Download it again."
         ) from None
+    return _unpacked_headers(file, headers, entries) if entries else headers
+
+
+def _unpacked_headers(
+    file: Path, headers: Mapping[str, TensorHeader], entries: Mapping[str, PackedEntry]
+) -> dict[str, TensorHeader]:
+    """Return headers with those of packed tensors in place of those of their parts."""
+    parts: set[str] = set()
+    for key in entries:
+        if key not in headers:
+            raise BadCheckpoint(f"{file.name} is damaged: it lists the packed tensor {key[:80]}, which it does not hold.")
+        names = parts_of(key, headers).values()
+        if wrong := [name for name in names if headers[name].dtype != "uint8" or len(headers[name].shape) != 1]:
+            raise BadCheckpoint(f"{file.name} is damaged: {wrong[0][:80]} is no part of a packed tensor.")
+        parts |= set(names)
+    unpacked = {key: TensorHeader(entry.dtype, entry.shape) for key, entry in entries.items()}
+    return dict(sorted((unpacked | {key: header for key, header in headers.items() if key not in parts}).items()))

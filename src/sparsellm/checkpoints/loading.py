@@ -14,6 +14,7 @@ from torch import nn
 from sparsellm.checkpoints.block_loader import DiskWeights, locate_tensors
 from sparsellm.checkpoints.configuration import (
     auto_model,
+    check_kind,
     check_tensors,
     empty_model,
     read_configuration,
@@ -31,8 +32,9 @@ from sparsellm.checkpoints.files import (
     licence_files,
 )
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
+from sparsellm.checkpoints.packed_files import is_packed
 from sparsellm.checkpoints.tensor_index import stored_dtype
-from sparsellm.errors import BadCheckpoint, InvalidSetting, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
 from sparsellm.solvers.linalg import all_finite
@@ -233,7 +235,12 @@ class InMemoryModel:
 
 
 def open_checkpoint(
-    name: str, revision: str | None = None, trusted: bool = False, *, architecture: Architecture | None = None
+    name: str,
+    revision: str | None = None,
+    trusted: bool = False,
+    *,
+    architecture: Architecture | None = None,
+    packed: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
@@ -242,6 +249,7 @@ def open_checkpoint(
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
         architecture: Its architecture, if missing from the table of families or different.
+        packed: Whether it may be packed; its tensors are then decoded when they are read, and it cannot be loaded as a whole.
 
     Raises:
         BadCheckpoint: The folder is missing, incomplete or damaged.
@@ -251,7 +259,12 @@ def open_checkpoint(
     folder = find_checkpoint(name, revision, trusted)
     if not name.startswith(DEMO):  # installers may link the files of a package
         check_within(name, folder)
-    fields = read_fields(name, folder, trusted)
+    fields = read_fields(name, folder)
+    if is_packed(name, fields):
+        if not packed:
+            raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
+        del fields["quantization_config"]
+    check_kind(name, fields, trusted)
     files = check_files(name, folder)
     try:
         headers = read_all_headers(files)
@@ -259,6 +272,7 @@ def open_checkpoint(
         raise BadCheckpoint(f"{name}: {error}") from None
     check_dtypes(name, headers)
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
+    vars(config).pop("quantization_config", None)  # of a packed checkpoint
     checkpoint = Checkpoint(name, folder, config, trusted, architecture)
     check_tensors(name, checkpoint.skeleton(), files=files, headers=headers)
     return checkpoint

@@ -16,9 +16,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsellm.checkpoints.headers import FLOATS, is_zip, locate_tensor, read_headers, read_pickle
+from sparsellm.checkpoints.headers import (
+    FLOATS,
+    is_zip,
+    locate_all,
+    locate_tensor,
+    packed_entry,
+    read_headers,
+    read_pickle,
+)
+from sparsellm.checkpoints.packed_files import decode_tensor, parts_of
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.linalg import all_finite
+from sparsellm.solvers.linalg import all_finite, count_negative_zeros, count_zeros
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,21 +173,30 @@ def read_stored(stored: Stored) -> Tensor:
 
 
 def _read(location: TensorLocation) -> Tensor:
-    """Read a stored tensor into new memory, without leaving the file mapped."""
+    """Read a stored tensor into new memory, decoded if it is packed, without leaving the file mapped."""
     with _read_errors(location):
         if location.file.suffix != ".safetensors":
             return read_pickle(location.file)[location.key].clone()
-        return _read_elements(location, 0, None)
+        stored, packed = locate_all(location.file)
+        if location.key not in packed:
+            return _read_elements(location, 0, None)
+        names = parts_of(location.key, stored)
+        parts = {part: _read_elements(TensorLocation(location.file, name), 0, None) for part, name in names.items()}
+    return decode_tensor(location.file, location.key, packed[location.key], parts=parts)
 
 
 def row_chunks(location: TensorLocation) -> Iterator[Tensor]:
-    """Yield a tensor of a safetensors file in chunks of rows. The chunks have the same rows for every dtype."""
-    with _read_errors(location):
-        shape = torch.Size(locate_tensor(location.file, location.key)[0].shape)
-    if len(shape) == 0 or shape.numel() <= PIECE:
+    """Yield a tensor in chunks of rows, which are the same for every dtype; one of a .bin file as a whole."""
+    if location.file.suffix != ".safetensors":
         yield _read(location)
         return
-    rows = max(1, PIECE // shape[1:].numel())
+    with _read_errors(location):
+        packed = packed_entry(location.file, location.key)
+        shape = torch.Size(packed.shape if packed else locate_tensor(location.file, location.key)[0].shape)
+    rows = max(1, PIECE // max(shape[1:].numel(), 1))
+    if len(shape) == 0 or shape.numel() <= PIECE or packed:
+        yield from _read(location).split(rows) if packed else (_read(location),)
+        return
     for start in range(0, shape[0], rows):
         with _read_errors(location):
             chunk = _read_elements(location, start, start + rows)
@@ -223,12 +241,27 @@ class TensorDigest:
         shape: Its shape.
         digest: BLAKE2b digest of its bytes, in hexadecimal digits.
         finite: Whether it holds neither NaN nor infinity.
+        zeros: Number of its zeros.
+        negative_zeros: How many of them are -0.0.
     """
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
     finite: bool
+    zeros: int
+    negative_zeros: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.numel * dtype.itemsize
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of a report."""
@@ -242,14 +275,16 @@ def file_digest(file: Path) -> str:
 
 
 def tensor_digests(file: Path) -> dict[str, TensorDigest]:
-    """Return the digests of all tensors of a safetensors file, by name. Tensors are read in chunks of rows."""
+    """Return the digests of all tensors of a file, by name. Tensors are read in chunks of rows."""
     digests: dict[str, TensorDigest] = {}
     for key, header in read_headers(file).items():
-        hasher, finite = hashlib.blake2b(digest_size=WIDTH), True
+        hasher, finite, zeros = hashlib.blake2b(digest_size=WIDTH), True, [0, 0]
         for chunk in row_chunks(TensorLocation(file, key)):
             hasher.update(chunk.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             finite = finite and (not chunk.dtype.is_floating_point or all_finite(chunk.float()))
-        digests[key] = TensorDigest(header.dtype, header.shape, hasher.hexdigest(), finite)
+            zeros[0] += count_zeros(chunk)
+            zeros[1] += count_negative_zeros(chunk)
+        digests[key] = TensorDigest(header.dtype, header.shape, hasher.hexdigest(), finite, *zeros)
     return digests
 
 

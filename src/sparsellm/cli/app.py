@@ -11,6 +11,7 @@ import typer
 
 from sparsellm.cli import options
 from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
+from sparsellm.cli.pack import pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
 from sparsellm.cli.sweep import compare, report, search, sweep
 
@@ -36,7 +37,9 @@ def root(
     context.obj = debug
 
 
-for command in (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify, push, methods, demo):
+COMMANDS = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify, pack, unpack, push, methods, demo)
+
+for command in COMMANDS:
     # `report` refuses further runs itself, with the command that compares them.
     app.command(cls=options.Command, context_settings={"allow_extra_args": command is report})(command)
 

@@ -259,6 +259,20 @@ Branch = Annotated[
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
 
+ToPack = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
+PackedOut = Annotated[str, typer.Argument(metavar="PACKED", help="Folder to write; must not exist.")]
+PackedIn = Annotated[str, typer.Argument(metavar="PACKED", help="Folder that `pack` wrote, or its name on the hub.")]
+UnpackedOut = Annotated[str, typer.Argument(metavar="MODEL", help="Folder to write; must not exist.")]
+Archive = Annotated[
+    bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
+]
+AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
+PositiveZeros = Annotated[
+    bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
+]
+OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
+OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
+
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
 Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
 Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]

@@ -145,8 +145,8 @@ class Block:
         self.assign(name, rounded)
 
     def rounded_to_storage(self, name: str, weight: Tensor) -> Tensor:
-        """Cast a weight to the storage dtype of a layer."""
-        return weight.to(self.dtypes[self.parameter(name)])
+        """Cast a weight to the storage dtype of a layer. Its zeros become +0.0: products with a mask yield -0.0 too."""
+        return weight.to(self.dtypes[self.parameter(name)]) + 0.0
 
     def assign(self, name: str, weight: Tensor) -> None:
         """Copy a weight, (out, in), into a layer without rounding it to the storage dtype."""

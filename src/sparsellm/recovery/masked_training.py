@@ -168,9 +168,9 @@ def _compute_gradients(terms: Iterator[Tensor], parameters: Sequence[nn.Paramete
 
 @torch.no_grad()
 def _apply_masks(parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) -> None:
-    """Set the pruned weights to zero."""
+    """Set the pruned weights to zero, not to -0.0 as a product would."""
     for name, mask in keep.items():
-        parameters[name].mul_(mask)
+        parameters[name].masked_fill_(~mask, 0)
 
 
 def refine_block(

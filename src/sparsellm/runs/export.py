@@ -88,7 +88,7 @@ class Result(Summarized):
 
     def _save(self, path: Path) -> Path:
         """Write the files to a folder that has been checked, and return its path."""
-        with _raise_system_errors(path), replacing(path) as work:
+        with raise_system_errors(path), replacing(path) as work:
             with silence_transformers():
                 if self.weights is None:
                     self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
@@ -101,7 +101,7 @@ class Result(Summarized):
             report = _document(work, self.report, self.log)
             check_written(work, self.report, self.dense, model=self.model, in_memory=self.weights is None)
             (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
-            _set_default_permissions(work)
+            set_default_permissions(work)
         return path
 
 
@@ -181,7 +181,7 @@ def _relative_files(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _raise_system_errors(path: Path) -> Iterator[None]:
+def raise_system_errors(path: Path) -> Iterator[None]:
     """Raise an OSError instead of a SafetensorError that a system error caused, such as a full disk."""
     try:
         yield
@@ -229,7 +229,7 @@ def _hard_link(source: Path, target: Path) -> bool:
     return True
 
 
-def _set_default_permissions(work: Path) -> None:
+def set_default_permissions(work: Path) -> None:
     """Give a private temporary folder and its files the default permissions of new files (the umask)."""
     umask = os.umask(0)
     os.umask(umask)

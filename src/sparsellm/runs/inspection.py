@@ -137,7 +137,7 @@ def inspect(
         InvalidSetting: The pattern or the architecture is invalid.
         BadCheckpoint: A checkpoint or its report cannot be read.
     """
-    source = open_source(model, architecture, trusted=trust_remote_code)
+    source = open_source(model, architecture, trusted=trust_remote_code, packed=True)
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
     skeleton = source.skeleton()
     tensors = Tensors(source.folder, skeleton)
@@ -161,7 +161,7 @@ def inspect(
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes, other = Comparison(), None
     if against is not None:
-        other = open_source(against, architecture, trusted=trust_remote_code)
+        other = open_source(against, architecture, trusted=trust_remote_code, packed=True)
         changes = compare(tensors, Tensors(other.folder, other.skeleton()))
     return Inspection(
         model=source.name,

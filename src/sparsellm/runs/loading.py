@@ -26,6 +26,7 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
+from sparsellm.sparse import encoding as encoding  # so that packed tensors are decoded where they are read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,9 +87,9 @@ def named_model(
 
 
 def open_source(
-    model: str | Path | PreTrainedModel, architecture: str | Path | None, *, trusted: bool
+    model: str | Path | PreTrainedModel, architecture: str | Path | None, *, trusted: bool, packed: bool = False
 ) -> Checkpoint | InMemoryModel:
-    """Open a checkpoint, or take a model that is in memory, with the architecture in a file.
+    """Open a checkpoint, which may be packed if `packed`, or take a model in memory, with the architecture in a file.
 
     Raises:
         SparseLLMError: As `named_model`, `read_architecture` and `open_checkpoint`.
@@ -96,7 +97,7 @@ def open_source(
     fields, source = named_model(model, None)
     described = None if architecture is None else read_architecture(architecture)
     if source is None:
-        return open_checkpoint(fields["model"], trusted=trusted, architecture=described)
+        return open_checkpoint(fields["model"], trusted=trusted, architecture=described, packed=packed)
     describe(source.model, described)
     return source
 

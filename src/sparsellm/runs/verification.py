@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
-from sparsellm.errors import BadCheckpoint, VerificationFailed
+from sparsellm.errors import BadCheckpoint, VerificationFailed, first_line
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
 from sparsellm.runs.loading import open_source
@@ -96,17 +95,18 @@ def verify(
     """
     finished = read_finished(output)
     folder, report = finished.folder, finished.report
-    tensors = _digests_in(folder, report.files)
-    _raise_if_any(output, [*_tensor_differences(finished.digests.tensors, tensors), *_file_differences(finished)])
-    model = open_source(folder, architecture, trusted=trust_remote_code).skeleton()
+    tensors, unreadable = _digests_in(folder, report.files)
+    differences = unreadable or tensor_differences(finished.digests.tensors, tensors)
+    raise_if_any(output, [*differences, *_file_differences(finished)])
+    model = open_source(folder, architecture, trusted=trust_remote_code, packed=True).skeleton()
     dense, dense_tensors = None, None
     if against is not None:
-        dense = open_source(against, architecture, trusted=trust_remote_code)
+        dense = open_source(against, architecture, trusted=trust_remote_code, packed=True)
         dense_tensors = Tensors(dense.folder, dense.skeleton())
     layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
     if total != len(layers):
-        _raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
-    _raise_if_any(
+        raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
+    raise_if_any(
         output,
         _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
     )
@@ -132,14 +132,14 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     """
     written = Tensors(folder, model)
     state = model.state_dict() if in_memory else {}
-    _raise_if_any(
+    raise_if_any(
         "The written checkpoint",
         [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
     )
     layers = {layer.name: layer for layer in report.layers}
     changed = {name for block in report.blocks for name in block.changed_parameters}
     dense_tensors = None if dense is None else Tensors(dense, model)
-    _raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers=layers, changed=changed))
+    raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers=layers, changed=changed))
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,10 +156,9 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
         VerificationFailed: A tensor holds NaN or infinity.
     """
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
-    tensors = _digests_in(folder, names)
-    _raise_if_any(
-        "The written checkpoint", [f"{key} holds NaN or infinity" for key, tensor in tensors.items() if not tensor.finite]
-    )
+    tensors, unreadable = _digests_in(folder, names)
+    not_finite = [f"{key} holds NaN or infinity" for key, tensor in tensors.items() if not tensor.finite]
+    raise_if_any("The written checkpoint", [*unreadable, *not_finite])
     digests: dict[str, Any] = {
         "files": {name: file_digest(folder / name) for name in names},
         "tensors": {key: tensor.to_dict() for key, tensor in tensors.items()},
@@ -169,7 +168,7 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     return data | {"digests": digests}
 
 
-def _raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
+def raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
     """Raise VerificationFailed if there are differences, with their number and the first of them."""
     if not differences:
         return
@@ -181,17 +180,20 @@ def _raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
     )
 
 
-def _digests_in(folder: Path, names: Sequence[str]) -> dict[str, TensorDigest]:
-    """Digests of the tensors in the safetensors files among these; files that cannot be read have none."""
+def _digests_in(folder: Path, names: Sequence[str]) -> tuple[dict[str, TensorDigest], list[str]]:
+    """Digests of the tensors in the safetensors files among these, and the reasons why files cannot be read."""
     digests: dict[str, TensorDigest] = {}
+    unreadable = []
     for name in names:
         if name.endswith(".safetensors"):
-            with suppress(BadCheckpoint, SafetensorError):
+            try:
                 digests |= tensor_digests(folder / name)
-    return digests
+            except (BadCheckpoint, SafetensorError) as error:
+                unreadable.append(first_line(error))
+    return digests, unreadable
 
 
-def _tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> list[str]:
+def tensor_differences(recorded: Mapping[str, Any], tensors: Mapping[str, TensorDigest]) -> list[str]:
     """Differences between the tensors in an output's files and those in its report."""
     differences = [f"the tensor {key} is missing" for key in recorded if key not in tensors]
     differences += [f"the tensor {key} was not written by the run" for key in tensors if key not in recorded]

@@ -38,6 +38,14 @@ def count_zeros(weight: Tensor) -> int:
     return weight.numel() - int(weight.count_nonzero())
 
 
+def count_negative_zeros(weight: Tensor) -> int:
+    """Number of entries that are -0.0."""
+    if not weight.is_floating_point() or weight.element_size() not in (2, 4):
+        return 0
+    bits = weight.contiguous().view(torch.int32 if weight.element_size() == 4 else torch.int16)
+    return count_zeros(weight) - count_zeros(bits)
+
+
 def dead_inputs(gram: Tensor) -> Tensor:
     """(in,) bool: True for inputs that were zero on every token. Their weights have no effect."""
     return gram.diagonal() == 0

@@ -29,20 +29,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparsellm.checkpoints.packed_files import register_decoder
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, bits_of
 
-PARTS = (
-    "weight",
-    "weight_mask",
-    "weight_mask_deflated",
-    "weight_groups",
-    "weight_dictionary",
-    "weight_codes",
-    "weight_codes_deflated",
-    "weight_exponents",
-    "weight_exponents_deflated",
-)
+_MORE = ("mask", "mask_deflated", "groups", "dictionary", "codes", "codes_deflated", "exponents", "exponents_deflated")
+PARTS = ("weight", *(f"weight_{name}" for name in _MORE))
 """Names of the parts of a weight."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,7 +65,8 @@ def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
     Returns:
         The parts that are not empty, by name; `weight` always.
     """
-    bits = _bits(weight)
+    integers = bits_of(weight.detach().cpu()).numpy().reshape(-1)
+    bits: NDArray[np.unsignedinteger] = integers.view(np.uint32 if integers.itemsize == 4 else np.uint16)
     keep = bits != 0
     kept = bits[np.flatnonzero(keep)]  # faster than a boolean index
     parts = {"weight": _rest(kept)}
@@ -85,6 +78,21 @@ def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
     else:
         parts |= _smaller_mask(mask) | _coded(exponents)
     return {name: torch.from_numpy(part) for name, part in parts.items() if len(part) or name == "weight"}
+
+
+def encode_tensor(name: str, tensor: Tensor, archive: bool = False) -> dict[str, Tensor]:
+    """Encode a tensor of two or more dimensions: all but the last one are its rows.
+
+    Args:
+        name: Its name.
+        tensor: The tensor, in one of `DTYPES`.
+        archive: As for `encode`.
+
+    Returns:
+        The parts by the names under which they are stored: that of the tensor in place of `weight`.
+    """
+    parts = encode(tensor.reshape(-1, tensor.shape[-1]), archive)
+    return {name + part.removeprefix("weight"): encoded for part, encoded in parts.items()}
 
 
 def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Bitmask:
@@ -116,12 +124,6 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dty
     row_starts = np.zeros(shape[0] + 1, dtype=np.int64)
     np.cumsum(np.bitwise_count(rows).sum(1, dtype=np.int64), out=row_starts[1:])
     return Bitmask(shape, torch.from_numpy(rows), values, torch.from_numpy(row_starts))
-
-
-def _bits(weight: Tensor) -> NDArray[np.unsignedinteger]:
-    """Return the bits of each number as an unsigned integer, in one dimension."""
-    bits = bits_of(weight.detach().cpu()).numpy().reshape(-1)
-    return bits.view(np.uint32 if weight.element_size() == 4 else np.uint16)
 
 
 def _rest(kept: NDArray[np.unsignedinteger]) -> Bytes:
@@ -281,3 +283,11 @@ def _in_rows(mask: Bytes, shape: tuple[int, int]) -> Bytes:
         packed = np.packbits(keep, axis=1, bitorder="little")
         padded[:, : packed.shape[1]] = packed
     return padded
+
+
+def _decode_dense(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Decode what `encode` returned to the weight itself."""
+    return decode(parts, shape, dtype).to_dense()
+
+
+register_decoder(PARTS, _decode_dense)

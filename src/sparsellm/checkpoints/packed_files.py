@@ -1,0 +1,218 @@
+"""Weight files with packed tensors: which tensors they hold, and safetensors files that are written one tensor at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from sparsellm.errors import BadCheckpoint, UnsupportedModel
+
+METHOD = "sparsellm"
+"""`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
+
+VERSION = 1
+"""Version of the format."""
+
+Decode = Callable[[Mapping[str, Tensor], tuple[int, int], torch.dtype], Tensor]
+"""Decodes a matrix from its parts by name, given its shape and dtype."""
+
+STORED_KINDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Names of dtypes in safetensors, by their names in torch, of the tensors in models that can be pruned."""
+
+_decoders: dict[str, tuple[tuple[str, ...], Decode]] = {}
+
+
+def register_decoder(parts: tuple[str, ...], decode: Decode) -> None:
+    """Set how packed tensors are decoded. `sparsellm.sparse` does so, which this folder may not import.
+
+    Args:
+        parts: Names of the parts of a tensor called `weight`.
+        decode: Decodes it.
+    """
+    _decoders[METHOD] = parts, decode
+
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """What a weight file's metadata says about a packed tensor.
+
+    Attributes:
+        shape: Its shape. It is encoded as a matrix: all dimensions but the last one are its rows.
+        dtype: Name of its dtype in torch.
+        sha256: Digest of its bytes before it was packed.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> PackedEntry:
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), _sha256(tensor))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape of the matrix that is encoded."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+
+def _sha256(tensor: Tensor) -> str:
+    """Return the digest of a tensor's bytes."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def metadata_of(entries: Mapping[str, PackedEntry]) -> dict[str, str]:
+    """Return the metadata of a weight file with these packed tensors."""
+    return {"format": "pt", METHOD: json.dumps({key: asdict(entries[key]) for key in sorted(entries)})}
+
+
+def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, PackedEntry]:
+    """Return the packed tensors that a weight file's metadata lists, by name.
+
+    Raises:
+        BadCheckpoint: The list is damaged.
+    """
+    text = (metadata or {}).get(METHOD)
+    if text is None:
+        return {}
+    try:
+        entries = TypeAdapter(dict[str, PackedEntry]).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "top level"
+        raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({where}: {first['msg']}).") from None
+    for key, entry in entries.items():
+        if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
+            raise BadCheckpoint(
+                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} in {entry.dtype[:20]} is not packed."
+            )
+    return entries
+
+
+def parts_of(key: str, stored: Iterable[str]) -> dict[str, str]:
+    """Return the names in a file of a packed tensor's parts, by the name of the part."""
+    names = set(stored)
+    return {part: name for part in _decoders[METHOD][0] if (name := key + part.removeprefix("weight")) in names}
+
+
+def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[str, Tensor]) -> Tensor:
+    """Decode a packed tensor.
+
+    Args:
+        file: Its file, for messages.
+        key: Its name.
+        entry: What the file says about it.
+        parts: Its parts.
+
+    Raises:
+        BadCheckpoint: A part is damaged, or the decoded tensor has another digest than the one that was packed.
+    """
+    try:
+        tensor = _decoders[METHOD][1](parts, entry.matrix, getattr(torch, entry.dtype)).view(entry.shape)
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{file.name}: {key}: {error}") from None
+    if _sha256(tensor) != entry.sha256:
+        raise BadCheckpoint(f"{file.name}: {key} has another checksum than when it was packed. Get a sound copy of the file.")
+    return tensor
+
+
+def is_packed(name: str, fields: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint is packed.
+
+    Args:
+        name: Its name, for messages.
+        fields: The fields of its config.json.
+
+    Raises:
+        UnsupportedModel: It is packed in a version of the format that this package does not read.
+    """
+    settings = fields.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
+        return False
+    if (version := settings.get("version")) != VERSION:
+        raise UnsupportedModel(
+            f"{name} is packed in version {str(version)[:20]} of the format, and this sparsellm reads version {VERSION}. "
+            "Install a newer sparsellm."
+        )
+    return True
+
+
+class FileWriter:
+    """Writes a safetensors file tensor by tensor: its data first, then the header in front of them.
+
+    The data of each size of element go to a file of their own, so that all tensors are aligned. The files are joined and
+    removed at the end of the context; after an error nothing is left.
+
+    Args:
+        file: The file to write.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.metadata = {"format": "pt"}
+        self._entries: dict[int, dict[str, tuple[str, list[int], int]]] = {}
+        self._data: dict[int, BinaryIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: Any, *details: Any) -> None:
+        try:
+            if kind is None:
+                self._join()
+        finally:
+            self._stack.close()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor."""
+        size = tensor.element_size()
+        if size not in self._data:
+            path = self.file.with_name(f"{self.file.name}.{size}.partial")
+            self._stack.callback(path.unlink, missing_ok=True)
+            self._data[size] = self._stack.enter_context(path.open("w+b"))
+            self._entries[size] = {}
+        self._data[size].write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._entries[size][name] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes
+
+    def _join(self) -> None:
+        """Write the header and the data."""
+        header: dict[str, Any] = {"__metadata__": self.metadata}
+        position = 0
+        for size in sorted(self._data, reverse=True):
+            for name, (dtype, shape, length) in self._entries[size].items():
+                header[name] = {"dtype": STORED_KINDS[dtype], "shape": shape, "data_offsets": [position, position + length]}
+                position += length
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        path = self.file.with_name(f"{self.file.name}.partial")
+        self._stack.callback(path.unlink, missing_ok=True)
+        with path.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for size in sorted(self._data, reverse=True):
+                self._data[size].seek(0)
+                shutil.copyfileobj(self._data[size], stream, 2**20)
+        path.replace(self.file)

@@ -1,0 +1,104 @@
+"""`pack` and `unpack`: the commands that write packed models and turn them back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import typer
+
+from sparsellm.cli import options
+from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout
+
+if TYPE_CHECKING:
+    from sparsellm.runs.packed_documents import Packed
+
+
+def pack(
+    context: typer.Context,
+    model: options.ToPack,
+    packed: options.PackedOut,
+    *,
+    archive: options.Archive = False,
+    allow_dense: options.AllowDense = False,
+    positive_zeros: options.PositiveZeros = False,
+    overwrite: options.OverwritePacked = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Write a pruned model without its zeros. Nothing is lost.
+
+    If it is interrupted, the same command continues it.
+
+    Example: sparsellm pack opt-70 opt-70-packed
+    """
+    with report_errors(context):
+        from sparsellm.runs.packing import pack as pack_model
+
+        with stderr.status(f"packing {model}") as status:
+            observe = (lambda text: None) if quiet else status.update
+            result = pack_model(
+                model,
+                packed,
+                archive=archive,
+                overwrite=overwrite,
+                allow_dense=allow_dense,
+                positive_zeros=positive_zeros,
+                observe=observe,
+            )
+        if as_json:
+            print_json(result.to_dict() | {"output": packed})
+        else:
+            print_packed(result)
+
+
+def print_packed(result: Packed) -> None:
+    """Print the sizes of a packed model, and what stays dense."""
+    from sparsellm.runtime.memory import human_bytes
+
+    say = partial(print_line, stdout)
+    percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
+    size = f"{human_bytes(result.packed_bytes)}, {percent:.0f} % of {human_bytes(result.dense_bytes)}"
+    count = len(result.packed)
+    matrices = "1 matrix takes" if count == 1 else f"{count:,} matrices take"
+    say(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.form} form).")
+    if dense := [matrix.name for matrix in result.dense]:
+        names = ", ".join(dense[:3]) + (f" and {len(dense) - 3} more" if len(dense) > 3 else "")
+        stay = "1 matrix with few zeros stays" if len(dense) == 1 else f"{len(dense)} matrices with few zeros stay"
+        say(f"{stay} dense: {names}.")
+    if negative := sum(matrix.negative_zeros for matrix in result.packed):
+        say(
+            f"{negative:,} zeros are -0.0 and stored like other numbers; --positive-zeros stores them as 0.0, which takes less."
+        )
+    if result.skipped:
+        say(f"Not copied: {', '.join(result.skipped)}.")
+    say(f"Wrote {result.output}, read back and compared with the model bit by bit.")
+
+
+def unpack(
+    context: typer.Context,
+    packed: options.PackedIn,
+    model: options.UnpackedOut,
+    *,
+    overwrite: options.OverwriteUnpacked = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Turn a packed model back into the one that was packed, bit by bit.
+
+    Example: sparsellm unpack opt-70-packed opt-70
+    """
+    with report_errors(context):
+        from dataclasses import asdict
+
+        from sparsellm.runs.packing import unpack as unpack_model
+        from sparsellm.runtime.memory import human_bytes
+
+        with stderr.status(f"unpacking {packed}") as status:
+            observe = (lambda text: None) if quiet else status.update
+            result = unpack_model(packed, model, overwrite=overwrite, observe=observe)
+        if as_json:
+            print_json(asdict(result))
+        else:
+            size = f"{human_bytes(result.dense_bytes)} from {human_bytes(result.packed_bytes)}"
+            print_line(stdout, f"{model}: {size}. Every tensor has the checksum that it had when it was packed.")

@@ -1,0 +1,119 @@
+"""Converts the weight files of a model one by one into an output, which is continued after an interruption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.packed_files import VERSION, FileWriter
+from sparsellm.data.json_files import durable, read_json
+from sparsellm.errors import VerificationFailed
+from sparsellm.runs.export import raise_system_errors, set_default_permissions
+from sparsellm.runs.packed_documents import Source
+from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.report import strict_json
+from sparsellm.runs.verification import proven
+from sparsellm.runs.workspace import locked, replacing
+
+FINISHED = "weights"
+"""Subfolder of the work folder with finished weight files."""
+
+Observe = Callable[[str], None]
+"""Receives what is being done, such as "packing model.safetensors"."""
+
+
+@contextmanager
+def converted(
+    source: Source,
+    path: Path,
+    convert: Callable[[Path, FileWriter], None],
+    *,
+    settings: Mapping[str, Any],
+    verb: str,
+    observe: Observe,
+) -> Iterator[Path]:
+    """Convert the weight files of a model, and provide the folder with them that becomes the output at the end.
+
+    Finished files are kept after an error, unless the model or the settings change before the next call.
+
+    Args:
+        source: The model.
+        path: The output.
+        convert: Writes the tensors of a file.
+        settings: What the content of the files depends on, besides the model.
+        verb: What is done to the files, for `observe`.
+        observe: Receives what is being done.
+    """
+    stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in source.files]
+    key = {"version": VERSION, "model": str(source.folder.resolve()), "files": stamps, **settings}
+    with raise_system_errors(path), locked(path):
+        finished = path / WORK / FINISHED
+        try:
+            _keep_finished(finished, key)
+            for file, target in zip(source.files, source.targets(), strict=True):
+                if not (finished / target).exists():
+                    observe(f"{verb} {file.name}")
+                    with FileWriter(finished / target) as writer:
+                        convert(file, writer)
+            observe("reading back what was written")
+            with replacing(path) as work:
+                for target in source.targets():
+                    (finished / target).rename(work / target)
+                _write_index(work, source.targets())
+                yield work
+        except BaseException as error:
+            count = len(list(finished.glob("*.safetensors"))) if finished.is_dir() else 0
+            if count:
+                error.add_note(f"{count} of {len(source.files)} weight files are finished and kept: run it again to continue")
+            else:
+                shutil.rmtree(finished, ignore_errors=True)
+            raise
+
+
+def _keep_finished(finished: Path, key: Mapping[str, Any]) -> None:
+    """Create the folder of finished files; remove those of another model or of other settings, and parts of files."""
+    record = finished / "settings.json"
+    if finished.is_dir() and (not record.is_file() or read_json(record) != key):
+        shutil.rmtree(finished)
+    finished.mkdir(exist_ok=True)
+    for partial in finished.glob("*.partial"):
+        partial.unlink()
+    durable(record, json.dumps(key).encode())
+
+
+def _write_index(work: Path, targets: Sequence[str]) -> None:
+    """Write the index of several weight files."""
+    if len(targets) == 1:
+        return
+    headers = {name: locate_all(work / name)[0] for name in targets}
+    weight_map = {key: name for name, stored in headers.items() for key in stored}
+    size = sum((work / name).stat().st_size for name in targets)
+    write_json(
+        work / "model.safetensors.index.json",
+        {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+    )
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a configuration file as transformers does."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def finish(work: Path, report: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
+    """Write the report with new digests, after comparing the tensors that were written with those recorded, if any."""
+    set_default_permissions(work)
+    written = proven(work, report)
+    if wrong := _different(recorded or {}, written["digests"]["tensors"]):
+        raise VerificationFailed(f"{wrong[0]} differs from the model's after writing. Check memory and disk.", tuple(wrong))
+    (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
+    set_default_permissions(work)
+
+
+def _different(recorded: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors that differ from the recorded ones."""
+    return sorted(name for name, record in recorded.items() if record != written.get(name))

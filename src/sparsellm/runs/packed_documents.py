@@ -1,0 +1,265 @@
+"""What goes with the weights of a packed model: sizes, report, model card and the other files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from sparsellm import __version__
+from sparsellm.checkpoints.configuration import read_fields
+from sparsellm.checkpoints.files import DEMO, SHARDS, TEMPLATES, check_files, check_within, find_checkpoint
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.tensor_index import TensorDigest
+from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.measurements import Summarized
+from sparsellm.runs.outputs import read_finished
+from sparsellm.runs.records import CARD, REPORT
+from sparsellm.runtime.memory import human_bytes
+
+UNCOPIED = (".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ot", ".onnx", ".gguf", ".partial")
+"""Suffixes of weight files, which are written anew or, in other forms, left out."""
+
+ZEROS_STAY = """The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense
+one, unless the software that runs it makes use of zeros.
+"""
+"""Paragraph of a model card that does not hold for a packed model."""
+
+BEGIN, REPLACED, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
+"""Marks around the paragraph of a packed model's card."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to pack or to unpack.
+
+    Attributes:
+        name: Its name as the user wrote it.
+        folder: Its folder.
+        fields: The fields of its config.json.
+        files: Its weight files.
+    """
+
+    name: str
+    folder: Path
+    fields: dict[str, Any]
+    files: Sequence[Path]
+
+    @classmethod
+    def open(cls, name: str | Path) -> Source:
+        """Find a checkpoint by its folder, hub name or "demo:opt"."""
+        if not isinstance(name, (str, Path)):
+            raise InvalidSetting(
+                f"A folder or hub name is needed, got {type(name).__name__}. Save the model, and name the folder."
+            )
+        folder = find_checkpoint(str(name))
+        if not str(name).startswith(DEMO):
+            check_within(str(name), folder)
+        return cls(str(name), folder, read_fields(str(name), folder), check_files(str(name), folder))
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of tokens: the rows of its embeddings and of its head."""
+        text = self.fields.get("text_config")
+        size = (text if isinstance(text, dict) else self.fields).get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    def targets(self) -> list[str]:
+        """Return the names of the weight files that are written for its own."""
+        count = len(self.files)
+        return ["model.safetensors"] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+
+
+@dataclass(frozen=True)
+class MatrixSize:
+    """Size of a matrix of a packed model.
+
+    Attributes:
+        name: Its stored name.
+        shape: Its shape.
+        dtype: Name of its dtype.
+        zeros: Number of its zeros.
+        negative_zeros: How many of them are -0.0 and kept.
+        dense_bytes: Its bytes as an ordinary tensor.
+        packed_bytes: Its bytes in the packed model; the same if it is not packed.
+        packed: Whether it is packed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    zeros: int
+    negative_zeros: int
+    dense_bytes: int
+    packed_bytes: int
+    packed: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Packed(Summarized):
+    """A packed model and its sizes.
+
+    Attributes:
+        output: Its folder.
+        form: "plain" or "archive".
+        dense_bytes: Bytes of the model's weight files.
+        packed_bytes: Bytes of the packed weight files.
+        matrices: Every matrix.
+        skipped: Files of the model that were not copied.
+    """
+
+    output: str
+    form: str
+    dense_bytes: int
+    packed_bytes: int
+    matrices: tuple[MatrixSize, ...]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def packed(self) -> list[MatrixSize]:
+        """The matrices that are packed."""
+        return [matrix for matrix in self.matrices if matrix.packed]
+
+    @property
+    def dense(self) -> list[MatrixSize]:
+        """The matrices that stay dense."""
+        return [matrix for matrix in self.matrices if not matrix.packed]
+
+    @property
+    def bits(self) -> float:
+        """Bits that a weight of the packed matrices takes, removed ones included."""
+        weights = sum(matrix.dense_bytes // _itemsize(matrix) for matrix in self.packed)
+        return 8 * sum(matrix.packed_bytes for matrix in self.packed) / max(weights, 1)
+
+    def summary(self) -> dict[str, str]:
+        """The sizes, what is packed and what stays dense, each in one line."""
+        percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
+        return {
+            "output": f"{PurePath(self.output).name}, {self.form} form",
+            "size": f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}",
+            "packed": f"{len(self.packed)} matrices at {self.bits:.2f} bits a weight",
+            "dense": f"{len(self.dense)} matrices, {self.dense[0].name} first" if self.dense else "no matrices",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the report."""
+        return {key: value for key, value in asdict(self).items() if key != "output"} | {"bits": self.bits}
+
+
+@dataclass(frozen=True, repr=False)
+class Unpacked(Summarized):
+    """An unpacked model and its sizes.
+
+    Attributes:
+        output: Its folder.
+        packed_bytes: Bytes of the packed weight files.
+        dense_bytes: Bytes of its own weight files.
+    """
+
+    output: str
+    packed_bytes: int
+    dense_bytes: int
+
+    def summary(self) -> dict[str, str]:
+        """The folder and the sizes."""
+        return {
+            "output": PurePath(self.output).name,
+            "size": f"{human_bytes(self.dense_bytes)}, from {human_bytes(self.packed_bytes)}",
+        }
+
+
+def _itemsize(matrix: MatrixSize) -> int:
+    """Bytes of a number of a matrix."""
+    return 4 if matrix.dtype == "float32" else 2
+
+
+def matrix_sizes(files: Sequence[Path], digests: Mapping[str, TensorDigest], *, positive_zeros: bool) -> tuple[MatrixSize, ...]:
+    """Return the sizes of the matrices in packed weight files.
+
+    Args:
+        files: The files.
+        digests: What the tensors were before they were packed, by name.
+        positive_zeros: Whether -0.0 became 0.0.
+    """
+    sizes = []
+    for file in files:
+        stored, entries = locate_all(file)
+        for name in (name for name in stored if name in digests and len(digests[name].shape) > 1):
+            parts = parts_of(name, stored).values() if name in entries else ()
+            size = sum(stored[part][0].numel for part in parts) if parts else digests[name].nbytes
+            digest = digests[name]
+            negative = 0 if positive_zeros else digest.negative_zeros
+            sizes.append(
+                MatrixSize(name, digest.shape, digest.dtype, digest.zeros, negative, digest.nbytes, size, packed=bool(parts))
+            )
+    return tuple(sorted(sizes, key=lambda matrix: matrix.name))
+
+
+def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dict[str, Any]:
+    """Return the report in a model's folder as plain data, or an empty one for a model that sparsellm did not write.
+
+    Args:
+        source: The model.
+        digests: Its tensors; None if they were not read.
+
+    Raises:
+        SparseLLMError: As `read_finished`, if there is a report.
+    """
+    if (source.folder / REPORT).is_file():
+        return dict(read_finished(source.folder).content)
+    zeros = sum(digest.zeros for digest in (digests or {}).values())
+    count = sum(digest.numel for digest in (digests or {}).values())
+    totals = {"pruned_layers": 0, "sparsity_of_pruned_layers": 0.0, "parameters": count, "zeros": zeros}
+    return {
+        "format": 1,
+        "recipe": {"model": PurePath(source.name).name},
+        "environment": {"sparsellm": __version__},
+        "calibration": "",
+        "totals": totals | {"sparsity_of_model": zeros / max(count, 1)},
+        "perplexity": {},
+        "notes": ["pruned by other software"],
+        "seconds": {},
+        "peak_memory_bytes": 0,
+        "blocks": [],
+    }
+
+
+def copy_files(folder: Path, work: Path) -> tuple[str, ...]:
+    """Copy what a model's folder holds besides weights, configuration, card and report; return the names of the rest."""
+    skipped = []
+    for file in sorted(folder.iterdir()):
+        if file.name in (*SHARDS, "config.json", CARD, REPORT):
+            continue
+        if file.is_dir() and file.name == TEMPLATES:
+            shutil.copytree(file, work / file.name)
+        elif file.is_file() and file.suffix not in UNCOPIED and not file.name.startswith("."):
+            shutil.copyfile(file, work / file.name)
+        elif not (file.suffix in (".safetensors", ".bin") or file.name.startswith(".")):
+            skipped.append(file.name)
+    return tuple(skipped)
+
+
+def packed_card(text: str, result: Packed) -> str:
+    """Return a model card with a paragraph on the packed form, in place of the one that says how zeros are stored."""
+    head, _, rest = text.partition(ZEROS_STAY)
+    mark = REPLACED if rest or text.endswith(ZEROS_STAY) else BEGIN
+    if mark == BEGIN:
+        matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
+        head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
+    percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
+    paragraph = (
+        f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
+        f"{human_bytes(result.dense_bytes)} before. {len(result.packed)} matrices take {result.bits:.2f} bits a weight.\n"
+        "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit. To load the model, `import sparsellm` first.\n"
+    )
+    return f"{head}{mark}\n{paragraph}{END}\n{rest}"
+
+
+def dense_card(text: str) -> str:
+    """Return the card of a packed model as it was before."""
+    text = re.sub(f"{REPLACED}\n.*?{END}\n", lambda _: ZEROS_STAY, text, flags=re.DOTALL)
+    return re.sub(f"{BEGIN}\n.*?{END}\n", "", text, flags=re.DOTALL)
