@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEXT = "the sum of the weights that stay is what a layer can still say when the rest of them are gone"
 WORDS = TEXT.split(" ")
+
+
+def pytest_unconfigure() -> None:
+    """Search the libraries' objects for no garbage at exit, which takes longer than most files of unit tests."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

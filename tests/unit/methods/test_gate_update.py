@@ -74,11 +74,10 @@ def assert_minimal(s: Tensor, m: Tensor, z: Tensor, p: Tensor, ratio: float, cur
 )
 def test_every_curve_against_a_grid(curve: ActivationFunction, ratio: float) -> None:
     """Gated at every size, plain (z = 1), and where both sides of the lowest place compete."""
-    for size in SCALES:
-        m, z, p = draws(150, (2 * size, size, size * size), dtype=torch.float32)
-        assert_minimal(solve_gate(m, z, p, ratio=ratio, curve=curve), m, z, p, ratio, curve)
-        one = torch.ones_like(m)
-        assert_minimal(solve_gate(m, one, p, ratio=ratio, curve=curve), m, one, p, ratio, curve)
+    sizes = [draws(150, (2 * size, size, size * size), dtype=torch.float32) for size in SCALES]
+    m, z, p = (torch.cat(signals) for signals in zip(*sizes, strict=True))
+    m, z, p = m.repeat(2), torch.cat([z, torch.ones_like(z)]), p.repeat(2)
+    assert_minimal(solve_gate(m, z, p, ratio=ratio, curve=curve), m, z, p, ratio, curve)
     m, z, share = torch.meshgrid(
         torch.linspace(-8, 1, 10, dtype=torch.float64),
         torch.tensor([-10.0, -1.0, 0.3, 1.0, 4.0], dtype=torch.float64),
@@ -205,7 +204,7 @@ def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
     for signal, copy in zip((m, z, p), copies, strict=True):
         assert torch.equal(signal, copy)
     turned = solve_gate(m.mT, z.mT, p.mT, ratio=1.0, present=z.mT) if m.dim() > 1 else s
-    torch.testing.assert_close(turned.mT if m.dim() > 1 else turned, s, rtol=1e-6, atol=1e-6)
+    assert torch.allclose(turned.mT if m.dim() > 1 else turned, s, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_do_not_matter() -> None:
@@ -213,15 +212,15 @@ def test_chunks_do_not_matter() -> None:
     m, z, p = draws(CHUNK + 1000, (2, 1, 1), seed=7, dtype=torch.float32)
     whole = solve_gate(m, z, p, ratio=1.0)
     tail = solve_gate(m[CHUNK - 500 :], z[CHUNK - 500 :], p[CHUNK - 500 :], ratio=1.0)
-    torch.testing.assert_close(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(whole[CHUNK - 500 :], tail, rtol=1e-5, atol=1e-5)
 
 
 number = st.floats(-20, 20, allow_nan=False, width=32)
 
 
-@settings(deadline=None, derandomize=True, max_examples=40, database=None)
+@settings(deadline=None, derandomize=True, max_examples=20, database=None)
 @given(
-    entries=st.lists(st.tuples(number, number, number), min_size=1, max_size=20),
+    entries=st.lists(st.tuples(number, number, number), min_size=1, max_size=40),
     ratio=st.sampled_from(RATIOS),
     double=st.booleans(),
 )

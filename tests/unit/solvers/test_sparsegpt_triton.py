@@ -43,7 +43,7 @@ def both(columns: Tensor, factor: Tensor, keep: Tensor | None, pattern: Pattern)
     sparsegpt._sweep(one, factor, None if keep is None else keep.clone(), pattern=pattern)
     sparsegpt.prune_columns(other, factor, keep, pattern=pattern)
     assert torch.equal(other == 0, one == 0)
-    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(other, one, rtol=1e-5, atol=1e-5)
     return other
 
 
@@ -62,13 +62,13 @@ def test_given_masks_are_kept(columns: int, outputs: int) -> None:
     both(weight, factor, keep.to(DEVICE), parse_pattern("50%"))
 
 
-GROUPS = [("2:4", 4), ("2:4", 32), ("3:4", 24), ("4:8", 40), ("1:2", 14), ("2:3", 21), ("20:31", 31)]
+GROUPS = [("2:4", 4), ("2:4", 16), ("3:4", 24), ("4:8", 40), ("1:2", 14), ("2:3", 21), ("20:31", 31)]
 
 
 @pytest.mark.parametrize(
     ("text", "columns", "outputs"),
     [
-        long_unless(OUTPUTS[number % 3] == outputs or case == ("2:4", 32), *case, outputs)
+        long_unless(OUTPUTS[number % 3] == outputs or case == ("2:4", 16), *case, outputs)
         for number, case in enumerate(GROUPS)
         for outputs in OUTPUTS
     ],
@@ -121,7 +121,7 @@ def test_the_kernel_prunes_a_layer_as_the_plain_loop_does(
         answers.append(SparseGPT(block=block).solve(problem, pattern))
     assert swept == -(-shape[1] // block)
     assert torch.equal(answers[0] == 0, answers[1] == 0)
-    torch.testing.assert_close(answers[1], answers[0], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(answers[1], answers[0], rtol=1e-5, atol=1e-5)
 
 
 def test_where_the_kernel_is_used() -> None:
