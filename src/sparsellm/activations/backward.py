@@ -79,7 +79,6 @@ def run_backward(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
     The loss is -log p of labels drawn from the model's own predictions, with a seed per sample.
 
     Args:
-        model: The dense model.
         batches: Token ids, each (batch, seq). This process runs its share of them.
 
     Yields:
@@ -171,7 +170,6 @@ def gradient_hooks(
     """Call hooks on the gradients, and optionally the inputs, of a block's layers within the context.
 
     Args:
-        block: The block.
         gradients: By layer, the hook for the gradient with respect to the layer's output, (..., out).
         inputs: By layer, the hook for the layer's input, (..., in), called in the forward pass. The same layers.
 

@@ -73,10 +73,8 @@ def weight_costs(
     Takes two forward passes and one backward pass of the samples, or only reads the weights if the factors are known.
 
     Args:
-        model: The dense model.
         batches: Token ids, each (batch, seq). The samples with the first 2,048 tokens are used, and at least four, one by one,
             so that the result does not depend on the batch size.
-        planned: Full names of the layers.
         factors: The factors of all planned layers from an earlier call, or an empty mapping that receives them.
 
     Yields:

@@ -56,9 +56,7 @@ def trace_dataflow(block: Block, hidden: Tensor, call: Call) -> BlockDataflow:
     Modules that hold layers as views are not cacheable: with hooks on the views, their results differ in rounding.
 
     Args:
-        block: The block.
         hidden: The block's input, (batch, seq, model).
-        call: The block's other arguments.
     """
     cacheable: dict[str, CacheableModule] = {}
     residuals: dict[str, Tensor] = {}
@@ -146,7 +144,6 @@ class OutputCache:
     the feed-forward layers are being pruned. Passes with and without a cache capture the same bits.
 
     Args:
-        storage: Stores the outputs.
         shapes: (samples, tokens per sample) of each batch of this process.
         hidden: The block's input on one batch, (batch, seq, model).
     """
@@ -167,8 +164,6 @@ class OutputCache:
         memory than the stream, and are recorded only if they fit on the device.
 
         Args:
-            block: The block.
-            module: A module of the block.
             is_last: Whether this is the last block of the model, whose outputs are not used.
         """
         layer = block.layer(module.writer)
@@ -189,7 +184,6 @@ class OutputCache:
         """Replace the recorded inputs of pruned writers with their outputs.
 
         Args:
-            block: The block.
             names: The layers that are pruned and no longer change.
         """
         for entry in self._entries.values():

@@ -43,7 +43,6 @@ def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence
     that the result depends on the batch size by rounding only.
 
     Args:
-        model: The dense model.
         batches: Token ids, each (batch, seq). The samples with the first 16,384 tokens are used.
 
     Returns:
@@ -100,10 +99,8 @@ def layer_sensitivities(
     Takes one backward pass from random errors with covariance F, one per token.
 
     Args:
-        block: The dense block.
         hidden: The block's input in the dense model, (batch, seq, model) for each batch.
         calls: The block's call on each batch.
-        names: The layers.
         metric: F of the block's output, (model, model).
         offsets: For each batch, the index of its first sample among all samples, and of its first token among all tokens.
         window: Tokens summed at a time, so that the sums do not depend on the batch size; None sums a whole batch.

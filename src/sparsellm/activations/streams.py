@@ -71,10 +71,7 @@ def capture(
     The pass ends after the last requested tensor, so that a layer of which only the input is requested does not run.
 
     Args:
-        block: The block.
-        request: The tensors to capture.
         hidden: The block's input, (batch, seq, model).
-        call: The block's other arguments.
         rows: Selects the tokens of each expert; by default those that are routed to it.
         whole: Whether to run the block to its end and capture its output too.
 
@@ -146,7 +143,6 @@ def sample_expert_tokens(block: Block, entered: Iterable[tuple[Tensor, Call]], t
     """Count the tokens routed to each expert of a block, in passes that end at the experts.
 
     Args:
-        block: A block with experts.
         entered: The block's input, (batch, seq, model), and its call, for each batch of this process.
         tokens: Number of tokens in each batch of all processes.
 
@@ -183,7 +179,6 @@ class Stream:
     A pass changes nothing unless it is asked to advance the stream.
 
     Args:
-        hidden: The hidden states.
         calls: By block and batch, the other arguments of the block.
 
     Attributes:
@@ -212,8 +207,6 @@ class Stream:
         """Pass all batches through the block and yield what is captured from each.
 
         Args:
-            block: The block that the stream enters.
-            request: The tensors to capture.
             rows: Chooses the tokens of each expert; by default those that are routed to it.
             advance: Whether the block is final, so that the pass may also replace the hidden states by its outputs. It does
                 not where tensors are captured from a block with views, whose forward layer by layer differs from the original

@@ -46,7 +46,6 @@ class DiskWeights:
         locations: Where each parameter (and each buffer that checkpoints hold) is stored, by its name in the model. Tied
             parameters appear under at least one of their names.
         dtype: Dtype to which floating-point tensors are converted.
-        device: Device of the tensors.
         prefetch: Whether to read the next block while one is in use.
     """
 
@@ -206,10 +205,6 @@ def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, S
     """Find where each tensor of a model is stored, as `from_pretrained` would.
 
     Also records on the model the weight conversions that apply, so that it is saved in the form of its files.
-
-    Args:
-        files: The weight files.
-        model: The model, on the meta device.
 
     Returns:
         The location of each tensor, by its name in the model.

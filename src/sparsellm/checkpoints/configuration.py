@@ -47,10 +47,6 @@ ROOM = 2**28
 def read_fields(name: str, folder: Path) -> dict[str, Any]:
     """Return the fields of config.json.
 
-    Args:
-        name: The checkpoint's name, for messages.
-        folder: The checkpoint's folder.
-
     Raises:
         BadCheckpoint: config.json is missing, or is not the configuration of a model.
     """
@@ -72,11 +68,7 @@ def read_configuration(
     """Load the configuration, and check it against the weight files.
 
     Args:
-        name: The checkpoint's name, for messages.
-        folder: The checkpoint's folder.
         trusted: Whether the checkpoint's own code may run.
-        fields: The fields of config.json.
-        headers: The headers of the tensors in the weight files.
 
     Raises:
         BadCheckpoint: The configuration cannot be read, or does not match the weight files.
@@ -135,8 +127,6 @@ def empty_model(name: str, config: PretrainedConfig, trusted: bool, **options: A
     """Build a model from its configuration, on the device of the context.
 
     Args:
-        name: The checkpoint's name, for messages.
-        config: The configuration.
         trusted: Whether the checkpoint's own code may run.
         **options: Arguments of `from_config`.
 
@@ -161,12 +151,6 @@ def check_tensors(name: str, model: PreTrainedModel, *, files: list[Path], heade
     """Raise BadCheckpoint unless stored tensors have the shapes in the configuration, and tied tensors are equal.
 
     Tensors that transformers converts from several pieces are checked when they are read.
-
-    Args:
-        name: The checkpoint's name, for messages.
-        model: The model, on the meta device.
-        files: The weight files.
-        headers: The headers of their tensors.
     """
     stored = sum(header.numel for header in headers.values())
     computed = sum(buffer.numel() for buffer in model.buffers())

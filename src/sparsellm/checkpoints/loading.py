@@ -102,7 +102,6 @@ class Checkpoint:
         """Return the model in evaluation mode with its parameters on the meta device, and the reader of its weights.
 
         Args:
-            dtype: A name as for `dtype`.
             device: Device of the weights while they are in use, and of the buffers.
             prefetch: Whether to read the next block while one is in use.
 
@@ -124,10 +123,6 @@ class Checkpoint:
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """Load the model, in evaluation mode.
-
-        Args:
-            dtype: A name as for `dtype`.
-            device: Device of the model.
 
         Raises:
             BadCheckpoint: A weight is missing, not finite, or has the wrong shape, or a file cannot be read.
@@ -245,7 +240,6 @@ def open_checkpoint(
     """Open a checkpoint, and check its configuration and the headers of its weight files. The weights are not read.
 
     Args:
-        name: A folder, a bundled model ("demo:opt"), or a hub name.
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
         architecture: Its architecture, if missing from the table of families or different.

@@ -87,10 +87,6 @@ def index_tensors(
 ) -> tuple[dict[str, Stored], dict[str, TensorLocation], list[Any]]:
     """Locate the tensors in weight files.
 
-    Args:
-        files: The weight files.
-        model: The model, on the meta device.
-
     Returns:
         The location of each tensor of the model, by its name there; the location of each stored tensor that the model does not
         have, by its stored name; and the entries of transformers' conversion mapping that apply.

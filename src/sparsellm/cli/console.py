@@ -106,7 +106,6 @@ def table(columns: list[str], rows: list[list[str]], title: str | None = None, *
     Args:
         columns: Headings. The first column is aligned left, the others right and without wrapping.
         rows: The cells, row by row.
-        title: Title above the table.
         words: All columns hold text: align them left, and allow wrapping.
     """
     result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")

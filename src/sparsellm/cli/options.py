@@ -73,7 +73,6 @@ def recipe_options(
 
     Args:
         *names: The fields. Default: all fields except `without`.
-        fields: The class that declares the fields.
         without: Fields that are arguments of the command, or that the command line does not set.
 
     Returns:

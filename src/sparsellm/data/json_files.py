@@ -61,7 +61,6 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
     """Read a regular file.
 
     Args:
-        path: The file.
         limit: Maximum size in bytes; None for no limit.
 
     Raises:

@@ -50,11 +50,8 @@ def calibration_windows(
     Documents are tokenised until enough long ones are found, in the worst case all of them, and then the stream once.
 
     Args:
-        text: The text.
-        tokenizer: Tokenizer of the model.
         samples: Number of sequences, at least 1.
         sequence_length: Tokens per sequence, at least 2.
-        seed: Seed of the random positions.
 
     Raises:
         BadText: If the text is shorter than one sequence, or the tokenizer has no chat template for its conversations.
@@ -80,8 +77,6 @@ def test_windows(text: Text, tokenizer: PreTrainedTokenizerBase, sequence_length
     Conversations follow each other in the stream as the chat template writes them, with nothing between.
 
     Args:
-        text: The text.
-        tokenizer: Tokenizer of the model.
         sequence_length: Tokens per sequence, at least 2.
         limit: Maximum number of sequences, from the start; None follows the papers: 256 of C4, all of any other text.
 

@@ -28,7 +28,6 @@ def read_documents(path: Path, field: str | None) -> tuple[list[str], list[Conve
     """Read a file with the reader of its suffix. Returns its texts and its conversations, of which one list is empty.
 
     Args:
-        path: The file.
         field: Field or column that holds the documents; None for the first of `FIELDS`, or the only column of a .csv file.
 
     Raises:

@@ -171,11 +171,6 @@ def generate_text(loaded: LoadedModel, tokenizer: PreTrainedTokenizerBase, promp
     No key-value cache is used, so that every model family works: each token is computed from all previous tokens, up to the
     model's context length.
 
-    Args:
-        loaded: The model.
-        tokenizer: Its tokenizer.
-        prompt: Text to continue.
-
     Returns:
         The continuation without the prompt, or `NOT_IN_MEMORY` for an offloaded model.
     """

@@ -90,7 +90,6 @@ def streamed_perplexity(
     Args:
         loaded: The model, with or without its weights in memory.
         windows: Token ids, (sequences, length) int64 with length at least 2.
-        source: Name of the text, for the result.
         batch: Maximum number of sequences per batch; None as for `perplexity`.
         progress: As for `perplexity`; a sequence counts as done in part after each block.
 
@@ -131,9 +130,7 @@ def measure(
     """Compute the perplexity of a loaded model, block by block if it is offloaded.
 
     Args:
-        loaded: The model.
         windows: Token ids, (sequences, length) int64.
-        source: Name of the text, for the result.
         batch: Sequences per batch; None for a number that fits into the model's memory budget.
         progress: As for `perplexity`.
     """
@@ -162,7 +159,6 @@ def last_block_outputs(loaded: LoadedModel, batches: Sequence[Tensor]) -> list[T
     """The outputs of the last block, (batch, seq, model) for each batch of this process, as `kl_divergence` needs them.
 
     Args:
-        loaded: The model.
         batches: Token ids, each (batch, seq), at least as many as there are processes.
     """
     return [hidden.clone() for outputs in _last_block_outputs(loaded, batches) for hidden in outputs]

@@ -162,8 +162,6 @@ def evaluate_tasks(
     the tasks.
 
     Args:
-        loaded: The model.
-        tokenizer: Its tokenizer.
         tasks: Names of tasks, groups and tags of lm-eval.
         folder: Folder with a local file of each task; None for data from the hub.
         limit: Maximum number of questions per task; None for all.
@@ -244,9 +242,7 @@ def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
     """Write an lm-eval task definition that includes the original one.
 
     Args:
-        task: Name of the task.
         overrides: Fields that replace those of the original.
-        folder: Folder to write to.
 
     Returns:
         The YAML file.

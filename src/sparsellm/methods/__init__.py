@@ -215,7 +215,6 @@ def solve_in_parallel(
     """Solve each layer in one process and broadcast the solution to all.
 
     Args:
-        block: The block that the layers belong to.
         names: The layers, by name within the block.
         solve: Returns a layer's weight, (out, in) float32 on the block's device, and plain data about it.
 
@@ -234,7 +233,6 @@ def broadcast_results(block: Block, owners: Mapping[str, int], results: Iterable
     """Prune the layers of this process, then broadcast weights and results, so that all processes hold the same bits.
 
     Args:
-        block: The block that the layers belong to.
         owners: By layer, the rank that prunes it.
         results: Prunes the layers of this process as it is consumed.
 

@@ -54,7 +54,6 @@ class AuxiliarySignals:
     sums E[p pᵀ] and E[y pᵀ] are kept.
 
     Args:
-        block: The block, with its dense weights.
         feed_forward: A feed-forward part of it.
         ratio: beta / alpha.
     """

@@ -76,10 +76,6 @@ class BlockSolver:
     """Prunes the layers of one block and collects their results.
 
     Args:
-        settings: Settings of the method.
-        block: The block, pruned in place.
-        inputs: Its inputs in the pruned and in the dense stream.
-        plan: Patterns by full layer name.
         sensitivities: S by layer, (out, out); layers without one count all output errors alike.
     """
 
@@ -126,7 +122,6 @@ class BlockSolver:
         accumulated error of the stream, since the router decides which experts a token passes through.
 
         Args:
-            parts: The experts.
             metric: F, (model, model).
         """
         routes = self._inputs.expert_samples(self._block, parts[0].in_proj)

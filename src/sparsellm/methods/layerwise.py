@@ -86,8 +86,6 @@ def collect_statistics(
     """Collect the input statistics of layers in one pass through the block.
 
     Args:
-        block: The block.
-        inputs: Its inputs.
         needs: By layer, the class of statistics.
         request: Further tensors to capture in the same pass.
         observe: Called with what is captured from each batch.
@@ -176,16 +174,7 @@ def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
 def prune_layer(
     block: Block, name: str, problem: LayerProblem, *, solver: LayerSolver, plan: Plan, routed_tokens: int | None = None
 ) -> LayerResult:
-    """Solve one layer and write the weight.
-
-    Args:
-        block: The block.
-        name: The layer, by name within the block.
-        problem: Its problem, with the dense weight.
-        solver: The solver.
-        plan: Patterns by full layer name.
-        routed_tokens: As in `LayerResult`.
-    """
+    """Solve one layer and write the weight."""
     started = time.perf_counter()
     full_name = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full_name], name=full_name)
@@ -200,9 +189,6 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
     A layer that received no token, as experts of an unknown model family may, loses its smallest weights.
 
     Args:
-        solver: The solver.
-        problem: The problem.
-        pattern: The pattern that the weight must satisfy.
         name: Full name of the layer, for errors.
 
     Returns:
@@ -241,14 +227,7 @@ def solve(solver: LayerSolver, problem: LayerProblem, pattern: Pattern, *, name:
 
 
 def measure_layer(block: Block, name: str, problem: LayerProblem, **fields: Any) -> LayerResult:
-    """The result of a layer whose weight is written.
-
-    Args:
-        block: The block.
-        name: The layer, by name within the block.
-        problem: Its problem, with the dense weight.
-        **fields: As for `layer_result`.
-    """
+    """The result of a layer whose weight is written."""
     weight = block.layer(name).weight.float()
     try:
         zeros, error = count_zeros(weight), problem.error(weight)

@@ -38,7 +38,6 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
       first for alpha = beta; its code omits the factor and replaces the second by two gradient steps.
 
     Args:
-        part: The feed-forward part.
         hidden: The current signals, (z,) or (s, z), each (tokens, hidden).
         outputs: Outputs W x + bias of the pruned input projections, in the same order.
         activated: The signal p, (tokens, hidden).

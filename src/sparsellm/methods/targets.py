@@ -28,11 +28,6 @@ class LayerTargets:
 
     A pass ends after the last layer that it needs. Attention runs once: in the dense stream in the first pass, in the pruned
     stream once its layers are final.
-
-    Args:
-        block: The block.
-        inputs: Its inputs in both streams.
-        plan: Patterns by full layer name.
     """
 
     def __init__(self, block: Block, inputs: Activations, plan: Plan) -> None:
@@ -124,7 +119,6 @@ def expert_regressions(block: Block, part: FeedForward, inputs: TensorList, targ
 
     Args:
         block: The block, with dense weights in this expert.
-        part: The expert.
         inputs: Its inputs in the pruned stream, (tokens, model) for each batch.
         targets: Its inputs in the dense stream for the same tokens; replaced in place by its outputs, the expert's targets.
     """

@@ -20,7 +20,6 @@ def compute_dtype_context(module: nn.Module, dtype: torch.dtype | None, without:
     number is a float32 number.
 
     Args:
-        module: The module to cast.
         dtype: The dtype to compute in; None changes nothing.
         without: Submodules that keep their dtype.
     """

@@ -95,10 +95,6 @@ def coverage_of(model: PreTrainedModel, blocks: Sequence[Block]) -> Coverage:
 
     Counts every module list of the language model, whether or not it is among `blocks`. A parameter that several blocks share
     counts once.
-
-    Args:
-        model: The model; its weights may be on the meta device.
-        blocks: Its decoder blocks, from `blocks_of`.
     """
     matrices: dict[int, tuple[str, int]] = {}  # full name and size by the identity of the parameter
     for path, module in (*((block.name, block.module) for block in blocks), *_module_lists(model)):

@@ -141,12 +141,7 @@ def _expert_tensors(module: nn.Module, *names: str) -> tuple[nn.Parameter | None
 
 
 def expert_members(experts: Experts, *inputs: Tensor) -> Tensor:
-    """Return the routing mask, (tokens, experts), True where a token is routed to an expert.
-
-    Args:
-        experts: The experts.
-        inputs: The arguments of their module's forward function.
-    """
+    """Return the routing mask, (tokens, experts), True where a token is routed to an expert."""
     if experts.repeated:
         return (_inputs_by_expert(experts, inputs[0]) != 0).any(-1).T
     numbers = torch.arange(experts.count, device=inputs[1].device)
@@ -162,7 +157,6 @@ def forward_by_expert(experts: Experts, views: Sequence[LinearView], rows: Rows 
     """Return a forward function that calls every layer of every expert, also of experts without tokens.
 
     Args:
-        experts: The experts.
         views: Their layers, expert by expert.
         rows: Chooses the tokens that each expert runs on; the tokens routed to it by default. Tokens that are not routed to an
             expert do not change the output.

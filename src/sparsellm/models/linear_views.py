@@ -158,9 +158,6 @@ class RouteMatmulThroughLayers(TorchFunctionMode):
 
     State-space models multiply by the weight outside the layer and add the bias later, so the bias is subtracted from the
     layer's output.
-
-    Args:
-        layers: The linear layers.
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:

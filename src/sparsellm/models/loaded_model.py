@@ -36,7 +36,6 @@ class Weights(Protocol):
         """Make a block's tensors available within the context.
 
         Args:
-            block: The block.
             next_block: The block that is needed next, which may be read in the meantime.
         """
         ...
@@ -111,7 +110,6 @@ def prediction_head(
     The function runs the model with blocks that return their input, and a last block that returns the given output.
 
     Args:
-        model: The model.
         blocks: Its decoder blocks; their own parameters are not used.
         dtype: The dtype to compute in outside of the blocks; None for the model's own.
     """
@@ -144,10 +142,8 @@ def run_with_replaced_blocks(
     are tried; the right one keeps the shape of the hidden states from block to block.
 
     Args:
-        blocks: The decoder blocks.
         answer: Replaces the forward function; maps the block, the hidden states (batch, seq, model) and the other arguments to
             new hidden states.
-        run: Runs the model.
     """
 
     def run_once(extra: int | None) -> Any:
@@ -198,8 +194,6 @@ def check_block_chain(before: Block, block: Block, entered: Mapping[int, tuple[T
     """Raise UnsupportedModel where the inputs of consecutive blocks differ, although each block returns its input.
 
     Args:
-        before: The previous block.
-        block: The block.
         entered: Hidden states and call of each block, by index.
     """
     if not equal_calls(entered[before.index][0], entered[block.index][0]):
@@ -213,8 +207,6 @@ def block_inputs(model: PreTrainedModel, blocks: Sequence[Block], batch: Tensor)
     The hidden states of every block are therefore those of the first.
 
     Args:
-        model: The model.
-        blocks: Its decoder blocks.
         batch: Token ids, (batch, seq).
 
     Raises:
@@ -248,7 +240,6 @@ def model_errors(model: PreTrainedModel, how: str) -> Iterator[None]:
     """Turn errors of the model's own code within the context into UnsupportedModel, except out-of-memory errors.
 
     Args:
-        model: The model.
         how: Completes the message "A ... cannot be run ...".
     """
     try:

@@ -51,7 +51,6 @@ def allocate(
 
     Args:
         rule: "owl" or "fisher".
-        model: The dense model.
         batches: Calibration batches of token ids, each (batch, seq).
         plan: The same unstructured pattern for every layer.
         bounds: Smallest and largest sparsity of a layer; the plan's sparsity must be between them.

@@ -36,9 +36,6 @@ class Journal:
     In a distributed run only the main process reads and writes files. All processes call every method except `begin` and
     `resume`, and get the same results.
 
-    Args:
-        folder: The work directory.
-
     Attributes:
         lost: Why some lines of an earlier journal do not count, as a sentence; empty if all do.
     """
@@ -60,7 +57,6 @@ class Journal:
         """Start an empty journal, replacing any that is in the folder.
 
         Args:
-            folder: The work directory; created if needed.
             fingerprint: Everything that determines the results of the run, as JSON-serialisable data.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +73,6 @@ class Journal:
         starts empty.
 
         Args:
-            folder: The work directory.
             fingerprint: As for `begin`; it must be that of the interrupted run.
 
         Raises:

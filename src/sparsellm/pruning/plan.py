@@ -98,8 +98,6 @@ def uniform_plan(
     """Give the same pattern to every chosen layer.
 
     Args:
-        blocks: The blocks of the model.
-        pattern: The pattern.
         chosen: Numbers of the blocks to prune; None for all.
         include: Layer-name patterns (`sparsellm.pruning.selection`) of the layers to prune; empty for all.
         exclude: Layer-name patterns of layers to leave dense; they override `include`, and may match modules that are never
@@ -132,7 +130,6 @@ def plan_from_file(path: str | Path, plan: Plan, layers: Sequence[LayerName], pa
     removed in total as by `pattern`.
 
     Args:
-        path: The file.
         plan: The layers to prune; their patterns are ignored.
         layers: The layers of the model, with those of the plan among them.
         pattern: The pattern whose sparsity sets the total.

@@ -55,9 +55,7 @@ def generate_samples(
     Cost: a forward pass per token of a sequence, `AT_A_TIME` sequences in parallel.
 
     Args:
-        model: The dense model.
         windows: Calibration sequences, (samples, seq), of token ids, `PADDING` after the end of shorter ones.
-        count: Number of sequences to generate.
         seed: Seed of the prompts and of the sampling.
         compute: Dtype in which the model computes; None for its own.
         progress: Called after each token with the number of generated sequences, of which those at work count in part, and
@@ -158,11 +156,9 @@ def distill(
     `sparsellm.recovery.masked_training.predictions_bytes`.
 
     Args:
-        model: The pruned model.
         groups: Token ids, (batch, seq) each, from `group_batches`.
         states: Hidden states of the dense model for the same batches, from `last_states`.
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
-        adam: The optimiser settings.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
         progress: Called after each step with its number and that of all steps.
 

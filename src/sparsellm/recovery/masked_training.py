@@ -79,7 +79,6 @@ class MaskedAdam:
         A non-finite loss ends the training. Equal arguments give equal results.
 
         Args:
-            parameters: The trained parameters by name.
             keep: Masks by parameter name, of the parameters' shapes; entries that are False stay zero.
             loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
             groups: Number of groups; with fewer than two there is no training.
@@ -189,12 +188,10 @@ def refine_block(
     one batch.
 
     Args:
-        block: The pruned block.
         inputs: The activations at the block, with a dense stream.
         keep: Masks by layer name, (out, in).
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
-        adam: The optimiser settings.
 
     Returns:
         The result; losses are relative to $E\lVert h \rVert_F^2$.
@@ -268,13 +265,5 @@ def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
 
 
 def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
-    """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs.
-
-    Args:
-        tokens: Number of tokens over all sequences.
-        width: Size of the hidden states.
-        batch_tokens: Number of tokens in a batch.
-        vocabulary: Size of the vocabulary.
-        depth: Number of blocks.
-    """
+    """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs."""
     return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)

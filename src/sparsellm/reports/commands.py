@@ -17,7 +17,6 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
     Args:
-        recipe: The recipe of a run.
         output: Folder that the command writes.
     """
     lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}

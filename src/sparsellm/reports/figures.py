@@ -125,7 +125,6 @@ def bar_figure(names: Sequence[str], xlabel: str, values: Sequence[float]) -> Fi
 
     Args:
         names: Labels of the bars, from top to bottom.
-        xlabel: Label of the values.
         values: A value for each name.
     """
     figure = new_figure(WIDTH, 0.8 + 0.3 * len(names))
@@ -161,7 +160,6 @@ def heat_map(
         labels: Labels of the columns and of the values.
         kind: Kind of the values, a key of `SCALES`.
         texts: Text of each cell. With more than `NUMBERED` columns only the marks in it are shown.
-        norm: Scale of the colours.
     """
     from matplotlib import colormaps
 

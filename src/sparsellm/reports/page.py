@@ -125,7 +125,6 @@ def verdict(report: SavedReport, verified: bool) -> str:
     """The result of a run in one sentence: what was removed, the change of perplexity or accuracy, and whether it is verified.
 
     Args:
-        report: The report of the run.
         verified: Whether the output was read back and verified when it was written.
     """
     patterns = {layer.pattern for layer in report.layers}

@@ -58,9 +58,6 @@ def line_figure(
     Args:
         lines: The points; published values are drawn as larger hollow markers, and the points of `DENSE` as a dashed line.
         panels: Titles of the panels, by row.
-        size: Width and height of a panel in inches.
-        xlabel: Label of the positions.
-        ylabel: Label of the values.
         kinds: Labels of the lines; a line has the colour of its place among them.
         finish: Called with the axes of each panel after its lines are drawn.
     """

@@ -91,11 +91,7 @@ def search_sparsity(
 
     Args:
         recipe: What to run; its sparsity is not used. Methods without efforts are searched as they are.
-        output: The folder to write.
-        target: What to meet.
         step: Distance between sparsities, which are multiples of it up to `HIGHEST`.
-        overwrite: Replace an existing output.
-        observe: Receives the events of all runs.
 
     Raises:
         InvalidSetting: The recipe cannot be searched, does not measure what the target needs, or several processes search.

@@ -135,9 +135,6 @@ def run_sweep(
     process that is killed loses its work since the last finished block of its cell.
 
     Args:
-        sweep: The sweep.
-        folder: Its folder; created if it does not exist.
-        observe: Receives the events of all runs.
         retry: Whether to run cells again that failed.
         device: Overrides the device of the recipes.
         only: Cells to run, see `Sweep.at`.
@@ -220,7 +217,6 @@ def run_cell(
 
     Args:
         cell_folder: The cell, locked by this process.
-        observe: Receives the events of the run.
         shared: Cache of results on dense models.
         device: Overrides the device of the recipe.
         then: Called with the result while the files of the run exist.

@@ -110,8 +110,6 @@ def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
 
     Args:
         recipe: Selects the layers and the dtype.
-        opened: The dense model.
-        sparsity: The fraction removed.
     """
     _, plan = make_plan(recipe.model_copy(update={"sparsity": str(Unstructured(sparsity))}), opened.blocks)
     counts = [x.in_features * x.out_features for b in opened.blocks for n, x in b.layers.items() if b.full_name(n) in plan]

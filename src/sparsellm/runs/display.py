@@ -224,7 +224,6 @@ def line(state: State, memory: tuple[int, int], width: int) -> str:
     """A state in at most `width` columns: the stage's name is cut where it is too long, and a result is left out.
 
     Args:
-        state: The state.
         memory: Bytes that the process holds, and those of the machine.
         width: Columns.
     """

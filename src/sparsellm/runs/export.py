@@ -120,7 +120,6 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     """Check that an output folder can be written.
 
     Args:
-        output: The folder.
         overwrite: Allow a folder that is empty or that a run wrote.
         dense: Folder of the dense model, which is never overwritten.
 

@@ -69,7 +69,6 @@ def fingerprint(
         recipe: The run's settings; the fields in `NOT_DECISIVE` are left out.
         source: The dense model; one in memory has no digests.
         windows: Calibration tokens, (samples, seq).
-        environment: As returned by `environment`.
     """
     decisive = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
     if recipe.allocation_rule not in ALLOCATIONS:
@@ -123,7 +122,6 @@ class DenseCache:
     distributed run only the main process uses the folder, and all processes call every method.
 
     Args:
-        folder: Folder of the cache.
         observer: Receives a note if a journal is damaged and its results are computed again.
     """
 
@@ -170,7 +168,6 @@ def cache_key(
     Args:
         source: The dense model, known by the digests of its files.
         windows: Token ids, (sequences, length).
-        dtype: Data type of the computation.
         environment: Versions of packages, and the machine.
         batch: Sequences per batch; None if the result does not depend on it.
 

@@ -98,9 +98,7 @@ def measure_layers(report: Report, loaded: LoadedModel, ready: Prepared, *, dens
     Args:
         report: The report of the run, which receives `measured_kl` and `layer_costs`.
         loaded: The pruned model; its weights are the same afterwards.
-        ready: The run.
         dense: From `dense_outputs`.
-        observer: Receives the events.
 
     Raises:
         NonFinite: The predictions of the pruned model are not finite.

@@ -183,7 +183,6 @@ def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> 
 
     Args:
         recipe: `offload` and `max_memory` override the defaults.
-        opened: The model to load, and the device.
         files: Whether the run may write files; without them the whole model must fit in memory.
 
     Raises:
@@ -227,7 +226,6 @@ def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placeme
 
     Args:
         recipe: Sets the dtype of the weights.
-        opened: The model to load, and the device.
         folder: Folder for the run's files; without one the model and the hidden states must fit in memory.
         placement: Result of `choose_placement`; chosen here by default.
 
@@ -252,7 +250,6 @@ def check_runs(loaded: LoadedModel, by_block: bool) -> None:
     """Run a model on one short sequence.
 
     Args:
-        loaded: The model.
         by_block: Run it block by block, as it is pruned, instead of as a whole. Of an offloaded model only the first block
             is run, since loading the others takes long.
 

@@ -130,11 +130,7 @@ def measure_into(
     """Measure a run's model on the recipe's texts, tasks and prompts.
 
     Args:
-        report: Receives the results.
         when: Whether the model is still dense.
-        loaded: The model.
-        ready: The run.
-        observer: Receives the results as events.
         shared: Cache of results on the dense model; None for a pruned one.
     """
 

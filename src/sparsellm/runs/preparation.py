@@ -83,11 +83,7 @@ def prepare(
     """Check the plan against the model, and read the texts of the report's recipe. Invalid input is rejected here.
 
     Args:
-        opened: The model.
-        method: The pruning or recovery method.
-        plan: Pattern of each layer to prune, by the layer's full name.
         report: Receives notes, and how the calibration sequences were drawn.
-        observer: Receives the notes.
         given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """

@@ -210,7 +210,6 @@ def read_record(
     """Read and validate a JSON file.
 
     Args:
-        file: The file.
         model: The record class that its content must match.
         what: Name of that record in error messages.
         refusal: Exception class for a file that cannot be read.

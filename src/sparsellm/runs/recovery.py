@@ -93,10 +93,6 @@ def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
 def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
     """Verify the pruned checkpoint, and plan its recovery.
 
-    Args:
-        recipe: The settings.
-        source: The dense model.
-
     Returns:
         The method for each block, the pattern of each layer, and the entries of the pruned checkpoint's report to repeat.
 

@@ -68,7 +68,6 @@ def run(
     Invalid input is rejected before the weights are read.
 
     Args:
-        recipe: What to run.
         observe: Callback that receives every event.
         given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
         source: Model that replaces the recipe's.

@@ -40,7 +40,6 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
 
     Args:
         output: The output, or the folder that holds several. That one may hold other folders, but no files.
-        folders: The outputs.
         resume: Outputs that are finished are kept.
         restart: Outputs of an unfinished command for several are replaced.
         overwrite: Outputs of earlier runs are replaced.
@@ -80,13 +79,9 @@ def run_into(
     """Run a recipe and write its output.
 
     Args:
-        folder: The folder to write.
-        recipe: What to run.
-        observe: Receives the events.
         shared: Cache of results on dense models, shared with other runs.
         resume: As for `work_directory`.
         restart: As for `work_directory`.
-        overwrite: Replace an existing output.
 
     Returns:
         The report of the run.
@@ -108,11 +103,6 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
 
     It is removed at the end. After an error it is kept if any output is begun, with a note on the error that says how to
     resume.
-
-    Args:
-        output: The folder that holds the outputs.
-        folders: The folder of each output.
-        observer: Receives the events of the cache.
     """
     if len(folders) == 1:
         yield None

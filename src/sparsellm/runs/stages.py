@@ -62,11 +62,8 @@ def prune_model(
     """Allocate sparsity, prune or recover block by block, and train the whole model, each if the report's recipe says so.
 
     Args:
-        loaded: The dense model, which is changed in place.
         ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
         batches: Calibration token ids, each (batch, length) without padding.
-        report: Receives the results.
-        observer: Receives the events.
         journal: Stores finished blocks; None for a run that cannot be resumed.
         facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """

@@ -30,9 +30,7 @@ def start_run(
     """Choose placement and batch size, and open the journal.
 
     Args:
-        ready: Result of `prepare`.
         report: The run's report, with its recipe and environment.
-        observer: Receives the events.
         work: Work directory of the output; None for a run that cannot be resumed.
 
     Returns:

@@ -170,7 +170,6 @@ def start_tracker(tracker: GeneralTracker | str, run: str, settings: dict[str, A
 
     Args:
         tracker: Name or instance of the tracker.
-        run: Name of the run.
         settings: Values to store with the run.
 
     Returns:

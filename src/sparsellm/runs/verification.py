@@ -121,8 +121,6 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     pruned in a parameter that holds several layers.
 
     Args:
-        folder: The checkpoint.
-        report: The report of the run.
         dense: Folder of the dense model; None if there is none.
         model: The pruned model, or a skeleton that gives the names of its parameters.
         in_memory: Whether `model` holds the weights that were written; then every tensor is compared with it bit by bit.
@@ -146,7 +144,6 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
     """Add to a report the names of the folder's files, their digests, and those of their tensors and of the report itself.
 
     Args:
-        folder: The written checkpoint.
         report: The report as plain data.
 
     Returns:

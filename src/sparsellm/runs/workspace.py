@@ -184,7 +184,6 @@ def work_directory(output: str | Path, resume: bool = False, restart: bool = Fal
     says how to resume, and removed otherwise. In a distributed run every process enters, and the main process does the work.
 
     Args:
-        output: Folder of the output.
         resume: Resume an unfinished run, or start a new one if there is none.
         restart: Discard an unfinished run first.
 

@@ -23,7 +23,6 @@ def check_fits(needed: int, device: torch.device, *, stage: str, advice: str) ->
     """Check that a stage fits into a device's available memory.
 
     Args:
-        needed: Bytes that the stage allocates.
         device: Where it allocates them.
         stage: Its name, the subject of the error message.
         advice: Sentence that says what to do, at the end of the message.

@@ -88,7 +88,6 @@ class RowSubset(Tensors):
     """A view of selected rows of a list's tensors, sliced on access; tensors without a selected row are left out.
 
     Args:
-        source: The list.
         rows: Row indices over all tensors, as a slice with a start, a stop and an optional step.
         starts: Index of each tensor's first row; by default, rows are counted over this list.
 

@@ -200,8 +200,6 @@ def packed_bytes(count: int, zeros: int, itemsize: int) -> int:
     """Estimate the bytes of a pruned weight stored as a bitmask (one bit a weight) and its other values, or dense if smaller.
 
     Args:
-        count: Number of weights.
-        zeros: Number of weights that are zero.
         itemsize: Bytes of a value.
     """
     return min(count * itemsize, -(-count // 8) + (count - zeros) * itemsize)

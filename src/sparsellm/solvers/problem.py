@@ -75,7 +75,6 @@ class LayerProblem:
         """`pattern.keep` that removes the weights of `pruned_mask` first and never keeps them.
 
         Args:
-            pattern: The sparsity pattern.
             score: (out, in), finite, at least 0.
             per_row: See `Unstructured.keep`.
         """
@@ -150,10 +149,6 @@ class LayerProblem:
 
 def relative_error(error: float, power: float) -> float:
     """The relative error from two energies; 0 if the target's energy is 0.
-
-    Args:
-        error: Energy of the output error.
-        power: Energy of the target's output.
 
     Raises:
         NonFinite: If an energy is not finite.

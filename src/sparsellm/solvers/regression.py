@@ -21,7 +21,6 @@ class Regression(ABC):
 
     Args:
         inputs: The Gram matrix of x; layers with the same inputs share one.
-        affine: Whether the bias is fitted.
     """
 
     def __init__(self, inputs: Gram, affine: bool) -> None:
@@ -69,8 +68,6 @@ class TargetRegression(Regression):
 
     Args:
         inputs: The Gram matrix of x; layers with the same inputs share one.
-        outputs: Number of outputs of the layer.
-        affine: Whether the bias is fitted.
     """
 
     def __init__(self, inputs: Gram, outputs: int, affine: bool) -> None:
@@ -138,7 +135,6 @@ class LinearTargetRegression(Regression):
     r"""A regression on targets $t = A z + a$ of paired inputs z: $E[t x^\top] = A\,E[z x^\top] + a\,E[x]^\top$.
 
     Args:
-        paired: The statistics of x and z.
         weight: A, (out, in).
         bias: a, (out,); the bias is then fitted. None for a layer without one.
     """

@@ -40,8 +40,6 @@ class TokenCount:
     """The number of tokens.
 
     Args:
-        features: Number of inputs of the layer.
-        device: Device of the sums.
         unit: Tokens that are summed at a time in float32; None for all tokens of a batch.
     """
 
@@ -114,8 +112,6 @@ class Gram(InputRMS):
     Cost: 9/16 in² float64 numbers, and as many multiply-adds per token.
 
     Args:
-        features: Number of inputs of the layer.
-        device: Device of the sums.
         unit: Tokens that are multiplied and summed at a time; None for all tokens of a batch.
         dtype: Dtype of the products. float32 is sufficient for all solvers; float64 serves as a reference.
     """
@@ -242,9 +238,6 @@ class CrossMoment:
     r"""The products of targets with inputs, $C = E[y x^\top]$, (out, in).
 
     Args:
-        outputs: Number of targets.
-        features: Number of inputs.
-        device: Device of the sums.
         unit: Tokens that are multiplied and summed at a time in float32; None for all tokens of a batch.
     """
 
