@@ -38,12 +38,10 @@ class BackwardPass:
     """A backward pass through a dense model after its forward pass.
 
     Attributes:
-        blocks: All blocks of the model.
         entering: The inputs of each block, one (batch, seq, model) tensor per batch.
         gradients: Gradients of the loss with respect to the output of the next block to be processed, one (batch, seq, model)
             tensor per batch.
         inputs: The activations that hold each block's calls.
-        loaded: The model.
     """
 
     blocks: Sequence[Block]
@@ -80,9 +78,6 @@ def run_backward(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
 
     Args:
         batches: Token ids, each (batch, seq). This process runs its share of them.
-
-    Yields:
-        The backward pass, valid within the context.
 
     Raises:
         UnsupportedModel: The hidden states between blocks are not (batch, seq, model).

@@ -22,8 +22,6 @@ class CacheableModule:
     """A module of a block whose output is that of one of its layers, such as attention, or a feed-forward's output projection.
 
     Attributes:
-        name: The module's path within the block.
-        writer: The layer's path within the block.
         others: Number of None values that the module returns after the output, in a tuple; None if it returns the tensor.
         skippable: Layers whose outputs only `writer` uses, so that they need not run either.
     """

@@ -206,9 +206,6 @@ def locate_tensors(files: Iterable[Path], model: PreTrainedModel) -> dict[str, S
 
     Also records on the model the weight conversions that apply, so that it is saved in the form of its files.
 
-    Returns:
-        The location of each tensor, by its name in the model.
-
     Raises:
         NotStreamable: A tensor is not in the files, or cannot be read on its own.
     """

@@ -34,7 +34,6 @@ class Origin:
     """The dense model, as described in the model card of a pruned model.
 
     Attributes:
-        name: Its name on the hub or that of its folder; "" if it has none.
         hub: Whether `name` is a hub name.
         terms: The licence and language fields of its own card.
         loader: The class of transformers that loads it.

@@ -49,8 +49,6 @@ class Checkpoint:
 
     Attributes:
         name: Its name as the user wrote it.
-        folder: Its folder.
-        config: Its configuration.
         trusted: Whether the checkpoint's own code may run.
         architecture: The architecture as described by the user, if any.
     """
@@ -169,14 +167,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class InMemoryModel:
-    """A model in memory with the interface of `Checkpoint`. It is pruned in place.
-
-    Attributes:
-        name: Its name, for messages.
-        model: The model.
-        own_tokenizer: Its tokenizer, if any.
-        folder: None.
-    """
+    """A model in memory with the interface of `Checkpoint`. It is pruned in place."""
 
     name: str
     model: PreTrainedModel

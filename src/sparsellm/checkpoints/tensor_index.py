@@ -50,11 +50,9 @@ class ConvertedTensor:
     """A tensor that transformers converts from stored pieces, such as one per expert, or from a fused tensor.
 
     Attributes:
-        name: Its name in the model.
         first: Name of the first tensor that is converted from the same pieces.
         sources: The location of each piece and the pattern of its name, in the order in which transformers collects them.
         converter: The `WeightConverter` of transformers.
-        model: The model.
     """
 
     name: str
@@ -234,7 +232,6 @@ class TensorDigest:
 
     Attributes:
         dtype: Name of its dtype, such as "float32".
-        shape: Its shape.
         digest: BLAKE2b digest of its bytes, in hexadecimal digits.
         finite: Whether it holds neither NaN nor infinity.
         zeros: Number of its zeros.

@@ -74,9 +74,6 @@ def recipe_options(
     Args:
         *names: The fields. Default: all fields except `without`.
         without: Fields that are arguments of the command, or that the command line does not set.
-
-    Returns:
-        A decorator for the command's function.
     """
     chosen = [name for name in names or fields.model_fields if name not in without]
     # In the order of the panels; within one, the fields that `prune` and `recover` do not share come first.

@@ -31,7 +31,6 @@ class Text:
     Attributes:
         documents: The documents, of which at least one is not blank. A hub data set stays on disk and is read one by one.
             There are none if there are conversations.
-        joint: Separator of documents in the stream.
         source: Name of the text, for reports.
         rows: Whether the documents are lines of one text, so that calibration sequences come from the stream.
         test_windows: Number of test sequences in the papers' protocol; None for all.
@@ -58,7 +57,6 @@ class HubText:
     Attributes:
         path: Repository of the data set.
         parts: The data set's names of the two splits.
-        joint: Separator of documents in the stream.
         column: Column that contains the text.
         rows: Whether the documents are lines of one text.
         config: Configuration of the data set.

@@ -49,10 +49,6 @@ class Perplexity:
     Attributes:
         value: At least 1; infinite if the exponential of the loss overflows.
         standard_error: Standard error of `value` over sequences; None for a single sequence or an infinite value.
-        windows: Number of sequences.
-        length: Tokens per sequence.
-        source: Name of the text.
-        seconds: Duration of the measurement.
     """
 
     value: float
@@ -112,12 +108,7 @@ def plus_minus(result: Perplexity | Accuracy | None) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Evaluation(Summarized):
-    """What was measured of a model.
-
-    Attributes:
-        perplexity: Perplexity by text.
-        accuracy: Accuracy by task.
-    """
+    """What was measured of a model."""
 
     perplexity: dict[str, Perplexity]
     accuracy: dict[str, Accuracy]
@@ -138,7 +129,6 @@ class LayerCosts:
 
     Attributes:
         text: The text on whose first sequences it was measured.
-        tokens: Number of tokens.
         kl: KL divergence of the predictions, in nats per token.
         exclude: Full names of the layers that stand out, the costliest first.
         gain: How much lower `kl` is with all of these dense.

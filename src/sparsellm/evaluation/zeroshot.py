@@ -243,9 +243,6 @@ def definition(task: str, overrides: Mapping[str, Any], folder: Path) -> Path:
 
     Args:
         overrides: Fields that replace those of the original.
-
-    Returns:
-        The YAML file.
     """
     file = folder / f"{task}.yaml"
     include = {"include": str(_task_manager().task_index[task].yaml_path), "task": task}

@@ -46,8 +46,6 @@ class LayerResult:
     """The result of pruning one layer.
 
     Attributes:
-        name: Full name of the layer.
-        pattern: Its sparsity pattern.
         shape: (out, in).
         zeros: Number of weights that are zero.
         error: Squared output error over the calibration tokens, relative to the energy of the target: the dense layer's output,
@@ -91,7 +89,6 @@ class EpochResult:
     """The true feed-forward error after one step of SparseLLM; for Algorithm 1 also its objective (eq. 5 or 6).
 
     Attributes:
-        block: Name of the block.
         epoch: Number of the step among those of its kind, from 1.
         step: "published" for an epoch of Algorithm 1, "solve" for the first solve of the default, "newton" for a Gauss-Newton
             round.
@@ -118,7 +115,6 @@ class TrainingResult:
         before: Loss on the held-out sequences before training; relative if it is an error.
         after: The same loss after training.
         steps: Number of steps at the best evaluation. 0 if no step lowered the loss: the weights are then unchanged.
-        note: A problem that occurred, or an empty string.
     """
 
     before: float
@@ -132,11 +128,7 @@ class BlockResult:
     """The result of pruning one block.
 
     Attributes:
-        index: Number of the block.
-        name: Full name of the block.
-        layers: Results of its pruned layers.
         epochs: Results of the steps over its feed-forward part.
-        seconds: Time for the whole block.
         note: A remark for the report, or an empty string.
         refined: Result of the gradient steps; None if there were none.
         changed_parameters: Full names of the biases and norm weights that the method changed besides the pruned weights.
@@ -235,9 +227,6 @@ def broadcast_results(block: Block, owners: Mapping[str, int], results: Iterable
     Args:
         owners: By layer, the rank that prunes it.
         results: Prunes the layers of this process as it is consumed.
-
-    Returns:
-        The results of all layers.
     """
     if collectives.world() == 1:
         yield from results

@@ -202,7 +202,6 @@ class PartSolution:
     Attributes:
         weights: Pruned weights by layer, (out, in) float32.
         spent: By layer, the damping used and the seconds.
-        epoch: Number of the epoch, from 1; 0 before the first.
         error: True feed-forward error of the weights, relative.
     """
 

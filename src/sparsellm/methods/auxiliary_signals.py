@@ -28,7 +28,6 @@ class Fit:
     Attributes:
         power: E‖t‖².
         cross: E[t xᵀ], (out, in).
-        inputs: Gram matrix of x.
     """
 
     power: float
@@ -117,9 +116,6 @@ class AuxiliarySignals:
 
         Args:
             weights: The pruned weights by layer, (out, in) float32.
-
-        Returns:
-            The true feed-forward error of the weights, as `error`.
         """
         in_proj, out_proj = self._feed_forward.in_proj, self._feed_forward.out_proj
         correction = activation_correction(weights[out_proj], self._ratio)

@@ -62,7 +62,6 @@ class Task:
     """A layer to solve toward the targets of a regression.
 
     Attributes:
-        name: The layer, by its name within the block.
         regression: Statistics of its inputs and targets.
         curvature: S, (out, out): the weights of its output errors; None if all count alike.
     """

@@ -56,7 +56,6 @@ class FeedForwardProblem:
     """The feed-forward part of one block, with its inputs and targets.
 
     Attributes:
-        feed_forward: Names of its layers, and its activation function.
         metric: F, (model, model), positive semi-definite: an output error e counts as eᵀ F e.
         inputs: x, (tokens, model) for each batch of this process.
         targets: t, (tokens, model) for each batch of this process.

@@ -79,9 +79,6 @@ def solve_gate(
         ratio: r = beta / alpha, above 0.
         present: A gate signal that the result must not be worse than, of the same shape; None for no such bound.
         curve: φ.
-
-    Returns:
-        The gate signal, of the same shape.
     """
     chunks = [signal.reshape(-1).split(CHUNK) for signal in (reached, up, activated)]
     starts = present.reshape(-1).split(CHUNK) if present is not None else chunks[0]

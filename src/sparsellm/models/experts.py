@@ -33,7 +33,6 @@ class Experts:
 
     Attributes:
         module: The module whose forward function runs the experts.
-        count: Number of experts.
         layers: By layer name, the input projections, then the output projection: builds the view of one expert.
         activate: Maps the outputs of the input projections to the input of the output projection.
         known: Whether `activate` is that of a plain or gated feed-forward part.

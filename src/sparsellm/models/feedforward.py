@@ -26,7 +26,6 @@ class ActivationFunction:
     """An activation function with one minimum that approaches the identity for large inputs.
 
     Attributes:
-        value: The function, elementwise.
         curvature: Value, first and second derivative, elementwise.
         lowest: Where the minimum is.
         floor: The value there.
@@ -176,8 +175,6 @@ class PlainFeedForward:
     """out_proj(φ(up(x))), as in OPT (ReLU) and GPT-2 (GELU).
 
     Attributes:
-        up: The input projection.
-        out_proj: The output projection.
         activation: φ: "relu" or a name in `ACTIVATION_FUNCTIONS`.
     """
 
@@ -205,7 +202,6 @@ class GatedFeedForward:
     Attributes:
         gate: The input projection inside the activation function.
         up: The other input projection.
-        out_proj: The output projection.
         activation: φ, a name in `ACTIVATION_FUNCTIONS`.
     """
 

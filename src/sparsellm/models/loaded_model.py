@@ -84,8 +84,6 @@ class LoadedModel:
         weights: Loads the weights of each block.
         storage: Stores streams and what methods keep per batch.
         compute: Dtype of the computation; None for the model's own. Stored weights keep their dtype.
-        memory: Bytes that the run may use.
-        note: A message for the user, or "".
     """
 
     model: PreTrainedModel

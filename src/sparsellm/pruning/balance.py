@@ -51,9 +51,6 @@ def allocate_by_curves(curves: Mapping[str, tuple[int, list[float]]], levels: li
         curves: Number of weights and loss at each level, by layer.
         levels: Densities at which the losses are given, in increasing order; results are between the first and the last.
         asked: The mean density, weighted by the number of weights.
-
-    Returns:
-        The density of each layer.
     """
     grid = torch.logspace(math.log10(levels[0]), math.log10(levels[-1]), 400, dtype=torch.float64)
     sizes = {name: size for name, (size, _) in curves.items()}

@@ -22,7 +22,6 @@ class PlannedLayer:
     """A linear layer of the blocks as a plan has it.
 
     Attributes:
-        name: Full name.
         shape: (out, in).
         pattern: Its pattern; None for a layer that stays dense.
         reason: Why it stays dense; empty for a layer of the plan.

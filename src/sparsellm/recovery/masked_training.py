@@ -48,8 +48,6 @@ class MaskedAdam:
     """Adam with fixed masks and a learning rate that falls linearly to 0; the state with the best validation loss is kept.
 
     Attributes:
-        steps: Number of steps; 0 for no training.
-        rate: Initial learning rate.
         held: Fraction of the groups held out for validation; at least one group is.
     """
 

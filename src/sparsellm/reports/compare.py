@@ -39,7 +39,6 @@ class ComparedRun:
 
     Attributes:
         name: Its folder, for a cell of a sweep with the cell's labels.
-        report: Its report.
         bytes: Size of its weight files; None if the model was not kept.
     """
 
@@ -88,9 +87,7 @@ class Comparison:
     """Runs of one model side by side.
 
     Attributes:
-        model: Name of the dense model.
         folders: The folders that were read, without their parents where that is unambiguous.
-        runs: The runs.
         notes: What limits the comparison, as sentences.
     """
 

@@ -94,9 +94,6 @@ def grid(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]
     Args:
         sweep: With `columns`, the table has a column for each label of that axis and a line for each measure and combination
             of the other labels. Otherwise it has a column for each measure and a line for each combination.
-
-    Returns:
-        The head and the lines.
     """
     names = shown_measures(rows)
     rows = _with_dense(sweep, rows)

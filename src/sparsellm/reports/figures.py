@@ -65,10 +65,7 @@ class Plot:
 
     Attributes:
         name: Stem of its file names, and prefix of its identifiers in an HTML page.
-        title: Its heading.
         text: Its content in sentences.
-        head: Column names of its data.
-        rows: Its data.
         figure: The figure, drawn within `style`.
     """
 

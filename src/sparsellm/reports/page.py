@@ -45,9 +45,6 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     Args:
         run: Output folder of a run or a sweep, or the result of a run.
 
-    Returns:
-        The page as HTML, and its plots.
-
     Raises:
         InvalidSetting: If the folder is the output of neither a run nor a sweep.
         MissingPackage: If matplotlib is not installed.

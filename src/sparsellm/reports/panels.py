@@ -22,10 +22,6 @@ class Point(NamedTuple):
     """A point of a plot.
 
     Attributes:
-        x: Position on the axis.
-        y: Measured value.
-        error: Its standard error.
-        published: Published value.
         joined: Whether the line passes through the point.
     """
 

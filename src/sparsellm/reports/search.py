@@ -44,11 +44,8 @@ class Search:
     """The result of a search.
 
     Attributes:
-        sparsity: The sparsity that was found.
         target: What it meets, in words.
         points: All sparsities that were tried, in increasing order, those with the final effort last.
-        report: Report of the last run, which wrote the output.
-        output: Folder of the output.
     """
 
     sparsity: float

@@ -46,7 +46,6 @@ class Published(BaseModel, frozen=True):
     """Published values, to compare with those of a sweep.
 
     Attributes:
-        source: Where they are published.
         measure: Name of the measure, as in `comparison.measures`.
         figures: Pairs of labels by axis, which select cells, and a value.
     """
@@ -67,10 +66,8 @@ class Sweep(BaseModel, frozen=True):
         title: Heading of tables and report.
         note: A remark for tables and report.
         axes: By name, the labels in order.
-        cells: The cells in running order.
         columns: Axis whose labels are the columns of the printed table; None for one line per cell.
         keep: Whether pruned models are saved.
-        published: Published values.
         smoke: Whether this is the small form of the sweep, for a trial run.
     """
 

@@ -44,10 +44,8 @@ class Outcome:
     """The state of a cell.
 
     Attributes:
-        cell: The cell.
         state: "at work" while another process runs it, "open" if no process has finished it.
         report: Report of its run, if it is finished.
-        error: Error message, if it failed.
     """
 
     cell: Cell
@@ -61,7 +59,6 @@ class CellFolder:
 
     Attributes:
         name: Name of the run, with the name of the sweep.
-        folder: Path of the folder.
         result: File that exists once the cell is finished.
         failure: File that exists if the last run of the cell failed.
         model: Output folder of the run, which keeps the pruned model if the sweep does.
@@ -139,9 +136,6 @@ def run_sweep(
         device: Overrides the device of the recipes.
         only: Cells to run, see `Sweep.at`.
         after: Called with the outcomes of all cells after each run.
-
-    Returns:
-        The outcomes of all cells.
 
     Raises:
         OutputExists: If the folder exists and is not the folder of a sweep.

@@ -79,14 +79,10 @@ class Point:
     """One sparsity of a search.
 
     Attributes:
-        sparsity: The fraction removed.
         effort: Effort of the method sparsellm, or the name of another method.
         met: Whether the target is met.
-        perplexity: Perplexity by text.
         increase: Its largest relative increase over the texts; None if none was measured.
-        accuracy: Accuracy by task.
         size: Bytes of the packed weights; None unless the target is a size.
-        seconds: Duration of the run.
     """
 
     sparsity: float

@@ -30,8 +30,6 @@ class Row:
     """One row of the comparison.
 
     Attributes:
-        method: Name of the method, or "dense".
-        perplexity: Perplexity on the test text.
         standard_error: Standard error of the perplexity, if known.
         sparsity: Fraction of zeros in the pruned layers.
         seconds: Pruning time, without loading and evaluation.

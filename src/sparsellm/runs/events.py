@@ -37,9 +37,6 @@ class Begun:
     """The run starts; all settings have been checked.
 
     Attributes:
-        name: Name of the run.
-        recipe: Its settings.
-        environment: Versions and machine.
         tight: Whether the memory plan leaves no room for freed memory that the allocator keeps.
     """
 
@@ -114,8 +111,6 @@ class Measured:
     Attributes:
         kind: What was measured: "perplexity", "accuracy", or the name of a task's metric.
         on: Name of the text or task.
-        when: Which model was measured.
-        value: The measurement.
         standard_error: Its standard error, if known.
     """
 

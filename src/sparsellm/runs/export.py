@@ -75,9 +75,6 @@ class Result(Summarized):
             folder: The folder to write.
             overwrite: Replace an existing folder that sparsellm wrote.
 
-        Returns:
-            The folder.
-
         Raises:
             OutputExists: The folder exists.
             CannotResume: Another process is working on the folder.

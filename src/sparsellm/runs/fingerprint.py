@@ -170,9 +170,6 @@ def cache_key(
         windows: Token ids, (sequences, length).
         environment: Versions of packages, and the machine.
         batch: Sequences per batch; None if the result does not depend on it.
-
-    Returns:
-        Plain data, by name.
     """
     key = model_fingerprint(source) | {"tokens": token_digest(windows), "dtype": str(dtype), "batch": batch}
     return key | {f"environment.{name}": value for name, value in environment.items()}

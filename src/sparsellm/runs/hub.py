@@ -31,9 +31,7 @@ class Pushed:
     Attributes:
         url: Web address of the repository or branch.
         repo: owner/name.
-        revision: The branch.
         files: Names of the pushed files.
-        bytes: Their total size.
         commit: Commit hash; empty after a dry run.
     """
 

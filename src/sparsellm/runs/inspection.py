@@ -28,9 +28,7 @@ class LayerZeros:
     """Zeros of one linear layer.
 
     Attributes:
-        name: Full name of the layer.
         shape: (out, in).
-        zeros: Number of zero weights.
         pattern: Expected pattern; None if none is expected.
         holds: Whether the layer has that pattern; None if none is expected.
     """
@@ -53,7 +51,6 @@ class Inspection(Summarized, Comparison):
     """Zeros of a model, and its differences from another one.
 
     Attributes:
-        model: Name of the model.
         layers: Zeros of each linear layer in the blocks.
         parameters: Number of parameters, tied ones counted once.
         zeros: Number of parameters that are zero.

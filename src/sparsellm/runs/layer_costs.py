@@ -39,7 +39,6 @@ class DenseOutputs:
     """What `measure_layers` needs of the dense model.
 
     Attributes:
-        text: Name of the text.
         batches: Token ids of its first sequences, (1, seq) each.
         outputs: Outputs of the dense model's last block for those of this process.
     """

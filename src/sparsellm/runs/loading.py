@@ -49,10 +49,7 @@ class OpenedModel:
     """A model that can be pruned, before its weights are read.
 
     Attributes:
-        source: The model to load.
-        device: Device that computes.
         skeleton: The model without weights, or a model in memory itself.
-        blocks: Decoder blocks of the skeleton.
         coverage: Fraction of the blocks' matrix weights that can be pruned.
     """
 
@@ -162,8 +159,6 @@ class Placement:
     """Where a run holds the model, chosen before any weights are read.
 
     Attributes:
-        memory: Bytes that the run may use for its data.
-        model: Bytes of the whole model.
         streamed: Whether the model is read block by block.
         note: Reason for the choice, for the user; may be empty.
         ahead: Whether the next block is read while the current one is pruned.

@@ -18,8 +18,6 @@ class Output:
     """A folder that a run wrote.
 
     Attributes:
-        folder: The folder.
-        report: The report in it.
         digests: The digests in the report.
         content: The report as plain data, unchanged, as its own digest requires.
     """

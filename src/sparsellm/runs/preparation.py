@@ -53,13 +53,9 @@ class Prepared(OpenedModel):
     """A run before its weights are read.
 
     Attributes:
-        method: The pruning or recovery method.
-        plan: Pattern of each layer to prune, by the layer's full name.
-        length: Tokens per sequence.
         windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
             needs none.
         tests: Token ids to measure perplexity on, (sequences, length), by text.
-        batch: Sequences per batch.
     """
 
     method: BlockMethod

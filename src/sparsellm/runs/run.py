@@ -76,9 +76,6 @@ def run(
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.
 
-    Returns:
-        The pruned model with its report.
-
     Raises:
         SparseLLMError: See `sparsellm.errors`.
     """

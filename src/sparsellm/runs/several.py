@@ -82,9 +82,6 @@ def run_into(
         shared: Cache of results on dense models, shared with other runs.
         resume: As for `work_directory`.
         restart: As for `work_directory`.
-
-    Returns:
-        The report of the run.
     """
     name = f"{folder.parent.name}, {recipe.sparsity}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:

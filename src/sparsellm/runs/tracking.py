@@ -171,9 +171,6 @@ def start_tracker(tracker: GeneralTracker | str, run: str, settings: dict[str, A
     Args:
         tracker: Name or instance of the tracker.
         settings: Values to store with the run.
-
-    Returns:
-        The tracker's instance.
     """
     options: dict[str, Any] = {}
     if isinstance(tracker, str):

@@ -38,10 +38,6 @@ class Verification(Summarized):
     """An output without differences from its report.
 
     Attributes:
-        output: Folder of the output.
-        files: Number of files.
-        tensors: Number of tensors.
-        layers: Number of pruned layers.
         against: Dense model that all other tensors were compared with, if any.
     """
 
@@ -145,9 +141,6 @@ def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         report: The report as plain data.
-
-    Returns:
-        The report with `files` and `digests`.
 
     Raises:
         VerificationFailed: A tensor holds NaN or infinity.

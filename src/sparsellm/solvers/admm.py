@@ -68,9 +68,6 @@ class NormalizedProblem:
             weight: (out, in), the start, in the scaled units; zero outside `keep`.
             keep: (out, in) bool, the support.
             steps: Number of conjugate gradient steps.
-
-        Returns:
-            The fitted weight, (out, in), in the units of the layer.
         """
         refitted = conjugate_gradient_refit(weight, self.target, self.gram, keep=keep, steps=steps, curvature=self.curvature)
         return refitted / self.scale
