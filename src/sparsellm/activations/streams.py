@@ -234,7 +234,8 @@ class Stream:
             for number, is_finite in enumerate(devices.to_python(finite)):
                 if not is_finite:
                     raise non_finite_error(block.name, self._hidden[number], number)
-            self._leave(block)
+            self.position = block.index + 1
+            self.close()
 
     def advance(self, block: Block) -> None:
         """Replace the hidden states by the block's outputs, unless an earlier pass did so.
@@ -260,11 +261,6 @@ class Stream:
             raise non_finite_error(layer, output, number)
         self._hidden[number] = output
         return finite
-
-    def _leave(self, block: Block) -> None:
-        """Note that the hidden states now enter the next block."""
-        self.position = block.index + 1
-        self.close()
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -108,11 +108,6 @@ def _decode(path: Path) -> str:
         raise BadText(f"{path} cannot be read: {error}.") from error
 
 
-def _read_txt(path: Path, _: str | None) -> list[Row]:
-    """Return a file as one row."""
-    return [("the file", _decode(path))]
-
-
 def _read_raw(path: Path, _: str | None) -> list[Row]:
     """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
     lines = _decode(path).removesuffix("\n").split("\n")
@@ -128,11 +123,6 @@ def _read_json(path: Path, _: str | None) -> list[Row]:
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
-
-
-def _read_jsonl(path: Path, _: str | None) -> Iterator[Row]:
-    """Yield the values of the lines of a JSONL file."""
-    yield from _lines(path, _decode(path))
 
 
 def _lines(path: Path, text: str) -> Iterator[Row]:
@@ -194,9 +184,9 @@ def _unlimited_cells() -> Iterator[None]:
 
 
 READERS: Mapping[str, Callable[[Path, str | None], Iterable[Row]]] = {
-    ".txt": _read_txt,
+    ".txt": lambda path, _: [("the file", _decode(path))],
     ".json": _read_json,
-    ".jsonl": _read_jsonl,
+    ".jsonl": lambda path, _: _lines(path, _decode(path)),
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".raw": _read_raw,

@@ -6,7 +6,7 @@ is the KL divergence of the predictions, minimised by gradient steps over all pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -194,15 +194,11 @@ def distill(
         result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out, progress=progress)
         for block in blocks:
             block.round_to_storage_dtype()
-    return result, _changed_names(initial, parameters)
+    changed = (name for name, old in initial.items() if not torch.equal(old.to(parameters[name].dtype), parameters[name]))
+    return result, tuple(changed)
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:
     """The mean over tokens of the KL divergence of two sets of logits, (batch, seq, vocabulary)."""
     target, predicted = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     return (target.exp() * (target - predicted)).sum(-1).mean()
-
-
-def _changed_names(before: Mapping[str, Tensor], after: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
-    """The names of the tensors whose values changed."""
-    return tuple(name for name, tensor in before.items() if not torch.equal(tensor.to(after[name].dtype), after[name]))

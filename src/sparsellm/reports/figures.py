@@ -117,24 +117,19 @@ def plain_numbers(axes: Axes) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def bar_figure(names: Sequence[str], xlabel: str, values: Sequence[float]) -> Figure:
-    """Horizontal bars.
-
-    Args:
-        names: Labels of the bars, from top to bottom.
-        values: A value for each name.
-    """
+def bar_figure(names: Sequence[str], seconds: Sequence[float]) -> Figure:
+    """Horizontal bars of durations, from top to bottom."""
     figure = new_figure(WIDTH, 0.8 + 0.3 * len(names))
     axes = figure.subplots()
     bars = axes.barh(
-        range(len(names)), [value if math.isfinite(value) else math.nan for value in values], 0.65, color=COLOURS[0]
+        range(len(names)), [value if math.isfinite(value) else math.nan for value in seconds], 0.65, color=COLOURS[0]
     )
-    axes.bar_label(bars, [value_with_error(value) for value in values], padding=6)
+    axes.bar_label(bars, [value_with_error(value) for value in seconds], padding=6)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("seconds")
     return figure
 
 

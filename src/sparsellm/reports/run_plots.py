@@ -147,5 +147,5 @@ def where_time_went(report: SavedReport) -> Plot | None:
     peak = report.peak_memory_bytes
     memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
     text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}"
-    figure = bar_figure([name for name, _ in phases], "seconds", [seconds for _, seconds in phases])
+    figure = bar_figure([name for name, _ in phases], [seconds for _, seconds in phases])
     return Plot("time", "Time and memory", text, ["phase", "seconds", "share"], rows, figure)

@@ -234,5 +234,5 @@ def seconds(sweep: Sweep, rows: Sequence[Row]) -> Plot:
     slowest = max(means, key=lambda name: means[name])
     text = f"Seconds of pruning, without loading and evaluation; the longest is {means[slowest]:.1f}, {slowest}."
     table = [[name, f"{value:.1f}"] for name, value in means.items()]
-    figure = bar_figure(list(means), "seconds", list(means.values()))
+    figure = bar_figure(list(means), list(means.values()))
     return Plot("seconds", "Seconds of pruning", text, ["cells", "seconds"], table, figure)

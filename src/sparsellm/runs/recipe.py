@@ -273,11 +273,6 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         return self.steps or SCOPE_STEPS[self.scope]
 
     @property
-    def block_steps(self) -> int:
-        """Number of gradient steps for each block; 0 for none."""
-        return self.resolved_steps if self.scope == "block" else 0
-
-    @property
     def calibration_written(self) -> int:
         return (self.written or 0) if self.scope == "block" else 0
 

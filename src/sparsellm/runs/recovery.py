@@ -117,7 +117,7 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
     dense = source.folder or source.skeleton()
     verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
-    training = MaskedAdam(recipe.block_steps, RATE)
+    training = MaskedAdam(recipe.resolved_steps if recipe.scope == "block" else 0, RATE)
     read = _reader(pruned, source.dtype(recipe.dtype))
     method = BlockRecovery(training, read, {block.name: block.layers for block in blocks})
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}

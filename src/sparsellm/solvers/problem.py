@@ -88,11 +88,6 @@ class LayerProblem:
         return self.inputs.matrix.to(self.weight.dtype)
 
     @property
-    def gram_view(self) -> Tensor:
-        """`gram` without the copy where possible; read only."""
-        return self.inputs.view.to(self.weight.dtype) if isinstance(self.inputs, Gram) else self.gram
-
-    @property
     def rms(self) -> Tensor:
         """(in,), in the weight's dtype: RMS of the inputs. Raises InvalidSetting if the statistics are only a `TokenCount`."""
         if not isinstance(self.inputs, InputRMS):
@@ -130,7 +125,7 @@ class LayerProblem:
 
     def energies(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The energies of the output error of `weight`, (out, in), and of the target's output, as tensors, ()."""
-        gram = self.gram_view if isinstance(self.inputs, Gram) else None
+        gram = self.inputs.view.to(self.weight.dtype) if isinstance(self.inputs, Gram) else None
         return self.energy(weight - self.weight, gram), self.energy(self.weight, gram)
 
     def energy(self, weight: Tensor, gram: Tensor | None = None) -> Tensor:
