@@ -79,9 +79,6 @@ def test_windows(text: Text, tokenizer: PreTrainedTokenizerBase, sequence_length
     Args:
         sequence_length: Tokens per sequence, at least 2.
         limit: Maximum number of sequences, from the start; None follows the papers: 256 of C4, all of any other text.
-
-    Raises:
-        BadText: As `calibration_windows`.
     """
     limit = text.test_windows if limit is None else limit
     _check(sequence_length, limit=limit)

@@ -92,10 +92,6 @@ def streamed_perplexity(
         windows: Token ids, (sequences, length) int64 with length at least 2.
         batch: Maximum number of sequences per batch; None as for `perplexity`.
         progress: As for `perplexity`; a sequence counts as done in part after each block.
-
-    Raises:
-        InvalidSetting: As `perplexity`.
-        NonFinite: As `perplexity`.
     """
     model = loaded.model
     _check(model, windows)

@@ -223,9 +223,6 @@ def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placeme
         recipe: Sets the dtype of the weights.
         folder: Folder for the run's files; without one the model and the hidden states must fit in memory.
         placement: Result of `choose_placement`; chosen here by default.
-
-    Raises:
-        TooLarge, InvalidSetting, BadCheckpoint: As `choose_placement`.
     """
     source, device = opened.source, opened.device
     placement = placement or choose_placement(recipe, opened, files=folder is not None)
