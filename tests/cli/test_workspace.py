@@ -98,7 +98,8 @@ def test_interrupted_and_resumed(
         ends(blocks, KeyboardInterrupt)
         ran = command("prune", model, out, *base, *(("--resume",) if blocks == 2 else ()))
         assert ran.exit_code == 130
-        assert f"interrupted; {blocks} blocks are finished and kept: pass --resume to continue" in " ".join(ran.stderr.split())
+        count = ("1 block is", "2 blocks are")[blocks - 1]
+        assert f"interrupted; {count} finished and kept: pass --resume to continue" in " ".join(ran.stderr.split())
         assert [file.name for file in out.iterdir()] == [WORK]
     ends(-1, KeyboardInterrupt)
     refused(command("prune", model, out, *base), "is unfinished", "--resume", "--restart")

@@ -128,7 +128,7 @@ def test_bundled_size() -> None:
 
 def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An unknown family is refused, and so is an installation without the models."""
-    with pytest.raises(InvalidSetting, match="opt, llama, got 'gpt2'"):
+    with pytest.raises(InvalidSetting, match=r"no bundled model demo:gpt2\. Name one of demo:opt, demo:llama"):
         model_path("gpt2")
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(BadCheckpoint, match=r"python dev/train_demo_models\.py opt"):

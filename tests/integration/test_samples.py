@@ -137,7 +137,7 @@ def test_bad_files_are_refused_with_the_place(tmp_path: Path, name: str, content
 def test_what_is_not_there(tmp_path: Path) -> None:
     """A word that looks like a path is a missing file; another is a name, and the nearest is suggested."""
     for name in ("missing.txt", "missing/text", str(tmp_path / "missing")):
-        with pytest.raises(BadText, match="No such file"):
+        with pytest.raises(BadText, match="There is no file"):
             read_text(name, "test")
     with pytest.raises(BadText, match=r"No text is called 'wikitext'. Did you mean 'wikitext2'\? Or give a path to \.txt"):
         read_text("wikitext", "test")

@@ -199,7 +199,8 @@ def _read_from_file(name: str, field: str | None) -> Text:
         if not path.exists():
             is_path = len(name.split()) == 1 and (suffix or "/" in name or os.sep in name)
             if suffix in READERS or is_path:
-                raise BadText(f"No such file: {path.absolute() if shown == name else shown}")
+                missing = path.absolute() if shown == name else shown
+                raise BadText(f"There is no file {missing}. Give a path to {SUFFIXES}, or the name of a text.")
             raise BadText(f"No text is called {shown!r}. {nearest(shown, NAMES)} Or give a path to {SUFFIXES}.")
         if suffix not in READERS:
             raise BadText(f"{path} has the suffix {suffix!r}; a text must be {SUFFIXES}.")

@@ -285,4 +285,5 @@ def _clean_up(folder: Path, error: BaseException) -> None:
     if isinstance(error, TargetNotReached) or not (finished or begun):
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        error.add_note(f"{finished} sparsities are measured and kept: repeat the command to continue")
+        kept = f"{finished} {'sparsity is' if finished == 1 else 'sparsities are'} measured and kept"
+        error.add_note(f"{kept}: repeat the command to continue")

@@ -218,7 +218,8 @@ def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> Non
     """
     finished = len(work.journal.block_files()) if work.journal else 0
     if finished or (resumable and work.journal is None):
-        state = f"{finished} blocks are finished and kept" if finished else "blocks that were finished before are kept"
+        count = "1 block is" if finished == 1 else f"{finished} blocks are"
+        state = f"{count} finished and kept" if finished else "blocks that were finished before are kept"
         if not isinstance(error, CannotResume):  # its message names the options
             error.add_note(f"{state}: pass `resume=True` to continue, or `restart=True` to start over.")
         return

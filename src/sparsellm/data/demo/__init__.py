@@ -40,7 +40,7 @@ def model_path(family: str) -> Path:
         BadCheckpoint: If the installation does not include the model.
     """
     if family not in FAMILIES:
-        raise InvalidSetting(f"`family` must be one of {', '.join(FAMILIES)}, got {family!r}.")
+        raise InvalidSetting(f"There is no bundled model demo:{family}. Name one of demo:{', demo:'.join(FAMILIES)}.")
     path = Path(__file__).parent / "models" / family
     if not (path / "model.safetensors").is_file():
         raise BadCheckpoint(
