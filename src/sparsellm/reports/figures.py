@@ -94,7 +94,7 @@ class Plot:
         # The text keeps a readable size: a wide figure scrolls on a narrow screen, and a narrow one leaves space on a wide one.
         width = re.search(r' width="([\d.]+)pt" height="[\d.]+pt"', svg)
         assert width
-        size = f' style="min-width:{1.1 * float(width[1]):.0f}px;max-width:{1.6 * float(width[1]):.0f}px"'
+        size = f' style="min-width:{1.05 * float(width[1]):.0f}px;max-width:{1.6 * float(width[1]):.0f}px"'
         return svg.replace(width[0], size, 1).replace("<svg", f'<svg role="img" aria-labelledby="{self.name}-title"', 1)
 
 

@@ -88,6 +88,8 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     )
     head = ["model", "line", axis, "dense", spoken(measure), "change", "paper"]
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
+    if not any("".join(line[6:]) for line in table_rows):  # the sweep has no published values
+        head, table_rows = head[:6], [line[:6] for line in table_rows]
     return Plot(name, f"{capitalized(spoken(measure))} against {axis}", text, head, table_rows, drawing)
 
 
