@@ -1,4 +1,4 @@
-"""Compile the kernels for packed models when the package is built, if there is a C compiler: `python hatch_build.py`, or pip's."""
+"""Compile the kernels for packed models, where there is a C compiler, when pip builds the package or as a script."""
 
 from __future__ import annotations
 

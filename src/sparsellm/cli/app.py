@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from sparsellm.cli import options
+from sparsellm.cli.doctor import doctor
 from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
 from sparsellm.cli.pack import pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
@@ -37,7 +38,24 @@ def root(
     context.obj = debug
 
 
-COMMANDS = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify, pack, unpack, push, methods, demo)
+COMMANDS = (
+    prune,
+    recover,
+    plan,
+    search,
+    sweep,
+    report,
+    compare,
+    evaluate,
+    inspect,
+    verify,
+    pack,
+    unpack,
+    push,
+    methods,
+    doctor,
+    demo,
+)
 
 for command in COMMANDS:
     # `report` refuses further runs itself, with the command that compares them.

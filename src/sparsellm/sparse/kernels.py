@@ -21,6 +21,9 @@ MAX_TOKENS = 8
 TILE = 2**22
 """Weights decoded at once: in 16 bits 8 MiB, which stay in a processor's cache for the product."""
 
+PIECE = 2**24
+"""Bytes that are read for one measurement of the bandwidth: less than a millisecond, in which few programs are interrupted."""
+
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 """In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI2."""
 
@@ -28,9 +31,10 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 
 _VERSION = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_MISSING = (
-    "the kernels for packed models are not compiled, so that these run no faster than dense ones. "
-    "Install a C compiler (gcc or clang) and then sparsellm again: pip install --force-reinstall --no-deps sparsellm"
+
+MISSING = (
+    "The kernels for packed models are not compiled, so these run slower than dense ones. "
+    "Install a C compiler (gcc or clang), then sparsellm again; sparsellm doctor prints the command."
 )
 
 
@@ -52,7 +56,7 @@ class _Library:
         self.decode.argtypes = [number, number, pointer, pointer, number, pointer, count, count, count, pointer]
         self.decode.restype = None
         self.read_seconds = library.sparsellm_read_seconds
-        self.read_seconds.argtypes = [number, number, pointer, count, number]
+        self.read_seconds.argtypes = [number, number, pointer, count, count, number]
         self.read_seconds.restype = ctypes.c_double
 
 
@@ -67,8 +71,8 @@ def _library() -> _Library | None:
 
 @cache
 def _warn() -> None:
-    """Say once that the kernels are missing, and how to get them."""
-    warnings.warn(_MISSING, RuntimeWarning, stacklevel=3)
+    """Warn once that the kernels are missing."""
+    warnings.warn(MISSING, RuntimeWarning, stacklevel=3)
 
 
 def available() -> str | None:
@@ -149,8 +153,8 @@ def packed_linear(
     library = _library()
     if library is None or tokens > MAX_TOKENS or not x.is_cpu:
         return _multiply_tiles(x, Bitmask((rows, columns), mask, values, row_starts), bias)
-    matrix = (mask.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], row_starts.data_ptr(), rows, columns)
-    return _call(library, x, matrix, bias)
+    parts = (mask.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], row_starts.data_ptr())
+    return _call(library, x, parts, shape=(rows, columns), bias=bias)
 
 
 def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
@@ -164,11 +168,14 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
         (tokens, out) of x's dtype.
     """
     library = _library()
+    rows, columns = weight.shape
     if library is None or len(x) > MAX_TOKENS:
         return (x @ weight.to(x.dtype).T).to(x.dtype)
     if weight.dtype is not torch.bfloat16 or not weight.is_contiguous() or x.shape[-1] != weight.shape[1]:
-        raise InvalidSetting(f"A contiguous bfloat16 weight of {x.shape[-1]} columns is needed, got {weight.dtype}, {weight.shape}.")
-    return _call(library, x, (None, weight.data_ptr(), _DTYPES[weight.dtype], None, *weight.shape), None)
+        raise InvalidSetting(
+            f"A contiguous bfloat16 weight of {x.shape[-1]} columns is needed, got {weight.dtype}, {weight.shape}."
+        )
+    return _call(library, x, (None, weight.data_ptr(), _DTYPES[weight.dtype], None), shape=(rows, columns))
 
 
 def decode(weight: Bitmask, start: int = 0, stop: int | None = None) -> Tensor:
@@ -198,22 +205,25 @@ def stream_bandwidth() -> float:
 
     This is the ceiling of a dense model's decoding: it reads every weight for each token.
     """
-    size = max(2**20, min(2**28, available_memory(torch.device("cpu")) // 4)) // 4096 * 4096  # far larger than caches
-    buffer = torch.ones(size // 8, dtype=torch.int64)
+    size = max(PIECE, min(2**28, available_memory(torch.device("cpu")) // 4) // PIECE * PIECE)  # larger than caches
+    buffer = torch.ones(size // 4)
     library = _library()
     if library is not None:
-        seconds: float = library.read_seconds(library.number, torch.get_num_threads(), buffer.data_ptr(), size, 12)
-        return size / seconds
+        address, threads = buffer.data_ptr(), torch.get_num_threads()
+        seconds: float = library.read_seconds(library.number, threads, address, size, PIECE, 4)
+        return PIECE / seconds
     times = []
-    for _ in range(12):
+    for piece in buffer.split(PIECE // 4) * 4:
         begin = time.perf_counter()
-        buffer.sum()
+        piece.sum()
         times.append(time.perf_counter() - begin)
-    return size / min(times)
+    return PIECE / min(times)
 
 
-def _call(library: _Library, x: Tensor, matrix: tuple[int | None, ...], bias: Tensor | None) -> Tensor:
-    """Multiply at most `MAX_TOKENS` tokens by a matrix: its mask, values, their type, its rows' positions, its shape."""
+def _call(
+    library: _Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
+) -> Tensor:
+    """Multiply at most `MAX_TOKENS` tokens by a matrix of a shape: its mask, values, their type and its rows' positions."""
     dtype = x.dtype
     if dtype is torch.float16:
         x, bias = x.float(), None if bias is None else bias.float()
@@ -222,7 +232,7 @@ def _call(library: _Library, x: Tensor, matrix: tuple[int | None, ...], bias: Te
     if bias is not None and bias.dtype is not x.dtype:
         raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
     x = x.contiguous()
-    *parts, rows, columns = matrix
+    rows, columns = shape
     out = x.new_empty((*x.shape[:-1], rows))
     tokens = x.shape[:-1].numel()
     failed = library.matmul(

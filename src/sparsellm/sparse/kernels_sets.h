@@ -31,11 +31,11 @@ enum {
         }                                                                                              \
     }
 
-/* A function that reads rows of 4096 bytes. */
+/* A function that reads rows of PAGE bytes. */
 #define READ_ROWS(NAME, TARGET, VECTOR, LOAD, OR)                                                      \
     static TARGET void NAME(const Job *job, int64_t row, int64_t stop) {                               \
-        const char *p = (const char *)job->values + row * 4096;                                        \
-        const char *end = (const char *)job->values + stop * 4096;                                     \
+        const char *p = (const char *)job->values + row * PAGE;                                        \
+        const char *end = (const char *)job->values + stop * PAGE;                                     \
         const size_t size = sizeof(VECTOR);                                                            \
         VECTOR a = LOAD(p), b = a, c = a, d = a;                                                       \
         for (; p < end; p += 4 * size) {                                                               \

@@ -1,0 +1,100 @@
+"""`doctor`: what this machine has for pruning and for running packed models, and how to get what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from sparsellm.cli import options
+from sparsellm.cli.console import plural, print_json, report_errors, show, stderr, stdout, table
+
+NO_KERNELS = (
+    "not compiled, so packed models run slower than dense ones.\n"
+    "Install a C compiler (gcc or clang), then sparsellm or its clone again:\n"
+    "pip install --force-reinstall --no-deps --no-cache-dir sparsellm"
+)
+"""pip would install a wheel that it built without a compiler again, if it kept one."""
+
+EXTRAS = {"plots": "matplotlib", "eval": "lm-eval", "frame": "pandas"}
+"""The extras of pyproject.toml for users, each with the package that it brings."""
+
+
+def doctor(context: typer.Context, as_json: options.Json = False) -> None:
+    """Show what this machine has for pruned models, and what is missing.
+
+    Kernels, processors, memory, devices and packages. Measures how fast memory is read,
+    since a dense model reads every weight for each token.
+
+    Example: sparsellm doctor
+    """
+    with report_errors(context):
+        if as_json:
+            print_json(_examine())
+            return
+        with stderr.status("measuring the memory bandwidth"):
+            found = _examine()
+        show(stdout, table(["this machine", ""], _rows(found), words=True))
+
+
+def _examine() -> dict[str, Any]:
+    """What `doctor --json` prints: counts, bytes, bytes per second, versions; None for what is missing."""
+    import psutil
+    import torch
+
+    from sparsellm.runtime import devices
+    from sparsellm.sparse import kernels
+
+    memory = psutil.virtual_memory()
+    accelerator = devices.accelerator()
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    accelerators = [torch.device(str(accelerator), index) for index in range(count)]
+    return {
+        "sparsellm": _version("sparsellm"),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in ("torch", "transformers", "triton")},
+        "extras": {extra: {package: _version(package)} for extra, package in EXTRAS.items()},
+        "kernels": {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()},
+        "processor": platform.machine(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": {"total": memory.total, "available": memory.available, "bandwidth": kernels.stream_bandwidth()},
+        "accelerators": [
+            {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
+            for device in accelerators
+        ],
+    }
+
+
+def _rows(found: dict[str, Any]) -> list[list[str]]:
+    """The lines of the table."""
+    from sparsellm.runtime.memory import human_bytes
+
+    present, memory = found["kernels"], found["memory"]
+    others = ", ".join(name for name in present["instruction_sets"] if name != present["in_use"])
+    threads = plural(found["threads"], "thread")
+    rows = [
+        ["sparsellm", f"{found['sparsellm']}, Python {found['python']}"],
+        ["kernels", f"{present['in_use']} in use; also here: {others or 'no other'}" if present["in_use"] else NO_KERNELS],
+        ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
+        ["memory", f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"],
+        ["bandwidth", f"{memory['bandwidth'] / 1e9:.1f} GB/s, read by {threads}"],
+    ]
+    devices = [f"{x['device']}: {x['name']}, {human_bytes(x['available'])} available" for x in found["accelerators"]]
+    rows += [["devices", line] for line in devices or ["the CPU only"]]
+    rows += [[name, number or "not installed"] for name, number in found["packages"].items()]
+    for extra, packages in found["extras"].items():
+        [(package, number)] = packages.items()
+        rows.append([package, number or f"not installed: pip install 'sparsellm[{extra}]'"])
+    return rows
+
+
+def _version(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,59 @@
+"""`sparsellm doctor`: what this machine has, and how to get what is missing."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sparsellm.cli import doctor
+from sparsellm.cli.app import app
+from sparsellm.sparse import kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def bandwidth() -> object:
+    with mock.patch.object(kernels, "stream_bandwidth", return_value=12.34e9):
+        yield
+
+
+def test_table_fits_80_columns() -> None:
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "12.3 GB/s" in result.stdout
+    assert torch.__version__ in result.stdout
+    assert (kernels.available() or "not compiled") in result.stdout
+
+
+def test_json_has_the_same_facts() -> None:
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert found["kernels"] == {"in_use": kernels.available(), "instruction_sets": kernels.instruction_sets()}
+    assert found["threads"] == torch.get_num_threads()
+    assert found["memory"]["total"] > found["memory"]["available"] > 0
+    assert found["memory"]["bandwidth"] == 12.34e9
+    assert found["packages"]["torch"] == torch.__version__
+
+
+def test_missing_parts_say_how_to_get_them() -> None:
+    with (
+        mock.patch.object(kernels, "_library", return_value=None),
+        mock.patch.object(doctor, "_version", lambda package: None if package == "matplotlib" else "1.0"),
+    ):
+        text = " ".join(CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).stdout.split())
+    assert " ".join(doctor.NO_KERNELS.split()) in text
+    assert "not installed: pip install 'sparsellm[plots]'" in text
+
+
+def test_extras_are_those_of_the_package() -> None:
+    """Those for users, which a command asks for."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(doctor.EXTRAS) == set(extras) - {"docs", "test"}
+    assert all(any(line.startswith(package) for line in extras[extra]) for extra, package in doctor.EXTRAS.items())

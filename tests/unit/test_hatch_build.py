@@ -1,0 +1,72 @@
+"""The build: kernels where a C compiler is found, and a package without them where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def build() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "/nowhere/cc -x"])
+def test_nothing_is_compiled_without_a_compiler(build: ModuleType, compiler: str, tmp_path: Path) -> None:
+    """An earlier library, of other sources, does not stay."""
+    (tmp_path / build.LIBRARY).write_bytes(b"earlier")
+    assert build.compile_kernels(tmp_path, {"CC": compiler}) is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_compiler_without_the_instruction_sets_makes_portable_kernels(build: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "kernels.c").write_text("#ifndef SPARSELLM_PORTABLE\n#error\n#endif\nint portable;\n", encoding="ascii")
+    assert build.compile_kernels(tmp_path, {}) == tmp_path / build.LIBRARY
+    assert b"portable" in (tmp_path / build.LIBRARY).read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_wheel_names_the_platform_only_with_a_library(build: ModuleType, compiled: bool, tmp_path: Path) -> None:
+    library = tmp_path / "src" / build.LIBRARY if compiled else None
+    hook = build.CustomBuildHook.__new__(build.CustomBuildHook)
+    app = mock.Mock()
+    data: dict[str, Any] = {"artifacts": [], "pure_python": True}
+    with (
+        mock.patch.multiple(build.CustomBuildHook, root=str(tmp_path), app=app, create=True),
+        mock.patch.object(build, "compile_kernels", return_value=library),
+    ):
+        hook.initialize("standard", data)
+    assert app.display_warning.called is not compiled
+    assert data["pure_python"] is not compiled
+    assert data["artifacts"] == ([f"/src/{build.LIBRARY}"] if compiled else [])
+    assert data.get("tag", "py3-none-").startswith("py3-none-")
+
+
+def test_sources_are_in_the_source_distribution(build: ModuleType) -> None:
+    """All files that the C file includes are beside it, and the hook is named in the configuration."""
+    included = [
+        line.split('"')[1]
+        for file in build.FOLDER.glob("kernels*.[ch]")
+        for line in file.read_text(encoding="ascii").splitlines()
+        if line.startswith('#include "')
+    ]
+    assert set(included) == {file.name for file in build.FOLDER.glob("*.h")}
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    assert "custom" in configuration["wheel"]["hooks"]
+    assert {"src", "hatch_build.py"} <= set(configuration["sdist"]["include"])
