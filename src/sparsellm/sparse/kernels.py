@@ -151,7 +151,7 @@ def packed_linear(
     rows = len(row_starts) - 1
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = _library()
-    if library is None or tokens > MAX_TOKENS or not x.is_cpu:
+    if library is None or not 0 < tokens <= MAX_TOKENS or not x.is_cpu:
         return _multiply_tiles(x, Bitmask((rows, columns), mask, values, row_starts), bias)
     parts = (mask.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], row_starts.data_ptr())
     return _call(library, x, parts, shape=(rows, columns), bias=bias)

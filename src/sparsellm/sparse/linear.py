@@ -1,0 +1,133 @@
+"""A linear layer that computes with a packed weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
+from sparsellm.sparse.encoding import PARTS, decode, encode
+from sparsellm.sparse.kernels import decode as decode_rows
+from sparsellm.sparse.kernels import matmul, packed_linear
+
+RUNNING = ("mask", "values", "row_starts")
+"""Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is a `Bitmask`. The weight is not trained; gradients pass through the layer.
+
+    The buffers have the running form, which follows the module to a device and to a dtype. `state_dict` returns the stored form
+    (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or a dense weight.
+
+    Args:
+        in_features: Number of inputs.
+        out_features: Number of outputs.
+        bias: Whether the layer has a bias.
+        kept: Number of kept weights for which `values` has room.
+        transposed: Whether `weight` is (in, out), as in GPT-2.
+        dtype: Dtype of the weight.
+        device: Device of the weight.
+    """
+
+    mask: Tensor
+    values: Tensor
+    row_starts: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        kept: int = 0,
+        transposed: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.transposed = in_features, out_features, transposed
+        width = -(-in_features // GROUP) * GROUP // 8
+        self.register_buffer("mask", torch.zeros(out_features, width, dtype=torch.uint8, device=device))
+        self.register_buffer("values", torch.zeros(kept + PADDING, dtype=dtype, device=device))
+        self.register_buffer("row_starts", torch.zeros(out_features + 1, dtype=torch.int64, device=device))
+        vector = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if vector is None else nn.Parameter(vector)
+
+    @classmethod
+    def from_dense(cls, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> PackedLinear:
+        """Pack a weight of (out, in); or (in, out), if `transposed`."""
+        out_features, in_features = reversed(weight.shape) if transposed else weight.shape
+        module = cls(in_features, out_features, bias is not None, transposed=transposed, dtype=weight.dtype)
+        module.assign(Bitmask.from_dense(weight.T if transposed else weight))
+        if bias is not None:
+            module.bias = nn.Parameter(bias.detach().clone())
+        return module
+
+    @property
+    def bitmask(self) -> Bitmask:
+        """The weight, (out, in)."""
+        return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, decoded at each access: (out, in); or (in, out), if `transposed`."""
+        weight = decode_rows(self.bitmask)
+        return weight.T.contiguous() if self.transposed else weight
+
+    def assign(self, weight: Bitmask) -> None:
+        """Replace the weight by one of the same shape."""
+        self.mask, self.values, self.row_starts = weight.mask, weight.values, weight.row_starts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            outputs: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+            return outputs if self.bias is None else outputs + self.bias
+        return packed_linear(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
+
+    def extra_repr(self) -> str:
+        """Describe the layer."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        if not (size := self.in_features * self.out_features) or self.values.is_meta:
+            return text
+        return f"{text}, sparsity={1 - self.bitmask.kept / size:.2%}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write the bias and the parts of the stored form; on the meta device, those of the running form."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self.values.is_meta:
+            for name in RUNNING:
+                del destination[prefix + name]
+            destination |= {prefix + name: part for name, part in encode(self.weight).items()}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        """Read the bias, and the stored form or a dense weight."""
+        parts = {name: state_dict[prefix + name] for name in PARTS if prefix + name in state_dict}
+        if "weight" in parts:
+            shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
+            dense = parts["weight"]
+            if dense.shape != shape:
+                dense = decode(parts, shape, self.values.dtype).to_dense()
+            self.assign(Bitmask.from_dense((dense.T if self.transposed else dense).to(self.values)))
+            state_dict = {prefix + name: getattr(self, name) for name in RUNNING} | {
+                name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in parts
+            }
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+class _Product(torch.autograd.Function):
+    """The product of inputs and a packed weight, which is decoded for the gradient of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        ctx.layer = layer
+        return matmul(x, layer.bitmask)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Map the gradient of the outputs to that of the inputs."""
+        return gradient @ decode_rows(ctx.layer.bitmask).to(gradient.dtype), None
