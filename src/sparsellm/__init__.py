@@ -6,7 +6,12 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"  # the build reads it from here
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from sparsellm.solvers.patterns import Unstructured as Unstructured
     from sparsellm.solvers.patterns import parse_pattern as parse_pattern
     from sparsellm.solvers.sparsegpt import SparseGPT as SparseGPT
+    from sparsellm.sparse.transformers_quantizer import load as load
 
 _CONTENTS = {
     "ALPS": "solvers.alps",
@@ -66,6 +72,7 @@ _CONTENTS = {
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "inspect": "runs.inspection",
+    "load": "sparse.transformers_quantizer",
     "load_report": "runs.records",
     "pack": "runs.packing",
     "parse_pattern": "solvers.patterns",
@@ -95,3 +102,38 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """List the public names, which completion and `help` show, although most of them are not imported yet."""
     return sorted(__all__)
+
+
+class _Registration(MetaPathFinder):
+    """Registers packed checkpoints with transformers once the module that loads models is imported.
+
+    transformers looks for no plugins, and importing it here would take seconds.
+    """
+
+    module = "transformers.modeling_utils"
+
+    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Find the module as Python does, and add the registration to what runs when it is imported."""
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def register(self) -> None:
+        """Import the file that registers packed checkpoints."""
+        import_module("sparsellm.sparse.transformers_quantizer")
+
+
+if _Registration.module in sys.modules:
+    _Registration().register()
+else:
+    sys.meta_path.insert(0, _Registration())

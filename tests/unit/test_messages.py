@@ -30,7 +30,7 @@ OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files
 OF_FILES |= {"input_ids", "attention_mask"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
-OF_FUNCTIONS = {"family", "metrics", "report_to", "windows"}
+OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
 OTHER_PROGRAMS = {"hf auth login", "sparsellm prune MODEL OUT", "wandb login"}

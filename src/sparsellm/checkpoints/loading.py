@@ -32,7 +32,7 @@ from sparsellm.checkpoints.files import (
     licence_files,
 )
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
-from sparsellm.checkpoints.packed_files import is_packed
+from sparsellm.checkpoints.packed_files import METHOD, is_packed
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
@@ -51,6 +51,7 @@ class Checkpoint:
         name: Its name as the user wrote it.
         trusted: Whether the checkpoint's own code may run.
         architecture: The architecture as described by the user, if any.
+        packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Checkpoint:
     config: PretrainedConfig
     trusted: bool = False
     architecture: Architecture | None = None
+    packed: bool = False
 
     @property
     def length(self) -> int:
@@ -119,8 +121,13 @@ class Checkpoint:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         return model.eval(), DiskWeights(model, locations, torch_dtype, device=device, prefetch=prefetch)
 
-    def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-        """Load the model, in evaluation mode.
+    def load(self, dtype: str = "auto", device: torch.device | str | None = "cpu", **keywords: Any) -> PreTrainedModel:
+        """Load the model, in evaluation mode. The layers of a packed model are `sparsellm.sparse.linear.PackedLinear`.
+
+        Args:
+            dtype: A name as for `dtype`.
+            device: Device of the model; None for the one that `keywords` name.
+            **keywords: Further arguments of `from_pretrained`.
 
         Raises:
             BadCheckpoint: A weight is missing, not finite, or has the wrong shape, or a file cannot be read.
@@ -130,16 +137,19 @@ class Checkpoint:
             with silence_transformers():
                 model, loaded = auto_model(self.config).from_pretrained(
                     self.folder,
-                    config=self.config,
+                    **({} if self.packed else {"config": self.config}),
                     dtype=torch_dtype,
                     output_loading_info=True,
                     local_files_only=True,
                     trust_remote_code=self.trusted,
+                    **keywords,
                 )
         except UnpicklingError as error:
             raise BadCheckpoint(
                 f"{self.name}: a .bin file holds more than tensors, and code in a weight file is not run."
             ) from error
+        except InvalidSetting:
+            raise
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise BadCheckpoint(f"The weights of {self.name} cannot be loaded: {first_line(error)}.") from error
         missing = sorted(loaded["missing_keys"])
@@ -149,7 +159,7 @@ class Checkpoint:
                 "The download may be incomplete, or config.json belongs to another model."
             )
         _check_finite(self.name, model)
-        return describe(model.to(device).eval(), self.architecture)
+        return describe((model if device is None else model.to(device)).eval(), self.architecture)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer. Raises BadCheckpoint if there is none, or it cannot be loaded."""
@@ -175,13 +185,23 @@ class InMemoryModel:
     folder: None = None
 
     @property
+    def packed(self) -> bool:
+        """Whether the model computes with packed weights."""
+        return getattr(self.model, "quantization_method", None) == METHOD
+
+    @property
     def length(self) -> int:
         """Maximum sequence length of the model, in tokens."""
         return context_length(self.model.config)
 
     def skeleton(self) -> PreTrainedModel:
-        """Return the model itself."""
-        return self.model
+        """Return the model itself; for a packed model the dense one, on the meta device."""
+        if not self.packed:
+            return self.model
+        with torch.device("meta"):
+            model = empty_model(self.name, self.model.config, trusted=True)
+        model.tie_weights()
+        return model
 
     def dtype(self, name: str = "auto") -> torch.dtype:
         """Return the model's dtype. Raises InvalidSetting for the name of another one."""
@@ -234,7 +254,7 @@ def open_checkpoint(
         revision: Branch, tag or commit of a hub name.
         trusted: Whether the checkpoint's own code may run.
         architecture: Its architecture, if missing from the table of families or different.
-        packed: Whether it may be packed; its tensors are then decoded when they are read, and it cannot be loaded as a whole.
+        packed: Whether it may be packed. Its tensors are then decoded when they are read.
 
     Raises:
         BadCheckpoint: The folder is missing, incomplete or damaged.
@@ -245,7 +265,7 @@ def open_checkpoint(
     if not name.startswith(DEMO):  # installers may link the files of a package
         check_within(name, folder)
     fields = read_fields(name, folder)
-    if is_packed(name, fields):
+    if found_packed := is_packed(name, fields):
         if not packed:
             raise UnsupportedModel(f"{name} is packed. Unpack it, and name the result: sparsellm unpack {name} FOLDER.")
         del fields["quantization_config"]
@@ -258,7 +278,7 @@ def open_checkpoint(
     check_dtypes(name, headers)
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
-    checkpoint = Checkpoint(name, folder, config, trusted, architecture)
+    checkpoint = Checkpoint(name, folder, config, trusted, architecture, found_packed)
     check_tensors(name, checkpoint.skeleton(), files=files, headers=headers)
     return checkpoint
 

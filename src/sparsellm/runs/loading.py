@@ -15,7 +15,7 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.headers import read_all_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
-from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge
+from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge, UnsupportedModel
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
@@ -99,19 +99,23 @@ def open_source(
     return source
 
 
-def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None) -> OpenedModel:
-    """Open the recipe's model, or check `source`.
+def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = None, *, packed: bool = False) -> OpenedModel:
+    """Open the recipe's model, which may be packed if `packed`, or check `source`.
 
     Raises:
         InvalidSetting: The device is not available.
         BadCheckpoint: The checkpoint is damaged, or its tokenizer belongs to another model.
-        UnsupportedModel: The model cannot be pruned.
+        UnsupportedModel: The model cannot be pruned, or is packed.
     """
     device = devices.resolve_device(recipe.device)
     architecture = None if recipe.architecture is None else read_architecture(recipe.architecture)
-    source = source or open_checkpoint(recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture)
+    source = source or open_checkpoint(
+        recipe.model, recipe.revision, recipe.trust_remote_code, architecture=architecture, packed=packed
+    )
     if isinstance(source, InMemoryModel):
         describe(source.model, architecture)
+        if source.packed and not packed:
+            raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton()
     check_vocabulary(skeleton, source)
     blocks = blocks_of(skeleton)

@@ -90,7 +90,7 @@ def evaluate(
 def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) -> Evaluation:
     """Evaluate the recipe's model, or `source`."""
     observer(Stage(OPENING))
-    opened = open_model(recipe, source)
+    opened = open_model(recipe, source, packed=True)
     prepare_tasks(recipe.task, recipe.task_data)
     observer(Stage(READING_TEXTS))
     length = window_length(recipe, opened.source.length)

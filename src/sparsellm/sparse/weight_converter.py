@@ -1,0 +1,282 @@
+"""Decodes packed tensors while transformers loads a checkpoint, before it merges or splits them as the model requires."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Chunk,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from sparsellm.checkpoints.headers import TensorHeader, locate_all
+from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
+from sparsellm.errors import BadCheckpoint
+from sparsellm.models.architectures import is_linear
+from sparsellm.sparse.bitmask import Bitmask
+from sparsellm.sparse.encoding import decode
+from sparsellm.sparse.linear import RUNNING, PackedLinear
+
+_PATTERN = "sparsellm"
+"""Name under which transformers finds the converter again. No tensor's name is compared with it."""
+
+
+DENSE = 0.9
+"""Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A packed tensor of a checkpoint.
+
+    Attributes:
+        entry: What its file says about it.
+        parts: The stored names of its parts, by name of the part.
+        size: The size of its first part: the number of kept weights in 16 bits, and at least that number in 32 bits.
+    """
+
+    entry: PackedEntry
+    parts: Mapping[str, str]
+    size: int
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether so few weights are kept that a layer computes with the packed ones; archives have dense tensors, too."""
+        rows, columns = self.entry.matrix
+        planes = 3 if self.entry.dtype == "float32" else 1
+        return self.size <= DENSE * planes * rows * columns
+
+    def decode(self, stored: Mapping[str, Tensor]) -> Bitmask:
+        """Decode its parts, given by stored name, as a matrix."""
+        parts = {part: stored[name] for part, name in self.parts.items()}
+        try:
+            return decode(parts, self.entry.matrix, getattr(torch, self.entry.dtype))
+        except BadCheckpoint as error:
+            raise BadCheckpoint(f"{self.parts['weight']}: {error}") from None
+
+
+def read_packed(files: Iterable[Path]) -> tuple[dict[str, PackedTensor], set[str]]:
+    """Return the packed tensors in weight files by name, and the names of the other tensors."""
+    headers: dict[str, TensorHeader] = {}
+    entries: dict[str, PackedEntry] = {}
+    for file in files:
+        located, listed = locate_all(file)
+        headers |= {name: header for name, (header, _) in located.items()}
+        entries |= listed
+    packed = {
+        key: PackedTensor(entry, parts_of(key, headers), headers[key].numel) for key, entry in entries.items() if key in headers
+    }
+    return packed, set(headers) - {name for tensor in packed.values() for name in tensor.parts.values()}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is loaded from packed tensors: a packed layer or a dense tensor of the model.
+
+    Attributes:
+        name: Name of the dense tensor, or of the first buffer of the layer.
+        sources: The stored name of each tensor that it is built from and the pattern of `converter` that matches the name.
+        dtype: Its dtype in the model.
+        layer: The packed layer, if it is one.
+        converter: The converter of transformers, if the tensor is converted from several ones or in other ways.
+    """
+
+    name: str
+    sources: tuple[tuple[str, str | None], ...]
+    dtype: torch.dtype
+    layer: PackedLinear | None = None
+    converter: WeightConverter | None = None
+
+
+class PackedConverter(WeightConverter):  # type: ignore[misc]
+    """A converter that collects the parts of packed tensors, and decodes them.
+
+    transformers asks it for the name in the model of each stored tensor (`rename_source_key`), copies it for each name, gives
+    the copy the stored tensors (`add_tensor`), and takes what it makes of them (`convert`).
+
+    Args:
+        packed: The packed tensors by stored name.
+        targets: What is loaded from them.
+        names: The first name in the model of the tensor that each stored tensor or part belongs to, by its own name after
+            transformers' renamings.
+    """
+
+    __slots__ = ("names", "packed", "stored", "targets")
+
+    def __init__(self, packed: Mapping[str, PackedTensor], targets: Mapping[str, Target], names: Mapping[str, str]) -> None:
+        super().__init__(_PATTERN, _PATTERN, [Chunk()])  # which does not run
+        self.packed, self.targets, self.names = packed, targets, names
+        self.stored: dict[str, Any] = {}
+
+    def decoded(self) -> list[str]:
+        """Return the names of the dense tensors of the model that are loaded from packed ones with zeros."""
+        sparse = {key for key, tensor in self.packed.items() if tensor.is_sparse}
+        dense = [target for target in self.targets.values() if target.layer is None]
+        return [target.name for target in dense if sparse & dict(target.sources).keys()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
+        """Return a converter without tensors. transformers makes one for every stored tensor."""
+        return PackedConverter(self.packed, self.targets, self.names)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name in the model for which a stored tensor is loaded, and the pattern if it is of this converter."""
+        name = self.names.get(source_key)
+        return (source_key, None) if name is None else (name, _PATTERN)
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Collect a stored tensor: a tensor, a function that reads one, or a future of one."""
+        self.stored[source_key] = future
+
+    def convert(self, layer_name: str, model: Any = None, config: Any = None, **keywords: Any) -> dict[str, Any]:
+        """Return the tensors of the model, by name, that are made of the collected ones."""
+        target = self.targets[layer_name]
+        stored = {key: _materialize(tensor) for key, tensor in self.stored.items()}
+        self.stored = {}
+        device = next(iter(stored.values())).device
+        if target.layer is not None:
+            return self._running_form(target, stored, device)
+        converter = copy.deepcopy(target.converter)
+        dense = {key: self._dense(key, stored).to(device, target.dtype) for key, _ in target.sources}
+        if converter is None:
+            return {target.name: next(iter(dense.values()))}
+        for key, pattern in target.sources:
+            converter.add_tensor(target.name, key, pattern, dense[key])
+        converted: dict[str, Any] = converter.convert(layer_name, model=model, config=config, **keywords)
+        return converted
+
+    def _running_form(self, target: Target, stored: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return the buffers of a packed layer, by name."""
+        assert target.layer is not None
+        weight = self.packed[target.sources[0][0]].decode(stored)
+        if target.layer.transposed:
+            weight = Bitmask.from_dense(weight.to_dense().T)
+        path = target.name.rpartition(".")[0]
+        buffers = {name: getattr(weight, name).to(device) for name in RUNNING}
+        buffers["values"] = buffers["values"].to(target.dtype)
+        return {f"{path}.{name}": buffer for name, buffer in buffers.items()}
+
+    def _dense(self, key: str, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return a tensor in its stored shape."""
+        if key not in self.packed:
+            return stored[key]
+        return self.packed[key].decode(stored).to_dense().view(self.packed[key].entry.shape)
+
+
+class PartsSplitter(WeightConverter):  # type: ignore[misc]
+    """A converter that divides the joined parts of packed tensors when transformers saves a model.
+
+    The parts share memory, and transformers writes tensors that do to one file.
+
+    Args:
+        lengths: The sizes of the parts of each tensor, by their names.
+    """
+
+    __slots__ = ("joined", "lengths")
+
+    def __init__(self, lengths: Mapping[str, Mapping[str, int]]) -> None:
+        super().__init__(_PATTERN, _PATTERN, [Chunk()])
+        self.lengths = lengths
+        self.joined = torch.empty(0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartsSplitter:
+        """Return a converter without a tensor. transformers makes one for every packed tensor."""
+        return PartsSplitter(self.lengths)
+
+    def reverse_transform(self) -> PartsSplitter:
+        """Return itself: transformers reverses the converters of loading."""
+        return self
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name, and the pattern of this converter if it is the name of joined parts."""
+        return source_key, _PATTERN if source_key in self.lengths else None
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Take the joined parts."""
+        self.joined = future
+
+    def convert(self, layer_name: str, **keywords: Any) -> dict[str, Tensor]:
+        """Return the parts by name."""
+        lengths = self.lengths[layer_name]
+        return dict(zip(lengths, self.joined.split(list(lengths.values())), strict=True))
+
+
+def _materialize(tensor: Any) -> Tensor:
+    """Return a stored tensor that transformers reads in another thread or when it is asked for, or has read."""
+    read: Tensor = tensor.result() if isinstance(tensor, Future) else tensor() if callable(tensor) else tensor
+    return read
+
+
+def plan_conversion(
+    model: PreTrainedModel,
+    transforms: Sequence[WeightTransform],
+    *,
+    packed: Mapping[str, PackedTensor],
+    dense: Iterable[str],
+) -> PackedConverter:
+    """Replace the linear layers of packed weights by packed layers, and return the converter that loads them.
+
+    Weights that are packed but belong to other modules, or that transformers merges or splits, are decoded to dense ones.
+
+    Args:
+        model: The model, on the meta device.
+        transforms: What transformers does with the stored tensors.
+        packed: The packed tensors of the checkpoint, by stored name.
+        dense: The stored names of its other tensors.
+    """
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    sources: dict[str, list[tuple[str, str | None]]] = {}
+    for key in sorted({*packed, *dense}, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        sources.setdefault(name, []).append((key, pattern))
+    targets, names = {}, {}
+    for name, pieces in sources.items():
+        if name not in state or not any(key in packed for key, _ in pieces):
+            continue
+        pattern = pieces[0][1]
+        target = Target(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
+        if len(pieces) == 1 and pattern is None:
+            target = _replace_linear(model, target, packed[pieces[0][0]])
+        targets[target.name] = target
+        for key, _ in pieces:
+            for stored in packed[key].parts.values() if key in packed else (key,):
+                names[rename_source_key(stored, renamings, [])[0]] = target.name
+    return PackedConverter(packed, targets, names)
+
+
+def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor) -> Target:
+    """Replace the module of a weight by a packed layer, if it is a linear layer whose weight no other module has."""
+    path, _, name = target.name.rpartition(".")
+    module = model.get_submodule(path)
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    if name != "weight" or target.name in tied or not packed.is_sparse or not is_linear(module):
+        return target
+    if packed.entry.shape != tuple(module.weight.shape):
+        raise BadCheckpoint(
+            f"{target.name} is {packed.entry.shape}, but config.json calls for {tuple(module.weight.shape)}. "
+            "It may belong to another model."
+        )
+    transposed = type(module).__name__ == "Conv1D"
+    outputs, inputs = packed.entry.shape[::-1] if transposed else packed.entry.shape
+    layer = PackedLinear(
+        inputs, outputs, False, kept=packed.size, transposed=transposed, dtype=target.dtype, device=module.weight.device
+    )
+    layer.bias = module.bias
+    model.set_submodule(path, layer)
+    return Target(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)

@@ -1,0 +1,293 @@
+"""Packed models of several families in transformers: outputs, generation, saving, devices, errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.runs.packing import pack, unpack
+from sparsellm.sparse.linear import PackedLinear
+from tests.conftest import TEXT, byte_tokenizer, long_unless
+from tests.integration.test_families import CONFIGS
+
+SHARED = Path(__file__).parents[3] / "shared"
+
+FORMS = {"llama": 14, "opt": 12, "gpt2": 8, "mixtral": 8, "phi3": 8, "gemma": 14}
+"""Numbers of packed layers of a family for each form: plain, biases and a tied head, transposed, experts, fused, tied."""
+
+
+def save_pruned(folder: Path, family: str, dtype: torch.dtype) -> None:
+    """Write a tiny random model of a family with three fifths of its matrices' weights at zero, and a tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).to(dtype)
+    embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and id(parameter) not in embeddings and "wpe" not in name and "embed" not in name:
+                parameter[torch.rand(parameter.shape) < 0.6] = 0
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def packed_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """Folders of a tiny pruned model, dense and packed, by family and dtype; not to be written to."""
+    root = tmp_path_factory.mktemp("packed")
+
+    def folders(family: str = "llama", dtype: torch.dtype = torch.float32, archive: bool = False) -> tuple[Path, Path]:
+        dense = root / f"{family}-{dtype}"
+        packed = root / f"{family}-{dtype}-{'archive' if archive else 'plain'}"
+        if not dense.exists():
+            save_pruned(dense, family, dtype)
+        if not packed.exists():
+            pack(dense, packed, archive=archive)
+        return dense, packed
+
+    return folders
+
+
+def packed_layers(model: PreTrainedModel) -> list[PackedLinear]:
+    """The packed layers of a model."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def prompts() -> Tensor:
+    """Token ids of two texts, (2, 16)."""
+    return torch.tensor([list(TEXT[start : start + 16].encode()) for start in (0, 20)])
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("family", [long_unless(name in ("llama", "opt", "gpt2", "mixtral"), name) for name in FORMS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_model_computes_and_generates_as_the_dense_one(
+    packed_models: Callable[..., tuple[Path, Path]], family: str, dtype: torch.dtype
+) -> None:
+    dense_folder, folder = packed_models(family, dtype)
+    dense = AutoModelForCausalLM.from_pretrained(dense_folder)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert len(packed_layers(model)) == FORMS[family]
+    assert not model.training
+    inputs = prompts()
+    with torch.no_grad():
+        rounding = 1e-5 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(model(inputs).logits, dense(inputs).logits, rtol=rounding, atol=rounding)
+    if dtype == torch.float32:
+        settings = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(inputs), "pad_token_id": 0}
+        assert torch.equal(model.generate(inputs, **settings), dense.generate(inputs, **settings))
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("family", [long_unless(name in ("opt", "gpt2", "mixtral"), name) for name in FORMS])
+@pytest.mark.parametrize("archive", [False, True])
+def test_saved_model_has_the_packed_tensors(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str, archive: bool
+) -> None:
+    """A model that was loaded from an archive is written in the plain form."""
+    plain = packed_models(family, torch.bfloat16)[1]
+    sparsellm.load(packed_models(family, torch.bfloat16, archive)[1]).save_pretrained(tmp_path / "saved")
+    first, second = (load_file(folder / "model.safetensors") for folder in (plain, tmp_path / "saved"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert json.loads((plain / "config.json").read_text())["quantization_config"]["quant_method"] == "sparsellm"
+    inputs = prompts()
+    with torch.no_grad():
+        assert torch.equal(sparsellm.load(tmp_path / "saved")(inputs).logits, sparsellm.load(plain)(inputs).logits)
+
+
+def test_saved_shards_are_loaded_and_unpacked(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    """All parts of a tensor are in the same one of the files that transformers writes."""
+    dense, folder = packed_models()
+    model = sparsellm.load(folder)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="4KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
+    inputs = prompts()
+    with torch.no_grad():
+        assert torch.equal(sparsellm.load(tmp_path / "saved")(inputs).logits, model(inputs).logits)
+    unpack(tmp_path / "saved", tmp_path / "unpacked")
+    assert sparsellm.inspect(tmp_path / "unpacked", against=dense).changed == ()
+
+
+@pytest.mark.parametrize("settings", [{"device_map": "cpu"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}])
+def test_device_map_is_followed(packed_models: Callable[..., tuple[Path, Path]], settings: dict[str, Any]) -> None:
+    model = sparsellm.load(packed_models()[1], **settings)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"cpu"}
+    assert model.generate(prompts(), max_new_tokens=3, attention_mask=torch.ones(2, 16)).shape == (2, 19)
+
+
+def test_weights_on_the_disk_are_refused(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="in memory"):
+        sparsellm.load(packed_models()[1], device_map={"model": "disk", "lm_head": "cpu"}, offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "float32"])
+def test_model_is_loaded_in_a_dtype(packed_models: Callable[..., tuple[Path, Path]], dtype: Any) -> None:
+    dense_folder, folder = packed_models()
+    model, dense = sparsellm.load(folder, dtype=dtype), AutoModelForCausalLM.from_pretrained(dense_folder, dtype=dtype)
+    expected = dict(dense.named_parameters())
+    assert model.dtype == dense.dtype
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            assert torch.equal(module.weight, expected[f"{name}.weight"])
+
+
+def test_dtype_without_a_product_is_refused(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    with pytest.raises(InvalidSetting, match="float64"):
+        sparsellm.load(packed_models()[1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_dequantized_model_is_the_dense_one(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str
+) -> None:
+    dense_folder, folder = packed_models(family)
+    model = sparsellm.load(folder)
+    model.dequantize()
+    model.save_pretrained(tmp_path / "dense")
+    first, second = (load_file(path / "model.safetensors") for path in (dense_folder, tmp_path / "dense"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+
+
+def test_perplexity_is_that_of_the_dense_model(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    """As a whole, block by block, and of a model in memory."""
+    dense_folder, folder = packed_models("opt", torch.bfloat16)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 10)
+    dense = sparsellm.evaluate(dense_folder, text, sequence_length=32).perplexity[str(text)].value
+    for settings in ({}, {"offload": True}):
+        value = sparsellm.evaluate(folder, text, sequence_length=32, **settings).perplexity[str(text)].value
+        assert value == pytest.approx(dense, rel=1e-6)
+    model = sparsellm.load(folder)
+    value = sparsellm.evaluate(model, text, sequence_length=32, tokenizer=byte_tokenizer()).perplexity[str(text)].value
+    assert value == pytest.approx(dense, rel=1e-6)
+    assert packed_layers(model)[0].values.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["wt2-llama", long_unless(False, "wt2-opt")])
+def test_trained_model_writes_the_same_two_hundred_tokens(name: str, tmp_path: Path) -> None:
+    trained = SHARED / "models" / name
+    if not trained.is_dir():
+        pytest.skip(f"needs the trained model {name} in {trained.parent}")
+    sparsellm.prune(str(trained), "magnitude", "70%").save_pretrained(tmp_path / "pruned")
+    pack(tmp_path / "pruned", tmp_path / "packed")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", dtype=torch.float32)
+    model = sparsellm.load(tmp_path / "packed", dtype=torch.float32)
+    assert len(packed_layers(model)) > 30
+    inputs = AutoTokenizer.from_pretrained(trained)("The history of the town begins", return_tensors="pt")
+    settings = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **settings), dense.generate(**inputs, **settings))
+
+
+def test_evaluate_prints_the_perplexity_of_a_packed_folder(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, command: Callable[..., Result]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 10)
+    results = [command("evaluate", folder, "--text", text, "--sequence-length", 32) for folder in packed_models("gpt2")]
+    assert [result.exit_code for result in results] == [0, 0]
+    dense, packed = ([line.rsplit(maxsplit=1)[0] for line in result.stdout.splitlines()] for result in results)
+    assert packed == dense, "all but the seconds"
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra `eval`)")
+def test_lm_eval_runs_on_a_packed_model(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    dense, packed = packed_models("opt")
+    requests = [Instance("loglikelihood", {}, (TEXT[:20], TEXT[20:end]), 0) for end in (30, 50)]
+    scores = [
+        HFLM(pretrained=model, tokenizer=byte_tokenizer()).loglikelihood(requests, disable_tqdm=True)
+        for model in (AutoModelForCausalLM.from_pretrained(dense), sparsellm.load(packed))
+    ]
+    assert scores[0] == [(pytest.approx(score, rel=1e-5), greedy) for score, greedy in scores[1]]
+
+
+def test_compiled_model_computes_the_same(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    """As one graph, without code generation, which needs a compiler."""
+    model = sparsellm.load(packed_models("llama")[1])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(prompts()).logits, model(prompts()).logits)
+
+
+def test_packed_model_is_not_pruned(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    folder = packed_models()[1]
+    with pytest.raises(UnsupportedModel, match="sparsellm unpack"):
+        sparsellm.prune(str(folder), "magnitude", "2:4")
+    with pytest.raises(UnsupportedModel, match="dequantize"):
+        sparsellm.prune(sparsellm.load(folder), "magnitude", "2:4", tokenizer=byte_tokenizer())
+
+
+def test_dense_folder_and_later_version_are_refused(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    dense, packed = packed_models()
+    with pytest.raises(BadCheckpoint, match="is not packed"):
+        sparsellm.load(dense)
+    later = tmp_path / "later"
+    shutil.copytree(packed, later)
+    fields = json.loads((later / "config.json").read_text())
+    fields["quantization_config"]["version"] = 2
+    (later / "config.json").write_text(json.dumps(fields))
+    for load in (sparsellm.load, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(UnsupportedModel, match="version 2"):
+            load(later)
+
+
+def test_damaged_part_is_named(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(packed_models()[1], folder)
+    file = folder / "model.safetensors"
+    with safe_open(file, framework="pt") as stream:
+        metadata = stream.metadata()
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata)
+    with pytest.raises(BadCheckpoint, match=rf"{name}: weight has"):
+        sparsellm.load(folder)
+
+
+def test_transformers_without_this_package_raises(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    """It must not run weights that it initialises."""
+    code = f"""if True:
+        import sys
+        from transformers import AutoModelForCausalLM
+        try:
+            AutoModelForCausalLM.from_pretrained({str(packed_models()[1])!r})
+        except Exception as error:
+            print("raised", type(error).__name__)
+        assert not any(name.startswith("sparsellm") for name in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "raised" in done.stdout
+
+
+@pytest.mark.parametrize("order", ["import sparsellm, transformers", "import transformers.modeling_utils, sparsellm"])
+def test_import_registers_the_format_in_any_order(packed_models: Callable[..., tuple[Path, Path]], order: str) -> None:
+    code = f"""if True:
+        {order}
+        from transformers import AutoModelForCausalLM
+        print(type(AutoModelForCausalLM.from_pretrained({str(packed_models()[1])!r}).model.layers[0].mlp.up_proj).__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "PackedLinear"
