@@ -120,6 +120,8 @@ def test_inspect_counts_the_zeros_of_a_packed_model(packed: Path, outputs: dict[
     """The same zeros as in the model that was packed, and the same differences from the dense one."""
     here, there = sparsellm.inspect(packed, tiny["opt"], "50%"), sparsellm.inspect(outputs["opt"], tiny["opt"], "50%")
     assert here.as_expected
+    assert here.packed.startswith("Packed (plain form): ")
+    assert there.packed == ""
     assert (here.layers, here.zeros, here.changed, here.alike) == (there.layers, there.zeros, there.changed, there.alike)
     assert not sparsellm.inspect(packed, outputs["opt"]).changed
     assert sparsellm.verify(packed, tiny["opt"]).against == str(tiny["opt"])
@@ -186,6 +188,34 @@ def test_commands_in_text_and_json(outputs: dict[str, Path], tmp_path: Path, com
     assert report["packed_bytes"] < (tmp_path / "packed" / "model.safetensors").stat().st_size
     back = json.loads(command("unpack", tmp_path / "packed", tmp_path / "back", "--json").stdout)
     assert back["dense_bytes"] == (tmp_path / "back" / "model.safetensors").stat().st_size
+
+
+def test_prune_packs_its_output_too(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """`--pack` writes OUT and OUT-packed, resumes either, and refuses before pruning what it would refuse after."""
+    words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--quiet", "--pack")
+    result = command(*words, "--sparsity", "20%")
+    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
+    assert "--sparsity 20% is too little to pack: packing is for 30 % and more. Leave out --pack." in result.stderr
+    result = command(*words)
+    assert result.exit_code == 0, result.stderr
+    assert "18 matrices take" in result.stdout
+    sparsellm.unpack(tmp_path / "out-packed", tmp_path / "back")
+    assert same_bits(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "back"))
+    shutil.rmtree(tmp_path / "out")
+    assert "out-packed exists" in command(*words).stderr
+    assert not (tmp_path / "out").exists()
+    assert command(*words, "--overwrite", "--json").stdout.startswith("{")
+    shutil.rmtree(tmp_path / "out-packed")
+    result = command(*words, "--resume")
+    assert "is finished: there is nothing to resume" in result.stderr
+    assert "18 matrices take" in result.stdout
+    assert sparsellm.verify(tmp_path / "out-packed").layers == 18
+
+
+def test_the_page_of_a_packed_model_says_its_size(packed: Path, tmp_path: Path, command: Command) -> None:
+    """In the sentence on its zeros."""
+    assert command("report", packed, "--output", tmp_path / "page.html").exit_code == 0
+    assert "Packed (plain form): " in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         print_line(console, f"Missing: {', '.join(inspection.missing)}.")
     share = 100 * inspection.zeros / max(inspection.parameters, 1)
     print_line(console, f"{inspection.zeros:,} of {inspection.parameters:,} stored parameters are zero ({share:.2f} %).")
+    if inspection.packed:
+        print_line(console, inspection.packed)
     if against := inspection.against:
         print_line(console, f"{inspection.alike} tensors equal those of {against}; {len(inspection.changed)} differ.")
         for label, names in (("this model", inspection.only_here), (against, inspection.only_there)):

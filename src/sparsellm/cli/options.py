@@ -180,6 +180,7 @@ Resume = Annotated[
 ]
 Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
+AlsoPack = Annotated[bool, _output("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
 Track = Annotated[
     list[str] | None,
     _output("--report-to", metavar="NAME", help="Experiment tracker: wandb, tensorboard, trackio or mlflow."),

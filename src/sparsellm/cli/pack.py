@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from sparsellm.cli import options
 from sparsellm.cli.console import print_json, print_line, report_errors, stderr, stdout
@@ -49,14 +50,14 @@ def pack(
         if as_json:
             print_json(result.to_dict() | {"output": packed})
         else:
-            print_packed(result)
+            print_packed(stdout, result)
 
 
-def print_packed(result: Packed) -> None:
+def print_packed(console: Console, result: Packed) -> None:
     """Print the sizes of a packed model, and what stays dense."""
     from sparsellm.runtime.memory import human_bytes
 
-    say = partial(print_line, stdout)
+    say = partial(print_line, console)
     percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
     size = f"{human_bytes(result.packed_bytes)}, {percent:.0f} % of {human_bytes(result.dense_bytes)}"
     count = len(result.packed)

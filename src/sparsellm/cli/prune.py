@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ def prune(
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
+    pack: options.AlsoPack = False,
     report_to: options.Track = None,
     quiet: options.Quiet = False,
     progress: options.Progress = "auto",
@@ -64,7 +65,7 @@ def prune(
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         mode: Mode = "quiet" if quiet else progress
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json, "pack": pack}
         _write(context, recipes, output, report_to=report_to or [], mode=mode, **keywords)
 
 
@@ -112,6 +113,7 @@ def _write(
     report_to: list[str],
     mode: Mode,
     as_json: bool,
+    pack: bool = False,
 ) -> None:
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
     if resume and restart:
@@ -121,6 +123,7 @@ def _write(
     from sparsellm.runs.display import Display
     from sparsellm.runs.events import NextRun, combine_observers
     from sparsellm.runs.export import is_finished
+    from sparsellm.runs.packing import packed_outputs
     from sparsellm.runs.several import check_outputs, output_folders, run_into, shared_results
     from sparsellm.runs.tracking import Tracked
     from sparsellm.runtime import collectives, watchdog
@@ -129,9 +132,12 @@ def _write(
     with watchdog.init_process_group(os.environ, end) as is_main:  # only the main process prints
         if is_main:
             check_outputs(output, folders, resume=resume, restart=restart, overwrite=overwrite)
+            to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
         finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
         if all(finished):
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
+            if is_main:
+                _pack(to_pack, overwrite, on_stderr=as_json)
             return
         with (
             Display(mode if is_main else "off", partial(in_options, context=context)) as display,
@@ -149,6 +155,18 @@ def _write(
                     )
         if is_main:
             _print_results(folders, report, as_json)
+            _pack(to_pack, overwrite, on_stderr=as_json)
+
+
+def _pack(folders: Mapping[Path, Path], overwrite: bool, *, on_stderr: bool) -> None:
+    """Pack outputs, each into the folder given for it, and print their sizes, to stderr if stdout holds JSON."""
+    from sparsellm.cli.pack import print_packed
+    from sparsellm.runs.packing import pack
+
+    for folder, target in folders.items():
+        with stderr.status(f"packing {folder}") as status:
+            result = pack(folder, target, overwrite=overwrite, observe=status.update)
+        print_packed(stderr if on_stderr else stdout, result)
 
 
 def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> None:

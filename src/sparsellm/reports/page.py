@@ -168,7 +168,8 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         "title": f"{name}: {Path(recipe.model).name} {outcome}",
         "verdict": [verdict(report, verified)],
         "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}: {totals.pruned_layers} layers. "
-        f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero.",
+        f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
+        + (f" {report.packing.describe()}" if report.packing else ""),
         "remarks": [f"Calibrated on {report.calibration}."] if report.calibration else [],
         "notes": report.notes,
         "tables": {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {},

@@ -59,6 +59,7 @@ class Inspection(Summarized, Comparison):
         missing: Layers that the model should have and does not.
         total: Fraction of zeros in all checked layers together.
         total_holds: Whether `total` reaches the expected sparsity; True if none is expected.
+        packed: The sizes of a packed model in one sentence; empty if it is not packed.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Inspection(Summarized, Comparison):
     missing: tuple[str, ...] = ()
     total: float = 0.0
     total_holds: bool = True
+    packed: str = ""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -171,8 +173,17 @@ def inspect(
         total=removed / max(weights, 1),
         # Each layer rounds its number of zeros separately.
         total_holds=pattern is None or not allocated or removed >= pattern.count_removed(weights) - len(checked),
+        packed=_packed_sizes(source.folder),
         **vars(changes),
     )
+
+
+def _packed_sizes(folder: Path | None) -> str:
+    """The sizes in the report of a packed model in one sentence; empty without."""
+    if folder is None or not (folder / REPORT).is_file():
+        return ""
+    packing = load_report(folder).packing
+    return packing.describe() if packing else ""
 
 
 def _layer_zeros(block: Block, name: str, parameter: Tensor, *, required: Mapping[str, Pattern]) -> LayerZeros:

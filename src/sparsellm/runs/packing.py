@@ -12,7 +12,7 @@ from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, Pack
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.conversion import Observe, converted, finish, write_json
-from sparsellm.runs.export import check_output
+from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.packed_documents import (
     Packed,
     Source,
@@ -23,6 +23,7 @@ from sparsellm.runs.packed_documents import (
     packed_card,
     report_of,
 )
+from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.verification import raise_if_any, tensor_differences
 from sparsellm.runtime.memory import human_bytes
@@ -175,6 +176,30 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         finish(work, {key: value for key, value in report.items() if key != "packing"}, recorded)
     weights = [sum(file.stat().st_size for file in files) for files in (source.files, [path / x for x in source.targets()])]
     return Unpacked(str(model), *weights)
+
+
+def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: bool, overwrite: bool) -> dict[Path, Path]:
+    """Return the folder OUT-packed that each output OUT of runs is to be packed into, without those that are finished.
+
+    Args:
+        outputs: The recipe of each output.
+        resume: Whether finished ones may exist.
+        overwrite: Whether they are replaced.
+
+    Raises:
+        InvalidSetting: A recipe removes too little, or a folder cannot be written.
+        OutputExists: A folder exists.
+    """
+    targets = {}
+    for output, recipe in outputs.items():
+        if isinstance(recipe, Recipe) and recipe.pattern.sparsity < PAYS:
+            limit = f"packing is for {100 * PAYS:.0f} % and more"
+            raise InvalidSetting(f"`sparsity` {recipe.sparsity} is too little to pack: {limit}. Leave out `pack`.")
+        target = output.with_name(f"{output.name}-packed")
+        if not (resume and is_finished(target)):
+            check_output(target, overwrite, output)
+            targets[output] = target
+    return targets
 
 
 def _read_digests(source: Source) -> dict[str, TensorDigest]:

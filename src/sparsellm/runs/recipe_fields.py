@@ -109,7 +109,7 @@ class RunFields(BaseModel):
         "Load one block at a time.",
         "when the model needs more than half of the memory",
     )
-    device: str = _machine("auto", "Device to compute on: auto, cpu, cuda, cuda:1 or mps.")
+    device: str = _machine("auto", "Device: auto, cpu, cuda:1 or mps.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _machine("auto", "Data type; auto is the stored one.")
     batch_size: int | None = _machine(None, "Sequences per pass.", "about 2,048 tokens", gt=0)
 

@@ -12,6 +12,7 @@ from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
+from sparsellm.runtime.memory import human_bytes
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -136,6 +137,21 @@ class SavedSearch(Record):
     points: list[SavedPoint]
 
 
+class SavedPacking(Record):
+    """Sizes of a packed model."""
+
+    form: str
+    dense_bytes: Annotated[int, Field(ge=0)]
+    packed_bytes: Annotated[int, Field(ge=0)]
+    bits: Finite
+
+    def describe(self) -> str:
+        """The sizes in one sentence."""
+        percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
+        size = f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}"
+        return f"Packed ({printable(self.form, 20)} form): {size}; {self.bits:.2f} bits a weight of the packed matrices."
+
+
 class SavedReport(Record):
     """A `Report` as `sparsellm.json` holds it."""
 
@@ -154,6 +170,7 @@ class SavedReport(Record):
     pruned: SavedPruning | None = None
     files: list[str] = []
     digests: SavedDigests | None = None
+    packing: SavedPacking | None = None
     layer_costs: Annotated[LayerCosts, BeforeValidator(TypeAdapter(LayerCosts).validate_python)] | None = None
 
     @property
