@@ -49,7 +49,6 @@ def counted(settings: dict[str, Any]) -> tuple[int, Counter[str]]:
 
 def table() -> str:
     """Markdown: a row for each method."""
-    counted(METHODS["magnitude"])  # the first run of a process also measures the device's rates, for a fixed time
     rows = [
         "| method | waits in a block | of these, the most frequent | waits in the whole run |",
         "|---|---|---|---|",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import Result
@@ -16,10 +15,11 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.data.samples import test_windows
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs import planning, schedule
-from sparsellm.runs.events import Event, Schedule, Stage
+from sparsellm.runs import planning
+from sparsellm.runs.events import Event, ExpectedStage, Schedule, Stage
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
+from sparsellm.runs.schedule import expected_runs
 
 Command = Callable[..., Result]
 SMALL = ("--samples", 4, "--sequence-length", 32)
@@ -29,7 +29,6 @@ SMALL = ("--samples", 4, "--sequence-length", 32)
 def fine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON line for every event."""
     monkeypatch.setattr("sparsellm.runs.display.Json.share", 0.0)
-    monkeypatch.setattr("sparsellm.runs.schedule.RATE_SECONDS", 0.01)
 
 
 def states(text: str) -> Iterator[dict]:
@@ -140,18 +139,19 @@ def test_a_resumed_run_expects_less_of_its_finished_blocks(
     monkeypatch.setattr(Journal, "keep", keep)
     words = ("prune", tiny["llama"], tmp_path / "out", "--method", "alps", "--calibration", text_file, *SMALL)
     assert command(*words, "--quiet").exit_code == 130
-    monkeypatch.undo()
+    monkeypatch.setattr(Journal, "keep", plain)
+    estimates: list[Sequence[ExpectedStage]] = []
+    monkeypatch.setattr("sparsellm.runs.run.Schedule", lambda estimate: estimates.extend(estimate()) or Schedule(estimate))
     ran = command(*words, "--resume", "--progress", "json")
     assert ran.exit_code == 0, ran.stderr
+    ran = command(*words, "--restart", "--overwrite", "--progress", "json")
+    assert ran.exit_code == 0, ran.stderr
+    resumed, whole = (next(stage.blocks for stage in stages if stage.name == "pruning") for stages in estimates)
+    passed = resumed[1]
+    assert whole == (whole[0], whole[0] + passed, whole[0] + passed)
+    assert resumed == (0.0, passed, whole[0] + passed)
     log = [json.loads(line) for line in (tmp_path / "out" / "sparsellm-log.jsonl").read_text().splitlines()]
-    first, second = (
-        next(stage["blocks"] for stage in line["fields"]["runs"][0] if stage["name"] == "pruning")
-        for line in log
-        if line["event"] == "Schedule"
-    )
-    assert first[0] == first[1] == first[2]
-    assert second[0] == second[1] < second[2]
-    assert not any(line["event"] == "Advanced" for line in log)
+    assert not any(line["event"] in ("Advanced", "Schedule") for line in log)
 
 
 def test_python_displays_progress_where_asked(
@@ -166,6 +166,26 @@ def test_python_displays_progress_where_asked(
     assert capsys.readouterr().err == ""
 
 
+def test_rates_are_measured_only_for_a_display(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from Python without progress, even with an observer that does not read the schedule, and not with --quiet."""
+    monkeypatch.setattr("sparsellm.runs.schedule.rates", lambda device: pytest.fail("rates were measured"))
+    settings = {"sequence_length": 32, "evaluate_limit": 2}
+    sparsellm.prune(tiny["opt"], "magnitude", observe=lambda event: None)
+    sparsellm.evaluate(tiny["opt"], text_file, **settings)
+    assert command("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--quiet").exit_code == 0
+
+
+def test_a_method_without_texts_leaves_them_to_the_next_one(tiny: dict[str, Path], text_file: Path) -> None:
+    """Of two runs that differ in the method, the second is expected to read what the first does not need."""
+    settings = {"model": str(tiny["opt"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
+    recipes = [read_recipe({**settings, "method": method}) for method in ("magnitude", "sparsegpt")]
+    both = expected_runs(recipes, written=False, shared=False)[1]
+    alone = expected_runs(recipes[1:], written=False, shared=False)[0]
+    assert both == alone
+
+
 def test_a_model_in_memory_is_expected_too(tiny: dict[str, Path]) -> None:
     events: list[Event] = []
     sparsellm.prune(AutoModelForCausalLM.from_pretrained(tiny["llama"]), "magnitude", observe=events.append)
@@ -174,10 +194,8 @@ def test_a_model_in_memory_is_expected_too(tiny: dict[str, Path]) -> None:
     assert [stage.name for stage in expected.runs[0]] == names == ["loading", "pruning"]
 
 
-def test_the_expected_seconds_are_the_plan_s(tiny: dict[str, Path], text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same rates, the stages that `plan` lists take what it says."""
-    rates = schedule._speed(torch.device("cpu"))
-    monkeypatch.setattr(planning, "rates", lambda device: rates)
+def test_the_expected_seconds_are_the_plan_s(tiny: dict[str, Path], text_file: Path) -> None:
+    """The rates are measured once in a process, so the stages that `plan` lists take what it says."""
     settings = {"model": str(tiny["llama"]), "calibration": str(text_file), "samples": 4, "sequence_length": 32}
     recipe = read_recipe({**settings, "method": "alps", "evaluate": (str(text_file),)})
     planned = {stage.name: stage.seconds for stage in planning.plan_run(recipe).stages}

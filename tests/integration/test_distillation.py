@@ -167,7 +167,13 @@ def test_the_dense_model_writes(family: str) -> None:
     caller's own random numbers and the model are as before."""
     model, given = tiny(family).train(), torch.cat(batches())
     state = torch.get_rng_state()
-    one, again, other = (generate_samples(model, given, 70, seed=seed) for seed in (5, 5, 6))
+    done: list[float] = []
+    one, again, other = (
+        generate_samples(model, given, 70, seed=seed, progress=lambda now, total: done.append(now)) for seed in (5, 5, 6)
+    )
+    steps = len(done) // 6  # three times a batch of 64 sequences and one of 6
+    tokens = [step / steps for step in range(1, steps + 1)]
+    assert done[: 2 * steps] == pytest.approx([64 * share for share in tokens] + [64 + 6 * share for share in tokens])
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert one.shape == (70, 12)

@@ -87,7 +87,7 @@ def generate_samples(
                 pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=token_generator))
                 if progress is not None:
                     done = (len(pieces) - 1) / (length - prompt_length)
-                    progress(min((number + done) * AT_A_TIME, count), count)
+                    progress(number * AT_A_TIME + done * len(prompt), count)
             local.append(torch.cat(pieces, 1).tolist())
     return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
 

@@ -149,7 +149,7 @@ def run_sweep(
     recipes = [None if is_done else _on_device(cell.recipe, device) for cell, is_done in zip(selected, done, strict=True)]
     if any(recipes):
         observe(Stage(ESTIMATING))
-        observe(Schedule(tuple(expected_runs(recipes, written=sweep.keep, shared=True))))
+        observe(Schedule(lambda: expected_runs(recipes, written=sweep.keep, shared=True)))
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
     for second_pass, (number, cell_folder) in passes:  # two passes: a process that reads the state of a cell locks it briefly
         if cell_folder.result.exists() or (cell_folder.failure.exists() and (second_pass or not retry)):

@@ -11,7 +11,18 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.events import ESTIMATING, MEASURING, PRUNING, WRITING, NextRun, Observer, Schedule, Stage, advance_by
+from sparsellm.runs.events import (
+    ESTIMATING,
+    MEASURING,
+    PRUNING,
+    WRITING,
+    ExpectedStage,
+    NextRun,
+    Observer,
+    Schedule,
+    Stage,
+    advance_by,
+)
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
@@ -59,7 +70,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length)
     settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
     recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
-    observe(_schedule(list(recipes.values()), written=output is not None))
+    observe(Schedule(lambda: _expected_runs(list(recipes.values()), written=output is not None)))
     observe(NextRun(1, 1 + len(recipes), "dense"))
     observe(Stage(MEASURING))
     progress = advance_by("sequence", observe)
@@ -80,7 +91,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     return rows
 
 
-def _schedule(recipes: Sequence[Recipe], *, written: bool) -> Schedule:
+def _expected_runs(recipes: Sequence[Recipe], *, written: bool) -> list[tuple[ExpectedStage, ...]]:
     """The expected stages: the dense model is measured once, and only the last model is written."""
     measuring = [recipe.model_copy(update={"evaluate": ("demo",)}) for recipe in recipes]
     runs = expected_runs(measuring, written=True, shared=False)
@@ -93,4 +104,4 @@ def _schedule(recipes: Sequence[Recipe], *, written: bool) -> Schedule:
         )
         for number, stages in enumerate(runs, 1)
     ]
-    return Schedule((dense, *runs))
+    return [dense, *runs]

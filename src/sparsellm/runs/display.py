@@ -67,7 +67,8 @@ class Display:
     def __call__(self, event: Event) -> None:
         """Display one event."""
         with self._lock:
-            self._progress(event)
+            if isinstance(self._renderer, Plain):
+                self._progress(event)
             if isinstance(event, Note):
                 self._renderer.note(self._edit(event.text))
             elif isinstance(event, Measured):

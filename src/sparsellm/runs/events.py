@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,9 +66,18 @@ class ExpectedStage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The stages to come, in running order: of one run, or of each run of a sweep or a demo, empty where they are not known."""
+    """The stages to come. They are estimated when they are first read, and the log leaves them out: only a display needs them.
 
-    runs: tuple[tuple[ExpectedStage, ...], ...]
+    Attributes:
+        estimate: Returns the stages of each run in running order; none for a run of which they are not known.
+    """
+
+    estimate: Callable[[], Iterable[Sequence[ExpectedStage]]]
+
+    @cached_property
+    def runs(self) -> list[Sequence[ExpectedStage]]:
+        """The stages of each run: of one, or of all of a sweep or a demo."""
+        return list(self.estimate())
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Log one event; it has been written to the file, if there is one, when this returns."""
-        if isinstance(event, Advanced):
+        if isinstance(event, (Advanced, Schedule)):
             return
         message = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

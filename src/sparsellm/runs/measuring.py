@@ -28,6 +28,7 @@ from sparsellm.runs.events import (
     Advance,
     Measured,
     Observer,
+    Schedule,
     Stage,
     advance_by,
     combine_observers,
@@ -96,7 +97,7 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) 
     length = window_length(recipe, opened.source.length)
     tests = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
     check_tokens(opened.skeleton, *tests.values())
-    observer(expected_evaluation(recipe, opened, tests, length))
+    observer(Schedule(lambda: [expected_evaluation(recipe, opened, tests, length)]))
     observer(Stage(LOADING))
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
     check_runs(loaded, by_block=loaded.weights.on_disk)

@@ -45,6 +45,9 @@ FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 LOGITS_BYTES = 12
 """Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
 
+LOGITS_PASSES = 10
+"""How often a float32 logit is read or written for its loss and the gradient by it."""
+
 
 def plan_run(
     recipe: Recipe,
@@ -225,15 +228,16 @@ def _stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, ba
         samples, length = ready.windows.shape
         memory = placement.model + model_bytes(recipe, ready.blocks, ready.windows, vocabulary=vocabulary)
         passes = 4 * recipe.model_steps * model_step(samples, length) + model_written(recipe, samples, length)
-        yield TRAINING, Cost(memory, [], work(2.0 * parameters * passes * length))
+        head = work(2 * vocabulary * shapes.width, passes=LOGITS_PASSES * vocabulary)  # of a token
+        yield TRAINING, Cost(memory, [], depth * shapes.forward(passes * length) + passes * length * head)
 
 
 def _gradient_cost(shapes: BlockShapes, model: float, tokens: int, *, batch: int, stop: int) -> Cost:
     """Forward, then for each block down to `stop` forward again and backward; the inputs of all blocks are held."""
     memory = model + max(2 * batch * shapes.forward_bytes, LOGITS_BYTES * shapes.length * shapes.vocabulary)
-    # The logits' products, F of each block, and ten reads or writes of the logits' float32 softmax and running sums.
+    # The logits' products, F of each block, and the logits' float32 softmax and running sums.
     products = 4 * shapes.vocabulary * shapes.width + 2 * shapes.depth * shapes.width**2
-    done = tokens * work(products, passes=10 * 4 * shapes.vocabulary)
+    done = tokens * work(products, passes=4 * LOGITS_PASSES * shapes.vocabulary)
     inputs = (shapes.depth + 1) * tokens * shapes.width * shapes.itemsize
     return Cost(memory, [inputs], done + (3 * shapes.depth - 2 * stop) * shapes.forward(tokens))
 

@@ -58,8 +58,8 @@ class Progress:
 
     The expected seconds of a stage are multiplied by the ratio of measured to expected seconds over the work that this process
     has done: in stages of the same kind, and where there is little of it, in all stages. Results that were restored from a
-    journal or a cache do not count, since they take no time. The ratios change only when a unit of work is complete: between
-    two units, the time left falls with the clock.
+    journal or a cache do not count, since they take no time. The ratios change only when a unit of work is complete, which is a
+    block or, from a stage's second one on, also each result of a block: between two units, the time left falls with the clock.
 
     Args:
         clock: Returns seconds.
@@ -67,7 +67,7 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._started = self._unit_started = self._stage_started = clock()
+        self._started = self._stage_started = self._block_started = self._unit_started = clock()
         self._runs: list[Sequence[ExpectedStage]] = [()]
         self._run, self._run_name, self._position = 0, "", -1
         self._expected = ExpectedStage("", 0.0, "")
@@ -80,13 +80,15 @@ class Progress:
         self._fraction, self._unit_share, self._counted = 0.0, 1.0, False
         self._advanced = Advanced(0, 0, "")
         self._blocks = self._layers = self._layers_before = 0
+        self._steps: list[float] = []  # seconds from the block's begin to each of its results
+        self._profile: list[float] = []  # the same of the previous block, as fractions of its seconds
         self._detail = ""
         self._shown = 0.0
 
     def __call__(self, event: Event) -> None:
         """Take note of an event."""
         if isinstance(event, Schedule):
-            if len(event.runs) > 1 or not self._runs[self._run]:
+            if not self._runs[self._run]:  # a sweep's is sent before those of its runs
                 self._runs[self._run : self._run + len(event.runs)] = event.runs
                 self._look_ahead()
         elif isinstance(event, NextRun):
@@ -104,8 +106,10 @@ class Progress:
         elif isinstance(event, LayerResult):
             self._layers += 1
             self._detail = f"{event.name}  error {event.error:.3g}"
+            self._finish_step()
         elif isinstance(event, EpochResult):
             self._detail = f"{event.block} {event.step} {event.epoch}  feed-forward error {event.feed_forward_error:.3g}"
+            self._finish_step()
         elif isinstance(event, TrainingResult):
             self._detail = f"trained, held-out error {event.before:.3g} to {event.after:.3g}"
         elif isinstance(event, BlockResult):
@@ -148,9 +152,10 @@ class Progress:
         else:
             self._expected = ExpectedStage(stage.name, 0.0, "")
         self._stage, self._advanced = stage, Advanced(0, 0, "")
-        self._stage_started = self._unit_started = self._clock()
+        self._stage_started = self._block_started = self._unit_started = self._clock()
         self._fraction, self._blocks, self._layers, self._layers_before, self._detail = 0.0, 0, 0, 0, ""
-        self._unit_share = self._block_share(0) if self._expected.blocks else 1.0
+        self._profile, self._steps = [], []
+        self._unit_share = self._expected_at(1) if self._expected.blocks else 1.0
         self._counted = False
 
     def _leave_stage(self) -> None:
@@ -165,16 +170,25 @@ class Progress:
         self._layers = self._layers_before = self._layers_before + len(result.layers)
         errors = [layer.error for layer in result.layers]
         self._detail = f"mean error {statistics.fmean(errors):.3g}" if errors else ""
-        share = self._block_share(self._blocks)
-        self._blocks += 1
-        self._complete(self._fraction + share, counted=not restored)
-        self._unit_share = self._block_share(self._blocks)
+        seconds = max(self._clock() - self._block_started, 1e-9)
+        self._profile, self._steps = [step / seconds for step in self._steps], []
+        self._blocks, self._block_started = self._blocks + 1, self._clock()
+        self._complete(self._expected_at(0), counted=not restored)
+        self._unit_share = self._expected_at(1) - self._expected_at(0)
 
-    def _block_share(self, number: int) -> float:
-        """The fraction of the stage's expected seconds that a block takes."""
-        blocks = self._expected.blocks
-        total = sum(blocks)
-        return blocks[number] / total if number < len(blocks) and total > 0 else 0.0
+    def _finish_step(self) -> None:
+        """Note that a block has a result; it counts for the fraction of the block at which the previous block had it."""
+        self._steps.append(self._clock() - self._block_started)
+        step = len(self._steps)
+        if step <= len(self._profile):
+            self._complete(self._expected_at(step), counted=True)
+            self._unit_share = self._expected_at(step + 1) - self._expected_at(step)
+
+    def _expected_at(self, step: int) -> float:
+        """The fraction of the stage's expected seconds at a step of the present block, whose begin is 0."""
+        blocks, fractions = self._expected.blocks, [0.0, *self._profile, 1.0]
+        begin, end = sum(blocks[: self._blocks]), sum(blocks[: self._blocks + 1])
+        return (begin + fractions[step] * (end - begin)) / max(sum(blocks), 1e-9)
 
     def _complete(self, fraction: float, *, counted: bool) -> None:
         """Note that a fraction of the stage is done. counted: whether this process did the work."""

@@ -100,8 +100,8 @@ def run(
     name = name or (work.output.name if work else PurePath(recipe.model).name)
     observer(Begun(name, recipe, report.environment, placement.tight))
     restored = len(journal.block_files()) if journal else 0
-    stages = expected_stages(recipe, ready, placement, batch=batch, restored=restored, written=work is not None)
-    observer(Schedule((stages,)))
+    estimate = partial(expected_stages, recipe, ready, placement, batch=batch, restored=restored, written=work is not None)
+    observer(Schedule(lambda: [estimate()]))
     load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
     loaded = _load(load_model, ready, report=report, observer=observer)
     measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from sparsellm.runs.events import (
     TRAINING,
     WRITING,
     ExpectedStage,
-    Schedule,
 )
 from sparsellm.runs.loading import OpenedModel, Placement, choose_placement, open_model
 from sparsellm.runs.planning import estimate
@@ -49,8 +48,8 @@ ADAM_PASSES = 4
 CALL_SECONDS = 1e-3
 """Seconds for calling the modules of a block on a token, beside the operations."""
 
-RATE_SECONDS = 0.1
-"""Seconds for which each of the machine's rates is measured."""
+CACHE_PASSES, SAMPLING_BYTES = 6, 600
+"""How often a generated token reads or writes the keys and values so far; bytes read and written to draw it, for each logit."""
 
 OF_ITS_OWN = {
     "method",
@@ -81,7 +80,7 @@ def expected_stages(
         restored: Number of blocks that an earlier process has finished.
         written: Whether the run's model is written.
     """
-    speed = _speed(ready.device)
+    speed = rates(ready.device)
     seconds = {stage.name: stage.seconds for stage in estimate(recipe, ready, placement, batch=batch, speed=speed).stages}
     stages = [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
     stages += _measurements("dense", recipe, ready, placement, seconds=seconds)
@@ -106,7 +105,9 @@ def expected_stages(
     return tuple(stages)
 
 
-def expected_evaluation(recipe: Recipe, opened: OpenedModel, tests: dict[str, Tensor], length: int) -> Schedule:
+def expected_evaluation(
+    recipe: Recipe, opened: OpenedModel, tests: dict[str, Tensor], length: int
+) -> tuple[ExpectedStage, ...]:
     """Estimate the stages of an evaluation of a model on texts, each (sequences, length), and on the recipe's tasks."""
     method, plan = make_plan(recipe, opened.blocks)
     windows = torch.empty(0, dtype=torch.long)
@@ -114,7 +115,7 @@ def expected_evaluation(recipe: Recipe, opened: OpenedModel, tests: dict[str, Te
     stages = expected_stages(recipe, ready, choose_placement(recipe, ready, files=True), batch=1, written=False)
     names = (LOADING, f"{MEASURING} dense", f"{ANSWERING} dense")
     kept = (stage for stage in stages if stage.name in names)
-    return Schedule((tuple(replace(stage, name=stage.name.removesuffix(" dense")) for stage in kept),))
+    return tuple(replace(stage, name=stage.name.removesuffix(" dense")) for stage in kept)
 
 
 def expected_runs(recipes: Iterable[Recipe | None], *, written: bool, shared: bool) -> list[tuple[ExpectedStage, ...]]:
@@ -148,7 +149,7 @@ def expected_runs(recipes: Iterable[Recipe | None], *, written: bool, shared: bo
 
 def _prepared(recipe: Recipe, known: dict[str, Prepared]) -> Prepared:
     """Prepare a run, with the model and the sequences of an earlier one that has the same."""
-    key = recipe.model_dump_json(exclude=OF_ITS_OWN)
+    key = f"{recipe.reads_text} {recipe.model_dump_json(exclude=OF_ITS_OWN)}"
     if key not in known:
         opened = open_model(recipe)
         method, plan = make_plan(recipe, opened.blocks)
@@ -184,7 +185,7 @@ def _measurements(
     if recipe.task:
         yield ExpectedStage(f"{ANSWERING} {when}", None, f"{ANSWERING} {recipe.model}")  # how many answers, only lm-eval knows
     for _ in recipe.prompt:
-        token = 0.0 if placement.streamed else placement.model / _speed(ready.device)[3]
+        token = 0.0 if placement.streamed else placement.model / rates(ready.device)[3]
         yield ExpectedStage(CONTINUING, TOKENS * token, CONTINUING)
 
 
@@ -200,20 +201,25 @@ def _layer_costs(
 
 def _generation(ready: Prepared, placement: Placement, count: int) -> ExpectedStage:
     """The generation of sequences with the dense model, token by token."""
-    speed, parameters = _speed(ready.device), placement.model / ready.source.dtype("auto").itemsize
-    steps = -(-count // AT_A_TIME) * ready.length
-    seconds = steps * (placement.model / speed[3] + CALL_SECONDS * len(ready.blocks))
-    return ExpectedStage(GENERATING, seconds + 2 * count * ready.length * parameters / speed[0], GENERATING)
+    config, length, depth = ready.skeleton.config.get_text_config(), ready.length, len(ready.blocks)
+    stored = ready.source.dtype("auto").itemsize
+    batches, cached = -(-count // AT_A_TIME), 2 * 4 * length / 2 * config.hidden_size * depth  # keys and values, on average
+    passes = batches * placement.model + count * (CACHE_PASSES * cached + SAMPLING_BYTES * config.vocab_size)
+    products = 2 * count * placement.model / stored
+    seconds = CALL_SECONDS * batches * depth + float((work(products, passes=passes) / rates(ready.device)).sum())
+    return ExpectedStage(GENERATING, length * seconds, GENERATING)
 
 
 def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, restored: int) -> ExpectedStage:
-    """The stage that prunes or trains block by block. Restored blocks take a forward pass."""
-    count = sum(bool(planned_layers(block, ready.plan)) for block in ready.blocks)
-    shapes, speed = block_shapes(recipe, ready, batch), _speed(ready.device)
-    passed, block = float((shapes.forward(shapes.tokens) / speed).sum()), seconds / count
+    """The stage that prunes or trains block by block. Restored blocks take the forward passes that lead to them."""
+    pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
+    shapes, speed = block_shapes(recipe, ready, batch), rates(ready.device)
+    passed = float((shapes.forward(shapes.tokens) / speed).sum())
+    block = (seconds - pruned[-1] * passed) / len(pruned)
     if isinstance(ready.method, BlockRecovery):
-        block = float((_recovery_work(ready.method, shapes) / speed).sum()) + passed
-    blocks = (*[passed] * restored, *[block] * (count - restored))
+        block = float((_recovery_work(ready.method, shapes) / speed).sum())
+    gaps = (index - before for before, index in pairwise([0, *pruned]))
+    blocks = tuple(gap * passed + block * (number >= restored) for number, gap in enumerate(gaps))
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     return ExpectedStage(name, sum(blocks), f"{name} {ready.method!r}", blocks)
 
@@ -226,9 +232,3 @@ def _recovery_work(method: BlockRecovery, shapes: BlockShapes) -> Work:
     trained = windows_a_step(shapes.tokens // shapes.length, shapes.length) * shapes.length
     validations = (VALIDATIONS + 1) * shapes.forward(method.training.held * shapes.tokens)
     return moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(trained) + ADAM_PASSES * moved) + validations
-
-
-@cache
-def _speed(device: torch.device) -> Work:
-    """This machine's rates, measured once in a process."""
-    return rates(device, RATE_SECONDS)

@@ -20,7 +20,11 @@ STATE = State(3, 128, "llama-2-7b, sparsellm, 2:4", "choosing per-layer sparsity
 
 RUN: list[Event] = [
     Stage("opening"),
-    Schedule(((ExpectedStage("measuring dense", 20.0, "measuring"), ExpectedStage("pruning", 40.0, "pruning", (20.0, 20.0))),)),
+    Schedule(
+        lambda: (
+            (ExpectedStage("measuring dense", 20.0, "measuring"), ExpectedStage("pruning", 40.0, "pruning", (20.0, 20.0))),
+        )
+    ),
     Stage("measuring dense"),
     *(Advanced(done, 20, "sequence") for done in range(1, 21)),
     Measured("perplexity", "demo", "dense", float("inf"), None),
@@ -162,7 +166,7 @@ def test_an_error_ends_the_display_without_a_last_line(capsys: pytest.CaptureFix
 
 def test_a_run_is_named_where_there_is_room(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with Display("plain") as display:
-        display(Schedule(((ExpectedStage("pruning", 1.0, ""),), (ExpectedStage("pruning", 1.0, ""),))))
+        display(Schedule(lambda: ((ExpectedStage("pruning", 1.0, ""),), (ExpectedStage("pruning", 1.0, ""),))))
         display(NextRun(2, 2, "alps"))
         display(Stage("pruning"))
     assert capsys.readouterr().err.startswith("[2/2] 1/1 alps: pruning  ")

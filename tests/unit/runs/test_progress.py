@@ -83,7 +83,7 @@ def schedule(restored: int = 0) -> Schedule:
     """The expected stages of `steps`."""
     each = (*(0.3,) * restored, *(10.0,) * (4 - restored))
     pruning = ExpectedStage("pruning", sum(each), "pruning", each)
-    return Schedule(((MEASURING, pruning, ExpectedStage("measuring pruned", 20.0, "measuring")),))
+    return Schedule(lambda: ((MEASURING, pruning, ExpectedStage("measuring pruned", 20.0, "measuring")),))
 
 
 @pytest.mark.parametrize("restored", [0, 2])
@@ -151,7 +151,7 @@ def test_a_stage_without_an_estimate_makes_the_time_left_unknown_until_it_is_mea
     tasks = [ExpectedStage(f"tasks {when}", None, "tasks") for when in ("dense", "pruned")]
     clock = Clock()
     progress = Progress(clock)
-    progress(Schedule(((tasks[0], PRUNING, tasks[1]),)))
+    progress(Schedule(lambda: ((tasks[0], PRUNING, tasks[1]),)))
     assert progress.state().seconds_left is None
     progress(Stage("tasks dense"))
     assert progress.state().seconds_left is None
@@ -171,10 +171,10 @@ def test_runs_of_a_sweep_are_added_up_and_those_left_out_are_not() -> None:
     """A run that another process takes is no longer counted when the next one starts."""
     clock = Clock()
     progress = Progress(clock)
-    progress(Schedule(((PRUNING,), (), (PRUNING,), (PRUNING, MEASURING))))
+    progress(Schedule(lambda: ((PRUNING,), (), (PRUNING,), (PRUNING, MEASURING))))
     progress(NextRun(1, 4, "first"))
     assert progress.state().seconds_left == pytest.approx(140.0)
-    progress(Schedule(((MEASURING,),)))  # the run's own, which the sweep has already
+    progress(Schedule(lambda: ((MEASURING,),)))  # the run's own, which the sweep has already
     assert progress.state().seconds_left == pytest.approx(140.0)
     progress(NextRun(4, 4, "last"))
     state = progress.state()
@@ -183,10 +183,10 @@ def test_runs_of_a_sweep_are_added_up_and_those_left_out_are_not() -> None:
 
 def test_a_run_that_a_sweep_could_not_estimate_brings_its_own_stages() -> None:
     progress = Progress(Clock())
-    progress(Schedule(((PRUNING,), (), (PRUNING,))))
+    progress(Schedule(lambda: ((PRUNING,), (), (PRUNING,))))
     progress(NextRun(2, 3, "second"))
     assert progress.state().seconds_left == pytest.approx(40.0)
-    progress(Schedule(((MEASURING,),)))
+    progress(Schedule(lambda: ((MEASURING,),)))
     assert progress.state().seconds_left == pytest.approx(60.0)
 
 
@@ -207,7 +207,7 @@ def test_one_misjudged_stage_does_not_mislead_the_others() -> None:
     """A second expected, a hundred taken: other stages are not expected to take a hundred times as long."""
     clock = Clock()
     progress = Progress(clock)
-    progress(Schedule(((ExpectedStage("short", 1.0, "short"), ExpectedStage("long", 100.0, "long")),)))
+    progress(Schedule(lambda: ((ExpectedStage("short", 1.0, "short"), ExpectedStage("long", 100.0, "long")),)))
     progress(Stage("short"))
     clock.now += 100.0
     progress(Advanced(1, 1, "step"))
@@ -217,10 +217,26 @@ def test_one_misjudged_stage_does_not_mislead_the_others() -> None:
 def test_a_long_block_counts_as_almost_done() -> None:
     clock = Clock()
     progress = Progress(clock)
-    progress(Schedule(((PRUNING,),)))
+    progress(Schedule(lambda: ((PRUNING,),)))
     progress(Stage("pruning", 4, 4))
     clock.now += 1000.0
     assert progress.state().seconds_left == pytest.approx(30 + LEAST_LEFT * 10)
+
+
+def test_within_a_block_its_results_count_as_in_the_block_before() -> None:
+    """The first block has its layer's result after a quarter; the second one's comes late, and the time left rises with it."""
+    clock = Clock()
+    progress = Progress(clock)
+    progress(Schedule(lambda: ((PRUNING,),)))
+    progress(Stage("pruning", 4, 4))
+    for seconds, event in [(2.5, block(0).layers[0]), (7.5, block(0)), (5.0, block(1).layers[0])]:
+        clock.now += seconds
+        progress(event)
+    prior = PRIOR_SECONDS + PRIOR_SHARE * 40
+    ratio = (15.0 + prior * (15.0 + prior) / (12.5 + prior)) / (12.5 + prior)
+    assert progress.state().seconds_left == pytest.approx(27.5 * ratio)
+    clock.now += 4.0
+    assert progress.state().seconds_left == pytest.approx(27.5 * ratio - 4.0)
 
 
 def test_the_fraction_rises_to_one() -> None:
@@ -242,7 +258,7 @@ def test_a_stage_without_an_estimate_is_learned_from_its_first_unit() -> None:
     """Then the time left includes the later stages of its kind, before the first one ends."""
     now = [0.0]
     progress = Progress(clock=lambda: now[0])
-    progress(Schedule((tuple(ExpectedStage(f"answering {when}", None, "answering") for when in ("dense", "pruned")),)))
+    progress(Schedule(lambda: (tuple(ExpectedStage(f"answering {when}", None, "answering") for when in ("dense", "pruned")),)))
     progress(Stage("answering dense"))
     assert progress.state().seconds_left is None
     now[0] = 2.0
