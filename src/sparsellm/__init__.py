@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.reports.interface import bench as bench
     from sparsellm.reports.interface import compare as compare
     from sparsellm.reports.interface import report as report
     from sparsellm.reports.interface import search as search
@@ -69,6 +70,7 @@ _CONTENTS = {
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
+    "bench": "reports.interface",
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
     "inspect": "runs.inspection",

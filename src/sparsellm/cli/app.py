@@ -14,7 +14,7 @@ from sparsellm.cli.doctor import doctor
 from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
 from sparsellm.cli.pack import pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
-from sparsellm.cli.sweep import compare, report, search, sweep
+from sparsellm.cli.sweep import bench, compare, report, search, sweep
 
 app = typer.Typer(
     name="sparsellm",
@@ -38,24 +38,8 @@ def root(
     context.obj = debug
 
 
-COMMANDS = (
-    prune,
-    recover,
-    plan,
-    search,
-    sweep,
-    report,
-    compare,
-    evaluate,
-    inspect,
-    verify,
-    pack,
-    unpack,
-    push,
-    methods,
-    doctor,
-    demo,
-)
+COMMANDS = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
+COMMANDS += (pack, unpack, bench, push, methods, doctor, demo)
 
 for command in COMMANDS:
     # `report` refuses further runs itself, with the command that compares them.

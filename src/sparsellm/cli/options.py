@@ -277,4 +277,15 @@ Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write eac
 ComparedRuns = Annotated[
     list[str], typer.Argument(metavar="RUN", help="Folders of pruned models or of sweeps, of one dense model.")
 ]
+Packed = Annotated[str, typer.Argument(metavar="PACKED", help="Folder of a packed model, as written by `pack`.")]
+DenseForm = Annotated[
+    str | None,
+    typer.Option("--against", metavar="DENSE", help="Dense model to compare with.", show_default="PACKED, decoded"),
+]
+Batches = Annotated[str, typer.Option("--batch", metavar="N,N", help="Numbers of sequences to decode together.")]
+Threads = Annotated[
+    str | None, typer.Option("--threads", metavar="N,N", help="Numbers of threads.", show_default="as many as torch uses")
+]
+Decoded = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each sequence to decode in a measurement.")]
+SpeedPage = Annotated[str | None, _output(help="HTML file to write, with the tables and a chart.")]
 ComparisonPage = Annotated[str | None, typer.Option("--output", help="HTML file to write.")]

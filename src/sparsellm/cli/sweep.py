@@ -1,4 +1,4 @@
-"""`sweep`, `search`, `report` and `compare`: the commands that run and compare many settings, and that write pages."""
+"""`sweep`, `search`, `report`, `compare` and `bench`: the commands that compare, and that write pages."""
 
 from __future__ import annotations
 
@@ -214,3 +214,52 @@ def compare(
             print_line(stdout, note)
         if output:
             print_line(stdout, f"Wrote {output}.")
+
+
+def bench(
+    context: typer.Context,
+    packed: options.Packed,
+    *,
+    against: options.DenseForm = None,
+    batch: options.Batches = "1,4",
+    threads: options.Threads = None,
+    tokens: options.Decoded = 32,
+    output: options.SpeedPage = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure how fast a packed model decodes on this machine's CPU.
+
+    Lists tokens a second of the dense model in transformers, of the dense model with this package's kernel, of the packed
+    model, and the ceiling, which is the speed of reading the dense weights; also prefill and memory.
+
+    Example: sparsellm bench opt-70-packed
+    """
+    with report_errors(context):
+        from sparsellm.reports.interface import bench as measure
+        from sparsellm.reports.speed_page import LEGEND, size_line, speed_tables
+
+        batches, counts = _counts("--batch", batch), _counts("--threads", threads)
+        with stderr.status(f"measuring {packed}") as status:
+            result = measure(
+                packed, against, batch=batches or (), threads=counts, tokens=tokens, output=output, observe=status.update
+            )
+        if as_json:
+            print_json(result.to_dict())
+            return
+        print_line(stdout, size_line(result))
+        for title, made in speed_tables(result).items():
+            print_line(stdout, "")
+            show(stdout, text_table(*made, title=title))
+        print_line(stdout, f"\n{LEGEND}")
+        for note in result.notes:
+            print_line(stderr, f"note: {note}")
+        if output:
+            print_line(stdout, f"Wrote {output}.")
+
+
+def _counts(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read numbers that are separated by commas."""
+    try:
+        return None if text is None else tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers separated by commas, as 1,4; got {text!r}") from None

@@ -1,19 +1,24 @@
-"""`sweep`, `search`, `report` and `compare` in Python."""
+"""`sweep`, `search`, `report`, `compare` and `bench` in Python."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
+
+import torch
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
+from sparsellm.reports.figures import style
 from sparsellm.reports.page import comparison_page, page_name, report_page, write_figures
 from sparsellm.reports.search import Search, read_search, search_sparsity
+from sparsellm.reports.speed_page import speed_page
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import Outcome, run_sweep
 from sparsellm.reports.target import Target
@@ -22,6 +27,7 @@ from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
 from sparsellm.runs.recipe_fields import MethodName
 from sparsellm.runs.settings import PruneSettings, recipe_keywords
+from sparsellm.runs.speed import Bench, measure_bench
 from sparsellm.solvers.patterns import parse_pattern
 
 
@@ -204,6 +210,51 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Com
     if output:
         _write_page(comparison_page(comparison), output)
     return comparison
+
+
+def bench(
+    packed: str | Path,
+    against: str | Path | None = None,
+    *,
+    batch: int | Sequence[int] = (1, 4),
+    threads: int | Sequence[int] | None = None,
+    tokens: int = 32,
+    output: str | Path | None = None,
+    observe: Callable[[str], object] = lambda _: None,
+) -> Bench:
+    """Measure how fast a packed model decodes on the CPU: beside the dense model, and beside what memory allows.
+
+    Each form of the model reads the same random prompts and decodes greedily, in turns. The dense model and the packed one are
+    in memory together.
+
+    Args:
+        packed: Folder that `pack` wrote.
+        against: Dense model of the same shapes. Default: the packed model, decoded, which is as fast.
+        batch: Numbers of sequences to decode together.
+        threads: Numbers of threads. Default: as many as torch uses.
+        tokens: Tokens of each sequence to decode in a measurement.
+        output: HTML file to write, with the tables and a chart.
+        observe: Called with what is measured next.
+
+    Returns:
+        Speeds, ceilings and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
+
+    Raises:
+        InvalidSetting: A number is out of range, the dense model has other shapes, or `output` is a folder.
+        BadCheckpoint: The folder is not packed, or damaged.
+        TooLarge: Both models do not fit in memory.
+        MissingPackage: A page is asked for, and matplotlib is not installed.
+    """
+    _check_page(output)
+    batches, counts = ((x,) if isinstance(x, int) else x for x in (batch, threads or torch.get_num_threads()))
+    with style() if output else nullcontext():  # before the measurement, so that a missing package is reported at once
+        measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
+    if output:
+        dense = [] if against is None else ["--against", str(against)]
+        numbers = {"batch": batches, "threads": counts, "tokens": (tokens,)}
+        options = [word for name, values in numbers.items() for word in (f"--{name}", ",".join(map(str, values)))]
+        _write_page(speed_page(measured, ["sparsellm", "bench", str(packed), *dense, *options]), output)
+    return measured
 
 
 def _check_page(output: str | Path | None) -> None:

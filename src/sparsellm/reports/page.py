@@ -51,14 +51,14 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
     """
     with style():
         content = _content(run)
-        return _render(content), content["plots"]
+        return render(content), content["plots"]
 
 
 def comparison_page(comparison: Comparison) -> str:
     """The tables of a comparison as an HTML page."""
     recipes = {run.name: run.report.recipe for run in comparison.runs}
     with style():
-        return _render(
+        return render(
             {
                 "title": f"{comparison.model}: {len(comparison.runs)} runs compared",
                 "verdict": [],
@@ -81,7 +81,7 @@ def comparison_page(comparison: Comparison) -> str:
         )
 
 
-def _render(content: dict[str, Any]) -> str:
+def render(content: dict[str, Any]) -> str:
     """Fill the template."""
     # The texts come from models, files and prompts, so all are escaped.
     environment = Environment(autoescape=True, undefined=StrictUndefined)

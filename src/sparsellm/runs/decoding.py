@@ -1,0 +1,172 @@
+"""Decoding speed of forms of one model, dense and packed, and the speed at which memory delivers the dense weights."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.models.contexts import eval_mode
+from sparsellm.sparse import kernels
+from sparsellm.sparse.linear import PackedLinear
+
+TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"
+"""Forms of a model: transformers with torch's products, with this package's for bfloat16, and packed. The ceiling is no form:
+it is the speed at which the dense weights can be read from memory."""
+
+ROUNDS = 3
+"""Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a form with a number of threads and of sequences.
+
+    Attributes:
+        form: Name of the form; `CEILING` for the ceiling.
+        threads: Threads of torch and of the kernels.
+        batch: Sequences that are decoded together.
+        decode: Tokens a second of all sequences together, one token of each at a time, with a cache of keys and values.
+        prefill: Tokens of the prompts a second; None for the ceiling.
+    """
+
+    form: str
+    threads: int
+    batch: int
+    decode: float
+    prefill: float | None
+
+
+def measure_speeds(
+    models: Mapping[str, nn.Module],
+    *,
+    batches: Sequence[int],
+    threads: Sequence[int],
+    prompt: int,
+    tokens: int,
+    rounds: int = ROUNDS,
+    observe: Callable[[str], object] = lambda _: None,
+) -> tuple[list[Speed], dict[int, float]]:
+    """Measure how fast forms of one model decode, in turns, and how fast memory is read.
+
+    Args:
+        models: The forms by name. `TORCH` is the dense model, whose weights the ceiling reads.
+        batches: Numbers of sequences.
+        threads: Numbers of threads.
+        prompt: Tokens of each prompt.
+        tokens: Tokens to decode in a measurement.
+        rounds: Measurements of each form.
+        observe: Called with what is measured next.
+
+    Returns:
+        The speeds, and the bandwidth in bytes a second by number of threads.
+    """
+    read = step_bytes(models[TORCH])
+    speeds, bandwidth = [], {}
+    for count in threads:
+        with _threads(count):
+            bandwidth[count] = kernels.stream_bandwidth()
+            for batch in batches:
+                observe(f"{counted(count, 'thread')}, {counted(batch, 'sequence')}")
+                prompts = _prompts(models[TORCH], batch, prompt)
+                for model in models.values():
+                    _decode(model, prompts, min(2, tokens))  # warms up
+                seconds = [{form: _decode(x, prompts, tokens) for form, x in models.items()} for _ in range(rounds)]
+                for form in models:
+                    prefill, decode = (median(column) for column in zip(*(x[form] for x in seconds), strict=True))
+                    speeds.append(Speed(form, count, batch, batch * tokens / decode, batch * prompt / prefill))
+                speeds.append(Speed(CEILING, count, batch, batch * bandwidth[count] / read, None))
+    return speeds, bandwidth
+
+
+def step_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that decoding a token reads: all but those of embeddings, of which it reads a few rows."""
+    rows = {id(x) for module in model.modules() if isinstance(module, nn.Embedding) for x in module.parameters(recurse=False)}
+    heads = {id(x) for module in model.modules() if isinstance(module, nn.Linear) for x in module.parameters(recurse=False)}
+    return sum(x.nbytes for x in model.parameters() if id(x) not in rows - heads)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, tied ones once."""
+    return sum(tensor.nbytes for tensor in {id(x): x for x in chain(model.parameters(), model.buffers())}.values())
+
+
+def unpacked(model: nn.Module) -> nn.Module:
+    """Copy a packed model with its packed weights decoded. The copy shares all other tensors."""
+    copied = _sharing_copy(model)
+    for name, module in list(copied.named_modules()):
+        if isinstance(module, PackedLinear):
+            dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            dense.weight = nn.Parameter(module.bitmask.to_dense(), requires_grad=False)
+            dense.register_parameter("bias", module.bias)
+            copied.set_submodule(name, dense)
+    return copied
+
+
+def with_own_kernel(model: nn.Module) -> nn.Module | None:
+    """Copy a dense model, sharing its tensors, with this package's kernel for bfloat16; None if neither is there."""
+    copied = _sharing_copy(model)
+    layers = [x for x in copied.modules() if isinstance(x, nn.Linear) and x.weight.dtype == torch.bfloat16]
+    if kernels.available() is None or not layers:
+        return None
+    for layer in layers:
+        setattr(layer, "forward", partial(_own_product, layer))  # noqa: B010  (mypy forbids the plain assignment)
+    return copied
+
+
+def _own_product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The outputs of a dense layer by this package's kernel, or by torch for more tokens than it takes."""
+    tokens = x.reshape(-1, layer.in_features)
+    if len(tokens) > kernels.MAX_TOKENS:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    y = kernels.dense_matmul(tokens, layer.weight).view(*x.shape[:-1], layer.out_features)
+    return y if layer.bias is None else y + layer.bias
+
+
+def _sharing_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model, but not its tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Context in which torch and the kernels use a number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _prompts(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Random token ids, (batch, length)."""
+    vocabulary = min(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
+    return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def _decode(model: nn.Module, prompts: Tensor, tokens: int) -> tuple[float, float]:
+    """Seconds to read prompts, (batch, prompt), and to decode the next `tokens` tokens of each greedily."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with torch.inference_mode(), eval_mode(model):
+        started = time.perf_counter()
+        output = model(prompts, use_cache=True, **last)
+        filled = time.perf_counter()
+        for _ in range(tokens):
+            chosen = output.logits[:, -1:].argmax(-1)
+            output = model(chosen, past_key_values=output.past_key_values, use_cache=True)
+        return filled - started, time.perf_counter() - filled
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,178 @@
+"""`bench`: a packed model measured beside the dense one, with sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsellm.checkpoints.loading import context_length, open_checkpoint
+from sparsellm.errors import InvalidSetting
+from sparsellm.evaluation.measurements import Summarized
+from sparsellm.models.experts import experts_of
+from sparsellm.runs.decoding import (
+    CEILING,
+    KERNEL,
+    PACKED,
+    TORCH,
+    Speed,
+    counted,
+    measure_speeds,
+    step_bytes,
+    unpacked,
+    weight_bytes,
+    with_own_kernel,
+)
+from sparsellm.runs.fingerprint import environment
+from sparsellm.runtime import memory
+from sparsellm.sparse import kernels
+from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.transformers_quantizer import load
+
+PROMPT = 128
+"""Tokens of a prompt, where the model's context has room for them."""
+
+
+PROMPT = 128
+"""Tokens of a prompt, where the model's context has room for them."""
+
+
+@dataclass(frozen=True, repr=False)
+class Bench(Summarized):
+    """What `bench` measured.
+
+    Attributes:
+        model: Name of the packed model.
+        disk_bytes: Size of its weight files.
+        memory_bytes: Bytes of the weights in memory, by form.
+        step_bytes: Bytes of the dense weights that decoding one token reads.
+        bandwidth: Bytes a second that streaming reads of memory reach, by number of threads.
+        prompt: Tokens of each prompt.
+        tokens: Tokens decoded in a measurement.
+        speeds: The speeds; the form `TORCH` comes first among those with the same threads and batch.
+        notes: What limits the figures.
+        environment: Versions and machine.
+    """
+
+    model: str
+    disk_bytes: int
+    memory_bytes: dict[str, int]
+    step_bytes: int
+    bandwidth: dict[int, float]
+    prompt: int
+    tokens: int
+    speeds: list[Speed]
+    notes: list[str]
+    environment: dict[str, str]
+
+    def ratio(self, speed: Speed, form: str) -> float:
+        """How many times as fast as another form a form decodes, with the same threads and batch."""
+        key = (form, speed.threads, speed.batch)
+        return speed.decode / next(x.decode for x in self.speeds if (x.form, x.threads, x.batch) == key)
+
+    def describe(self) -> list[str]:
+        """A sentence on the packed model for each number of threads and of sequences."""
+        return [
+            f"{counted(x.threads, 'thread')}, {counted(x.batch, 'sequence')}: {x.decode:.1f} tokens a second, "
+            f"{self.ratio(x, TORCH):.2f} × torch, {self.ratio(x, CEILING):.2f} × ceiling"
+            for x in self.speeds
+            if x.form == PACKED
+        ]
+
+    def summary(self) -> dict[str, str]:
+        """Size and speeds."""
+        size, dense = self.memory_bytes[PACKED], self.memory_bytes[TORCH]
+        return {"model": self.model, "size": f"{size / dense:.0%} of the dense weights", "packed": "; ".join(self.describe())}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, with the ratios of every speed."""
+        ratios = [
+            {"times_torch": self.ratio(x, TORCH), "times_ceiling": self.ratio(x, CEILING)} | asdict(x) for x in self.speeds
+        ]
+        return asdict(self) | {"speeds": ratios}
+
+
+def measure_bench(
+    packed: str | Path,
+    against: str | Path | None,
+    *,
+    batches: Sequence[int],
+    threads: Sequence[int],
+    tokens: int,
+    observe: Callable[[str], object] = lambda _: None,
+) -> Bench:
+    """Measure a packed model; `sparsellm.bench` describes the arguments. observe: called with what is done next."""
+    _check_counts("batch", batches, largest=None)
+    _check_counts("threads", threads, largest=os.cpu_count() or 1)
+    observe(f"loading {packed}")
+    model = load(packed)
+    length = context_length(model.config)
+    if not 1 <= tokens < length:
+        raise InvalidSetting(
+            f"`tokens` got {tokens}, and the model's context has {length}. Pass a number from 1 to {length - 1}."
+        )
+    observe(f"loading {against}" if against else "decoding the packed weights")
+    dense = _dense_form(model, packed, against)
+    forms = {TORCH: dense, KERNEL: with_own_kernel(dense), PACKED: model}
+    measured = {name: form for name, form in forms.items() if form is not None}
+    prompt = min(PROMPT, length - tokens)
+    speeds, bandwidth = measure_speeds(
+        measured, batches=batches, threads=threads, prompt=prompt, tokens=tokens, observe=observe
+    )
+    kernel = kernels.available()
+    notes = (
+        []
+        if kernel
+        else ["no kernel is installed, so that packed weights are decoded for every token: sparsellm doctor says why"]
+    )
+    if any(experts_of(module) is not None for module in dense.modules()):
+        notes.append("a token reads only some of the experts: the ceiling counts them all, and is too low")
+    return Bench(
+        model=str(packed),
+        disk_bytes=sum(file.stat().st_size for file in Path(packed).glob("*.safetensors")),
+        memory_bytes={name: weight_bytes(form) for name, form in measured.items()},
+        step_bytes=step_bytes(dense),
+        bandwidth=bandwidth,
+        prompt=prompt,
+        tokens=tokens,
+        speeds=speeds,
+        notes=notes,
+        environment=environment(torch.device("cpu")) | {"kernel": kernel or "none"},
+    )
+
+
+def _check_counts(name: str, counts: Sequence[int], largest: int | None) -> None:
+    """Check numbers of sequences or of threads."""
+    if not counts or min(counts) < 1 or (largest is not None and max(counts) > largest):
+        limit = "1 or more" if largest is None else f"from 1 to {largest}, the cores of this machine"
+        raise InvalidSetting(f"`{name}` got {','.join(map(str, counts)) or 'nothing'}: pass numbers {limit}.")
+
+
+def _packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
+    """The packed layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def _dense_form(model: nn.Module, packed: str | Path, against: str | Path | None) -> nn.Module:
+    """The dense model: the packed one decoded, or another one of the same shape and dtype."""
+    layers = _packed_layers(model)
+    dtypes = {layer.values.dtype for layer in layers.values()}
+    needed = sum(layer.in_features * layer.out_features * layer.values.element_size() for layer in layers.values())
+    memory.check_fits(needed, torch.device("cpu"), stage="The dense model", advice="Measure on a machine with more memory.")
+    if against is None:
+        return unpacked(model)
+    dense: nn.Module = open_checkpoint(str(against)).load(str(dtypes.pop()).removeprefix("torch."))
+    for name, layer in layers.items():
+        shape = (layer.out_features, layer.in_features)
+        other = dict(dense.named_parameters()).get(f"{name}.weight")
+        if other is None or shape not in (other.shape, other.shape[::-1]):
+            found = "is missing" if other is None else f"is {tuple(other.shape)}"
+            raise InvalidSetting(
+                f"{packed} was not made from {against}: {name} is {shape} in the one and {found} in the other."
+            )
+    return dense

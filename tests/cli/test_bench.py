@@ -1,0 +1,125 @@
+"""`bench` and `sparsellm.bench`: tables, JSON, the page, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.reports.speed_page import HEAD
+from sparsellm.runs import speed
+from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH
+from sparsellm.sparse import kernels
+from tests.integration.test_decoding import packed_model
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The tiny OPT, packed while it is loaded, on a machine with a kernel and a memory of 10 GB/s."""
+    monkeypatch.setattr(speed, "load", packed_model)
+    monkeypatch.setattr(kernels, "available", lambda: "avx512")
+    monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
+    monkeypatch.setattr(kernels, "stream_bandwidth", lambda: 1e10)
+    return str(tiny["opt"])
+
+
+def test_every_form_has_a_line(folder: str, command: Command) -> None:
+    """In tables of at most 80 columns, where × ceiling stands beside × torch."""
+    done = command("bench", folder, "--batch", "1,2", "--threads", "1", "--tokens", "2")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r".*: [\d.]+ KiB on disk, [\d.]+ KiB in memory; the dense weights are [\d.]+ KiB\.", lines[0])
+    assert lines[2].strip() == "1 thread reads 10.0 GB/s from memory"
+    start = lines.index(next(line for line in lines if line.startswith("form")))
+    assert re.split(r"  +", lines[start].strip()) == HEAD
+    rows = [re.split(r"  +", line.strip()) for line in lines[start + 1 : start + 9]]
+    assert [row[:2] for row in rows] == [[form, batch] for batch in "12" for form in (TORCH, KERNEL, PACKED, CEILING)]
+    assert {row[3] for row in rows if row[0] == TORCH} == {row[4] for row in rows if row[0] == CEILING} == {"1.00"}
+    assert all(len(line) <= 80 for line in lines[1 : start + 9])
+
+
+def test_json_has_every_figure(folder: str, command: Command) -> None:
+    done = command("bench", folder, "--against", folder, "--batch", "3", "--tokens", "2", "--json")
+    data = json.loads(done.stdout)
+    dense, packed = data["memory_bytes"][TORCH], data["memory_bytes"][PACKED]
+    assert packed < dense == data["memory_bytes"][KERNEL]
+    assert data["disk_bytes"] == (Path(folder) / "model.safetensors").stat().st_size
+    assert data["environment"]["kernel"] == "avx512"
+    assert [row["form"] for row in data["speeds"]] == [TORCH, KERNEL, PACKED, CEILING]
+    first, *_, last = data["speeds"]
+    assert last["decode"] == 3 * 1e10 / data["step_bytes"]
+    for row in data["speeds"]:
+        assert row["batch"] == 3
+        assert row["times_torch"] == row["decode"] / first["decode"]
+        assert row["times_ceiling"] == row["decode"] / last["decode"]
+
+
+def test_the_page_has_the_chart_and_the_command(folder: str, tmp_path: Path) -> None:
+    result = sparsellm.bench(folder, batch=2, threads=1, tokens=2, output=tmp_path / "new" / "bench.html")
+    page = (tmp_path / "new" / "bench.html").read_text(encoding="utf-8")
+    assert f"sparsellm bench {folder} --batch 2 --threads 1 --tokens 2" in page
+    assert page.count("<svg") == 1
+    for sentence in result.describe():
+        assert sentence in page
+    assert re.fullmatch(
+        r"1 thread, 2 sequences: [\d.]+ tokens a second, [\d.]+ × torch, [\d.]+ × ceiling", result.describe()[0]
+    )
+    assert "× torch" in str(result)
+
+
+def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: None)
+    done = command("bench", folder, "--batch", "1", "--tokens", "2")
+    assert KERNEL not in done.stdout
+    assert "note: no kernel is installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch", "0"], "--batch got 0: pass numbers 1 or more."),
+        (["--threads", "1,9999"], f"--threads got 1,9999: pass numbers from 1 to {os.cpu_count()}, the cores of this machine."),
+        (["--tokens", "0"], "--tokens got 0, and the model's context has 64. Pass a number from 1 to 63."),
+        (["--tokens", "64"], "--tokens got 64, and the model's context has 64. Pass a number from 1 to 63."),
+    ],
+)
+def test_numbers_out_of_range_are_refused(folder: str, command: Command, options: list[str], message: str) -> None:
+    done = command("bench", folder, *options)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == f"error: {message}"
+    assert not done.stdout
+
+
+def test_text_for_a_number_is_wrong_usage(folder: str, command: Command) -> None:
+    done = command("bench", folder, "--batch", "1;4")
+    assert done.exit_code == 2
+    assert "--batch takes numbers separated by commas" in done.stderr
+
+
+def test_another_model_is_no_dense_form(folder: str, tiny: dict[str, Path], command: Command) -> None:
+    done = command("bench", folder, "--against", tiny["llama"], "--tokens", "2")
+    assert done.exit_code == 1
+    assert "was not made from" in done.stderr
+    assert "is missing" in done.stderr
+
+
+def test_models_that_do_not_fit_are_refused(folder: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed.memory, "available", lambda _: 1000)
+    done = command("bench", folder, "--tokens", "2")
+    assert done.exit_code == 1
+    assert "The dense model needs" in done.stderr
+
+
+def test_threads_are_restored(folder: str) -> None:
+    before = torch.get_num_threads()
+    sparsellm.bench(folder, batch=1, threads=2, tokens=1)
+    assert torch.get_num_threads() == before

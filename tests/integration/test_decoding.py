@@ -1,0 +1,140 @@
+"""The measurement of decoding speeds, on a clock that the models move, and the dense forms beside a packed model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparsellm.runs import decoding
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH, measure_speeds, step_bytes, unpacked, weight_bytes, with_own_kernel
+from sparsellm.sparse import kernels
+from sparsellm.sparse.linear import PackedLinear
+
+READ = 1000
+"""Bytes a second that the made-up memory delivers to a thread."""
+
+
+def packed_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """The model of a folder with about half of its weights removed and its blocks' layers packed; the same at each call."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and "lm_head" not in name:
+            weight = layer.weight.data.masked_fill(torch.rand(layer.weight.shape, generator=generator) < 0.5, 0)
+            model.set_submodule(name, PackedLinear.from_dense(weight, layer.bias))
+    return model.eval()
+
+
+class Timed(nn.Module):
+    """A model of 25 float32 weights and a vocabulary of 7 that takes some seconds for each token of a sequence."""
+
+    def __init__(self, name: str, seconds: float, clock: list[float], calls: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(7, 5), nn.Linear(5, 5, bias=False)
+        self.name, self.seconds, self.clock, self.calls = name, seconds, clock, calls
+
+    def forward(self, tokens: Tensor, past_key_values: Any = None, use_cache: bool = False) -> Any:
+        assert use_cache
+        self.calls.append((self.name, tokens.shape[1], torch.get_num_threads()))
+        self.clock[0] += self.seconds * tokens.shape[1]
+        return SimpleNamespace(logits=torch.zeros(*tokens.shape, 7), past_key_values=())
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, nn.Module], list[tuple[str, int, int]]]:
+    """A dense model that takes 4 seconds a token and a packed one that takes 1, and the list of their calls."""
+    clock, calls = [0.0], list[tuple[str, int, int]]()
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(kernels, "stream_bandwidth", lambda: READ * torch.get_num_threads())
+    return {TORCH: Timed(TORCH, 4, clock, calls), PACKED: Timed(PACKED, 1, clock, calls)}, calls
+
+
+def test_speeds_are_tokens_of_all_sequences_by_seconds(timed: tuple[dict[str, nn.Module], list]) -> None:
+    speeds, bandwidth = measure_speeds(timed[0], batches=[1, 3], threads=[1, 2], prompt=6, tokens=5)
+    assert bandwidth == {1: READ, 2: 2 * READ}
+    for speed in speeds:
+        if speed.form == CEILING:  # 25 weights of 4 bytes are read for each token of all sequences
+            assert speed.decode == speed.batch * speed.threads * READ / 100
+            assert speed.prefill is None
+        else:
+            seconds = {TORCH: 4, PACKED: 1}[speed.form]
+            assert (speed.decode, speed.prefill) == (speed.batch / seconds, speed.batch / seconds)
+    places = [(speed.form, speed.threads, speed.batch) for speed in speeds]
+    assert places == [(form, t, b) for t in (1, 2) for b in (1, 3) for form in (TORCH, PACKED, CEILING)]
+
+
+def test_forms_take_turns_with_the_threads_asked_for(timed: tuple[dict[str, nn.Module], list]) -> None:
+    """Each is warmed up by two tokens; then the rounds, in each of which every form reads its prompts and decodes."""
+    before, (models, calls) = torch.get_num_threads(), timed
+    measure_speeds(models, batches=[1], threads=[2], prompt=6, tokens=3, rounds=2)
+    prompts = [name for name, length, _ in calls if length == 6]
+    assert prompts == [TORCH, PACKED] * 3
+    assert len(calls) == 2 * (1 + 2) + 2 * 2 * (1 + 3)
+    assert {threads for *_, threads in calls} == {2}
+    assert torch.get_num_threads() == before
+
+
+def test_the_median_of_the_rounds_counts(timed: tuple[dict[str, nn.Module], list]) -> None:
+    models, calls = timed
+    slow = models[PACKED].register_forward_hook(lambda module, *_: setattr(module, "seconds", 50 if len(calls) > 50 else 1))
+    speeds, _ = measure_speeds(models, batches=[1], threads=[1], prompt=2, tokens=9, rounds=3)
+    slow.remove()
+    assert len(calls) > 50
+    assert [speed.decode for speed in speeds if speed.form == PACKED] == [1]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_decoded_weights_give_the_logits_of_packed_ones(tiny: dict[str, Path], family: str) -> None:
+    packed = packed_model(tiny[family], torch.float32)
+    dense, tokens = unpacked(packed).eval(), torch.arange(12)[None]
+    assert not any(isinstance(module, PackedLinear) for module in dense.modules())
+    assert any(isinstance(module, PackedLinear) for module in packed.modules()), "the packed model is unchanged"
+    with torch.no_grad():
+        torch.testing.assert_close(dense(tokens).logits, packed(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert dense.get_input_embeddings().weight is packed.get_input_embeddings().weight
+    original = AutoModelForCausalLM.from_pretrained(tiny[family], dtype=torch.float32)
+    assert weight_bytes(dense) == weight_bytes(original) > weight_bytes(packed)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_step_reads_every_matrix_and_the_head_once(tiny: dict[str, Path], family: str) -> None:
+    """Counted from the names: tied embeddings are the head; OPT's positions are looked up."""
+    model = AutoModelForCausalLM.from_pretrained(tiny[family], dtype=torch.float32)
+    names = [name for name, _ in model.named_parameters() if "embed_positions" not in name]
+    assert any("embed_tokens" in name for name in names), "the head is tied to the embeddings"
+    assert not any("lm_head" in name for name in names)
+    assert step_bytes(model) == sum(4 * model.get_parameter(name).numel() for name in names)
+
+
+def test_embeddings_that_are_not_the_head_are_not_read() -> None:
+    assert step_bytes(nn.Sequential(nn.Embedding(100, 5), nn.Linear(5, 100, bias=False))) == 2000
+
+
+def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x @ weight.T
+
+    monkeypatch.setattr(kernels, "dense_matmul", dense_matmul)
+    monkeypatch.setattr(kernels, "available", lambda: "avx512")
+    model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
+    copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert copied is not None
+    for tokens in (kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
+        calls.clear()
+        with torch.no_grad():
+            logits = copied(torch.arange(tokens)[None]).logits
+            assert calls == ([tokens] * layers if tokens <= kernels.MAX_TOKENS else [])
+            torch.testing.assert_close(logits, model(torch.arange(tokens)[None]).logits, rtol=0.02, atol=0.02)
+    assert weight_bytes(copied) == weight_bytes(model)
+    assert with_own_kernel(AutoModelForCausalLM.from_pretrained(tiny["llama"], dtype=torch.float32)) is None
+    monkeypatch.setattr(kernels, "available", lambda: None)
+    assert with_own_kernel(model) is None
