@@ -88,8 +88,14 @@ def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch:
     [
         (["--batch", "0"], "--batch got 0: pass numbers 1 or more."),
         (["--threads", "1,9999"], f"--threads got 1,9999: pass numbers from 1 to {os.cpu_count()}, the cores of this machine."),
-        (["--tokens", "0"], "--tokens got 0, and the model's context has 64. Pass a number from 1 to 63."),
-        (["--tokens", "64"], "--tokens got 64, and the model's context has 64. Pass a number from 1 to 63."),
+        (
+            ["--tokens", "0"],
+            "--tokens got 0, and the model's context of 64 has room for 3 turns of 21. Pass a number from 1 to 21.",
+        ),
+        (
+            ["--tokens", "22"],
+            "--tokens got 22, and the model's context of 64 has room for 3 turns of 21. Pass a number from 1 to 21.",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_refused(folder: str, command: Command, options: list[str], message: str) -> None:
@@ -121,5 +127,5 @@ def test_models_that_do_not_fit_are_refused(folder: str, command: Command, monke
 
 def test_threads_are_restored(folder: str) -> None:
     before = torch.get_num_threads()
-    sparsellm.bench(folder, batch=1, threads=2, tokens=1)
+    sparsellm.bench(folder, batch=1, threads=2, tokens=21)
     assert torch.get_num_threads() == before

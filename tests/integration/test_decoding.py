@@ -70,22 +70,23 @@ def test_speeds_are_tokens_of_all_sequences_by_seconds(timed: tuple[dict[str, nn
 
 
 def test_forms_take_turns_with_the_threads_asked_for(timed: tuple[dict[str, nn.Module], list]) -> None:
-    """Each is warmed up by two tokens; then the rounds, in each of which every form reads its prompts and decodes."""
+    """Each is warmed up, and reads its prompts; then it decodes in turn with the others."""
     before, (models, calls) = torch.get_num_threads(), timed
     measure_speeds(models, batches=[1], threads=[2], prompt=6, tokens=3, rounds=2)
-    prompts = [name for name, length, _ in calls if length == 6]
-    assert prompts == [TORCH, PACKED] * 3
-    assert len(calls) == 2 * (1 + 2) + 2 * 2 * (1 + 3)
+    steps = [(name, length) for name, length, _ in calls]
+    warm = [(name, 1) for name in (TORCH, TORCH, PACKED, PACKED)]
+    assert steps == [*warm, (TORCH, 6), (PACKED, 6), *([(TORCH, 1)] * 3 + [(PACKED, 1)] * 3) * 2]
     assert {threads for *_, threads in calls} == {2}
     assert torch.get_num_threads() == before
 
 
 def test_the_median_of_the_rounds_counts(timed: tuple[dict[str, nn.Module], list]) -> None:
     models, calls = timed
-    slow = models[PACKED].register_forward_hook(lambda module, *_: setattr(module, "seconds", 50 if len(calls) > 50 else 1))
+    last = 2 * 2 + 2 + 2 * 9 * 2  # calls before the last round
+    slow = models[PACKED].register_forward_hook(lambda module, *_: setattr(module, "seconds", 50 if len(calls) > last else 1))
     speeds, _ = measure_speeds(models, batches=[1], threads=[1], prompt=2, tokens=9, rounds=3)
     slow.remove()
-    assert len(calls) > 50
+    assert len(calls) == last + 2 * 9
     assert [speed.decode for speed in speeds if speed.form == PACKED] == [1]
 
 

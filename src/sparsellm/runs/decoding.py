@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", 
 it is the speed at which the dense weights can be read from memory."""
 
 ROUNDS = 3
-"""Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts."""
+"""Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts.
+Each continues the sequences of the one before."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,16 @@ def measure_speeds(
                 observe(f"{counted(count, 'thread')}, {counted(batch, 'sequence')}")
                 prompts = _prompts(models[TORCH], batch, prompt)
                 for model in models.values():
-                    _decode(model, prompts, min(2, tokens))  # warms up
-                seconds = [{form: _decode(x, prompts, tokens) for form, x in models.items()} for _ in range(rounds)]
-                for form in models:
-                    prefill, decode = (median(column) for column in zip(*(x[form] for x in seconds), strict=True))
-                    speeds.append(Speed(form, count, batch, batch * tokens / decode, batch * prompt / prefill))
+                    _decode(model, _prefill(model, prompts[:, :1])[0], tokens=1)  # warms up
+                started = {form: _prefill(model, prompts) for form, model in models.items()}
+                outputs = {form: output for form, (output, _) in started.items()}
+                seconds: dict[str, list[float]] = {form: [] for form in models}
+                for form in [*models] * rounds:
+                    outputs[form], elapsed = _decode(models[form], outputs[form], tokens)
+                    seconds[form].append(elapsed)
+                for form, (_, elapsed) in started.items():
+                    decode = batch * tokens / median(seconds[form])
+                    speeds.append(Speed(form, count, batch, decode, batch * prompt / elapsed))
                 speeds.append(Speed(CEILING, count, batch, batch * bandwidth[count] / read, None))
     return speeds, bandwidth
 
@@ -102,7 +109,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 def unpacked(model: nn.Module) -> nn.Module:
     """Copy a packed model with its packed weights decoded. The copy shares all other tensors."""
-    copied = _sharing_copy(model)
+    copied = sharing_copy(model)
     for name, module in list(copied.named_modules()):
         if isinstance(module, PackedLinear):
             dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
@@ -114,7 +121,7 @@ def unpacked(model: nn.Module) -> nn.Module:
 
 def with_own_kernel(model: nn.Module) -> nn.Module | None:
     """Copy a dense model, sharing its tensors, with this package's kernel for bfloat16; None if neither is there."""
-    copied = _sharing_copy(model)
+    copied = sharing_copy(model)
     layers = [x for x in copied.modules() if isinstance(x, nn.Linear) and x.weight.dtype == torch.bfloat16]
     if kernels.available() is None or not layers:
         return None
@@ -132,7 +139,7 @@ def _own_product(layer: nn.Linear, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + layer.bias
 
 
-def _sharing_copy(model: nn.Module) -> nn.Module:
+def sharing_copy(model: nn.Module) -> nn.Module:
     """Copy the modules of a model, but not its tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
@@ -154,17 +161,22 @@ def _prompts(model: nn.Module, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def _decode(model: nn.Module, prompts: Tensor, tokens: int) -> tuple[float, float]:
-    """Seconds to read prompts, (batch, prompt), and to decode the next `tokens` tokens of each greedily."""
+def _prefill(model: nn.Module, prompts: Tensor) -> tuple[Any, float]:
+    """Read prompts, (batch, prompt). Returns the model's output, with its cache, and the seconds."""
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    started = time.perf_counter()
     with torch.inference_mode(), eval_mode(model):
-        started = time.perf_counter()
-        output = model(prompts, use_cache=True, **last)
-        filled = time.perf_counter()
+        return model(prompts, use_cache=True, **last), time.perf_counter() - started
+
+
+def _decode(model: nn.Module, output: Any, tokens: int) -> tuple[Any, float]:
+    """Decode the next `tokens` tokens of each sequence greedily. Returns the model's last output and the seconds."""
+    started = time.perf_counter()
+    with torch.inference_mode(), eval_mode(model):
         for _ in range(tokens):
             chosen = output.logits[:, -1:].argmax(-1)
             output = model(chosen, past_key_values=output.past_key_values, use_cache=True)
-        return filled - started, time.perf_counter() - filled
+    return output, time.perf_counter() - started
 
 
 def counted(number: int, noun: str) -> str:

@@ -19,6 +19,7 @@ from sparsellm.runs.decoding import (
     CEILING,
     KERNEL,
     PACKED,
+    ROUNDS,
     TORCH,
     Speed,
     counted,
@@ -53,7 +54,7 @@ class Bench(Summarized):
         step_bytes: Bytes of the dense weights that decoding one token reads.
         bandwidth: Bytes a second that streaming reads of memory reach, by number of threads.
         prompt: Tokens of each prompt.
-        tokens: Tokens decoded in a measurement.
+        tokens: Tokens of each sequence that a measurement decodes.
         speeds: The speeds; the form `TORCH` comes first among those with the same threads and batch.
         notes: What limits the figures.
         environment: Versions and machine.
@@ -112,15 +113,15 @@ def measure_bench(
     observe(f"loading {packed}")
     model = load(packed)
     length = context_length(model.config)
-    if not 1 <= tokens < length:
-        raise InvalidSetting(
-            f"`tokens` got {tokens}, and the model's context has {length}. Pass a number from 1 to {length - 1}."
-        )
+    most = (length - 1) // ROUNDS
+    if not 1 <= tokens <= most:
+        limit = f"the model's context of {length} has room for {ROUNDS} turns of {most}"
+        raise InvalidSetting(f"`tokens` got {tokens}, and {limit}. Pass a number from 1 to {most}.")
     observe(f"loading {against}" if against else "decoding the packed weights")
     dense = _dense_form(model, packed, against)
     forms = {TORCH: dense, KERNEL: with_own_kernel(dense), PACKED: model}
     measured = {name: form for name, form in forms.items() if form is not None}
-    prompt = min(PROMPT, length - tokens)
+    prompt = min(PROMPT, length - ROUNDS * tokens)
     speeds, bandwidth = measure_speeds(
         measured, batches=batches, threads=threads, prompt=prompt, tokens=tokens, observe=observe
     )

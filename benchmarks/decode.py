@@ -1,0 +1,238 @@
+"""Decoding with packed weights, beside dense ones, the speed of memory, and llama.cpp: docs/deploying.md.
+
+    python benchmarks/decode.py measure    # six minutes, on a machine that does nothing else
+    python benchmarks/decode.py table
+
+The models have random weights, and the shapes of TinyLlama-1.1B and OPT-1.3B. One block is made and pruned by magnitude, and
+the others are copies of it in memory of their own. The head is pruned too, or dense, as `sparsellm prune` leaves it. llama.cpp
+takes part if `llama-cpp-python` and `gguf` are installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import llama_cpp_race
+import torch
+from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig
+
+from sparsellm.runs.decoding import (
+    CEILING,
+    KERNEL,
+    TORCH,
+    measure_speeds,
+    sharing_copy,
+    step_bytes,
+    weight_bytes,
+    with_own_kernel,
+)
+from sparsellm.sparse import kernels
+from sparsellm.sparse.linear import PackedLinear
+
+FILE = MEASURED / "decode.json"
+SPARSITIES = (0.5, 0.7, 0.9)
+BATCHES, THREADS = (1, 4), (1, 2)
+PROMPT, TOKENS, ROUNDS = 8, 12, 5
+"""Prefill is not measured here: a prompt of 8 tokens is read by the kernels, without decoding the weights."""
+
+SHAPES: dict[str, PreTrainedConfig] = {
+    "TinyLlama-1.1B": LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    ),
+    "OPT-1.3B": OPTConfig(
+        vocab_size=50272,
+        hidden_size=2048,
+        word_embed_proj_dim=2048,
+        ffn_dim=8192,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+    ),
+}
+
+
+def packed_name(sparsity: float, head: str) -> str:
+    """Name of a packed form. head: "dense" or "pruned"."""
+    return f"packed {sparsity:.0%}, {head} head"
+
+
+def measure() -> None:
+    """Measure every shape."""
+    for name, config in SHAPES.items():
+        started = time.perf_counter()
+        forms = make_forms(config)
+        print(f"{name}: made in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+        speeds, bandwidth = measure_speeds(
+            forms,
+            batches=BATCHES,
+            threads=THREADS,
+            prompt=PROMPT,
+            tokens=TOKENS,
+            rounds=ROUNDS,
+            observe=lambda text, name=name: print(f"{name}: {text}", file=sys.stderr),
+        )
+        figures: dict[str, Any] = {
+            "step_bytes": step_bytes(forms[TORCH]),
+            "bandwidth": {str(threads): value for threads, value in bandwidth.items()},
+            "memory_bytes": {form: weight_bytes(model) for form, model in forms.items()},
+            "speeds": [asdict(speed) for speed in speeds],
+            "profile": {f"{form}, {threads}": profile(model, threads) for form, model in forms.items() for threads in THREADS},
+        }
+        if isinstance(config, LlamaConfig):
+            dense = forms[TORCH]
+            forms.clear()
+            with tempfile.TemporaryDirectory() as folder:
+                figures |= {"race": llama_cpp_race.measure(dense, Path(folder), THREADS, batches=BATCHES, tokens=TOKENS)}
+        kernel = kernels.available() or "none"
+        write_figures(FILE, read_figures(FILE) | {name: figures, "kernel": kernel})
+        print(f"{name}: {time.perf_counter() - started:.0f} s in all", file=sys.stderr)
+        print("\n".join(profile_table(name)), file=sys.stderr)
+    print("\n".join(table()))
+
+
+def make_forms(config: PreTrainedConfig) -> dict[str, nn.Module]:
+    """The dense model, the same with this package's kernel, and packed ones."""
+    shallow = copy.deepcopy(config)
+    shallow.num_hidden_layers = 1
+    torch.manual_seed(0)
+    one = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16).eval().requires_grad_(False)
+    forms: dict[str, nn.Module] = {TORCH: deepen(one, config)}
+    if own := with_own_kernel(forms[TORCH]):
+        forms[KERNEL] = own
+    for sparsity in SPARSITIES:
+        pruned = sharing_copy(one)
+        for name, layer in list(pruned.named_modules()):
+            if isinstance(layer, nn.Linear):
+                pruned.set_submodule(name, PackedLinear.from_dense(magnitude(layer.weight, sparsity), layer.bias))
+        whole = deepen(pruned, config)
+        forms[packed_name(sparsity, "pruned")] = whole
+        headed = sharing_copy(whole)
+        headed.set_output_embeddings(forms[TORCH].get_output_embeddings())
+        forms[packed_name(sparsity, "dense")] = with_own_kernel(headed) or headed
+    return forms
+
+
+def magnitude(weight: Tensor, sparsity: float) -> Tensor:
+    """Remove the smallest weights."""
+    size = weight.abs().flatten()
+    return weight.masked_fill(weight.abs() <= size.kthvalue(int(sparsity * len(size))).values, 0)
+
+
+def deepen(one: nn.Module, config: PreTrainedConfig) -> nn.Module:
+    """A model of all blocks of a configuration from one of a single block; what is outside of blocks is shared."""
+    model: Any = sharing_copy(one)
+    blocks = model.get_decoder().layers
+    first = blocks[0]
+    blocks[0] = copy.deepcopy(first)
+    for number in range(1, config.num_hidden_layers):
+        block = copy.deepcopy(first)
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+        blocks.append(block)
+    for each in (model, model.model, model.get_decoder()):
+        each.config = copy.deepcopy(config)
+        each.config._attn_implementation = one.config._attn_implementation
+    return model
+
+
+def profile(model: Any, threads: int) -> dict[str, float]:
+    """Milliseconds of a decoding step by part; the rest is norms, activation functions, the cache and Python."""
+    torch.set_num_threads(threads)
+    times: dict[str, float] = defaultdict(float)
+    head = model.get_output_embeddings()
+    modules = [(part_of(name, module is head), module) for name, module in model.named_modules()]
+    timed = [(part, module, module.forward) for part, module in modules if part]
+    with torch.inference_mode():
+        output = model(torch.zeros(1, PROMPT, dtype=torch.long), use_cache=True)
+        for part, module, forward in timed:
+            module.forward = timed_forward(forward, times, part)
+        started = time.perf_counter()
+        for _ in range(TOKENS):
+            output = model(output.logits[:, -1:].argmax(-1), past_key_values=output.past_key_values, use_cache=True)
+        whole = time.perf_counter() - started
+    for _, module, forward in timed:
+        module.forward = forward
+    times["attention"] -= times["projections"]
+    times["rest"] = whole - sum(times.values())
+    return {part: round(1000 * seconds / TOKENS, 3) for part, seconds in times.items()}
+
+
+def part_of(name: str, is_head: bool) -> str:
+    """The part of a step that a module belongs to, by the names of Llama and OPT; empty for modules that are not timed."""
+    last = name.rsplit(".", maxsplit=1)[-1]
+    if is_head:
+        return "head"
+    if last == "self_attn":
+        return "attention"
+    if ".self_attn." in name and last.endswith("_proj"):
+        return "projections"
+    return "feed-forward" if last in ("gate_proj", "up_proj", "down_proj", "fc1", "fc2") else ""
+
+
+def timed_forward(forward: Callable[..., Any], times: dict[str, float], part: str) -> Callable[..., Any]:
+    """A function that adds the time of another to a part."""
+
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        started = time.perf_counter()
+        result = forward(*arguments, **keywords)
+        times[part] += time.perf_counter() - started
+        return result
+
+    return timed
+
+
+def table() -> list[str]:
+    """Speeds and memory of every shape, as Markdown."""
+    figures, lines = read_figures(FILE), list[str]()
+    for name in (name for name in SHAPES if name in figures):
+        bandwidth = " and ".join(f"{value / 1e9:.0f}" for value in figures[name]["bandwidth"].values())
+        text = f"**{name}**, {figures[name]['step_bytes'] / 1e9:.2f} GB read for a token; memory delivers {bandwidth} GB/s"
+        lines += ["", f"{text} to one and two threads.", "", *speed_rows(figures[name])]
+    return [*lines[1:], "", f"{figures['machine']}; kernel {figures['kernel']}."] if lines else []
+
+
+def speed_rows(figures: dict[str, Any]) -> list[str]:
+    """A line for each number of threads and form, with a group of columns for each number of sequences."""
+    speeds = {(x["threads"], x["form"], x["batch"]): x["decode"] for x in [*figures["speeds"], *figures.get("race", [])]}
+    rows = []
+    for threads, form in dict.fromkeys((threads, form) for threads, form, _ in speeds):
+        size = figures["memory_bytes"].get(form)
+        row = [str(threads), form]
+        for batch in BATCHES:
+            speed = speeds[threads, form, batch]
+            row += [f"{speed:.1f}", *(f"{speed / speeds[threads, other, batch]:.2f}" for other in (TORCH, CEILING))]
+        rows.append([*row, "" if size is None else f"{size / 1e9:.2f}"])
+    head = ["threads", "form"]
+    for batch in BATCHES:
+        head += [f"tokens/s, {batch} sequence{'s' if batch > 1 else ''}", "× torch", "× ceiling"]
+    return markdown_table([*head, "GB in memory"], sorted(rows, key=lambda row: row[0]), left=(1,))
+
+
+def profile_table(name: str) -> list[str]:
+    """Milliseconds of each part of a decoding step, as Markdown."""
+    profiles = read_figures(FILE)[name]["profile"]
+    parts = list(dict.fromkeys(part for times in profiles.values() for part in times))
+    rows = [[form, *(f"{times.get(part, 0):.2f}" for part in parts)] for form, times in profiles.items()]
+    return markdown_table(["form, threads", *parts], rows)
+
+
+if __name__ == "__main__":
+    measure_or_show(__doc__, measure, table)
