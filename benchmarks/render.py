@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
+import decode
 import excess
 import layer_costs
 import memory_budget
@@ -37,6 +38,7 @@ PAGES = (
     "docs/popular-models.md",
     "docs/report.md",
     "docs/search.md",
+    "docs/deploying.md",
     "dev/RESULTS.md",
 )
 CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
@@ -68,6 +70,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "rounding": rounding.table,
     "processes": processes.table,
     "search": search.table,
+    "decode": decode.table,
     "several": search.several_table,
     "costs": processes.costs,
     "excess": excess.tables,
