@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import typer
@@ -38,7 +39,7 @@ def root(
     context.obj = debug
 
 
-COMMANDS = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
+COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
 COMMANDS += (pack, unpack, bench, push, methods, doctor, demo)
 
 for command in COMMANDS:
