@@ -250,7 +250,7 @@ def bench(
         for title, made in speed_tables(result).items():
             print_line(stdout, "")
             show(stdout, text_table(*made, title=title))
-        print_line(stdout, f"\n{LEGEND}")
+        print_line(stdout, "\n".join(["", *LEGEND]))
         for note in result.notes:
             print_line(stderr, f"note: {note}")
         if output:

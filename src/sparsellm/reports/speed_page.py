@@ -15,9 +15,10 @@ from sparsellm.runtime.memory import human_bytes
 HEAD = ["form", "sequences", "tokens/s", "× torch", "× ceiling", "prefill/s", "memory"]
 
 LEGEND = (
-    "tokens/s: tokens decoded a second, of all sequences together. × torch: relative to the dense model in transformers. "
-    "× ceiling: relative to reading the dense weights once for every token, as fast as memory allows. "
-    "prefill/s: tokens of the prompts read a second. memory: bytes of the weights."
+    "tokens/s: tokens decoded a second, of all sequences together.",
+    "× torch: relative to the dense model in transformers.",
+    "× ceiling: relative to reading the dense weights once for every token.",
+    "prefill/s: tokens of the prompts read a second. memory: bytes of the weights.",
 )
 
 
@@ -46,7 +47,7 @@ def speed_page(bench: Bench, command: Sequence[str]) -> str:
                 "title": f"{bench.model}: speed and size",
                 "verdict": bench.describe(),
                 "lead": size_line(bench),
-                "remarks": [LEGEND],
+                "remarks": [" ".join(LEGEND)],
                 "notes": bench.notes,
                 "tables": speed_tables(bench),
                 "legend": "",
