@@ -49,7 +49,6 @@ class Checkpoint:
 
     Attributes:
         name: Its name as the user wrote it.
-        trusted: Whether the checkpoint's own code may run.
         architecture: The architecture as described by the user, if any.
         packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
     """
@@ -86,10 +85,6 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """Return the weight files. Raises BadCheckpoint if one is missing or truncated."""
         return check_files(self.name, self.folder)
-
-    def size(self) -> int:
-        """Return the size of the weight files in bytes."""
-        return sum(file.stat().st_size for file in self.files())
 
     def dtype(self, name: str = "auto") -> torch.dtype:
         """Return the dtype to load in: that of the name; for "auto" that of the configuration or else of the weight files."""
