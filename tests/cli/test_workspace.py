@@ -267,7 +267,8 @@ def test_messages_agree(
     ran = command("prune", model, tmp_path / "out", *rest, "--method", "wanda")
     message = " ".join(ran.stderr.split())
     assert ran.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 1)
-    assert (f"{kept} blocks are finished and kept: pass --resume to continue, or --restart" in message) == (kept > 0), message
+    count = "1 block is" if kept == 1 else f"{kept} blocks are"
+    assert (f"{count} finished and kept: pass --resume to continue, or --restart" in message) == (kept > 0), message
     assert ("nothing was written" in message) == (not kept and not isinstance(error, VerificationFailed)), message
     assert message.count("--resume") == (kept > 0), message
     assert message.lower().count("kept") == (kept > 0), message
@@ -382,7 +383,8 @@ def test_a_full_disk_is_one_message_and_the_run_resumes(
     assert done.stderr.count("\nerror:") == 1, told
     assert "File too large" in told
     assert "Traceback" not in told
-    assert (f"{kept} blocks are finished and kept" in told) == (kept > 0), told
+    count = "1 block is" if kept == 1 else f"{kept} blocks are"
+    assert (f"{count} finished and kept" in told) == (kept > 0), told
     assert [file.name for file in tmp_path.iterdir()] == (["out"] if kept else [])
     assert not list(tmp_path.rglob("*.partial"))
     ran = command(*base, "--resume")
