@@ -131,7 +131,7 @@ def test_usage_errors_exit_2(tiny: dict[str, Path], text_file: Path, command: Co
         ("model: x\nsparsty: 50%\n", ("sparsty", "'sparsity'")),
         ("model: x\nmethod: wonda\ncalibration: c4\n", ("wonda", "'wanda'")),
         ("- a\n- list\n", ("field: value",)),
-        ("model: [x\n", ("not YAML",)),
+        ("model: [x\n", ("is not YAML (line 2, column 1: expected ',' or ']', but got '<stream end>')",)),
         ("samples: many\nmodel: x\ncalibration: c4\n", ("--samples", "many")),
         ("sparsity: 50%\n", ("no model",)),
     ],

@@ -19,7 +19,7 @@ import yaml
 from typer.testing import Result
 
 from sparsellm.cli import prune as cli_prune
-from sparsellm.errors import BadCheckpoint, MissingPackage
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage
 from sparsellm.reports.commands import run_command, sweep_yaml
 from sparsellm.reports.figures import Plot
 from sparsellm.reports.page import report_page, verdict
@@ -413,6 +413,8 @@ def test_without_matplotlib(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(MissingPackage, match=r"pip install 'sparsellm\[plots\]'"):
         report_page(run_folder)
+    with pytest.raises(InvalidSetting, match="does not exist"):
+        report_page(run_folder / "none")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -139,6 +139,9 @@ def _load(text: str, loader: type[_Loader]) -> Any:
     try:
         value = yaml.load(text, loader)
     except yaml.YAMLError as error:
-        raise Unreadable(f"it is not YAML: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        raise Unreadable(f"it is not YAML ({reason})") from None
     check_value(value, MAX_VALUES)
     return value

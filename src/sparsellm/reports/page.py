@@ -49,6 +49,8 @@ def report_page(run: str | Path | Result) -> tuple[str, list[Plot]]:
         InvalidSetting: If the folder is the output of neither a run nor a sweep.
         MissingPackage: If matplotlib is not installed.
     """
+    if not isinstance(run, Result):
+        results_folder(run)  # before matplotlib is looked for
     with style():
         content = _content(run)
         return render(content), content["plots"]
