@@ -24,7 +24,7 @@ enum {
                 VALUE last[GROUP];                                                                     \
                 int full = (group + 1) * GROUP <= job->columns;                                        \
                 VALUE *block = full ? to : last;                                                       \
-                __builtin_prefetch((const char *)p + PREFETCH);                                        \
+                PREFETCH(p);                                                                           \
                 for (int n = 0; n < GROUP; n += LANES) PLACE(block + n, p, w >> n);                    \
                 if (!full) memcpy(to, last, (size_t)(job->columns % GROUP) * sizeof(VALUE));           \
             }                                                                                          \
@@ -39,6 +39,7 @@ enum {
         const size_t size = sizeof(VECTOR);                                                            \
         VECTOR a = LOAD(p), b = a, c = a, d = a;                                                       \
         for (; p < end; p += 4 * size) {                                                               \
+            for (size_t byte = 0; byte < 4 * size; byte += 64) PREFETCH(p + byte);                     \
             a = OR(a, LOAD(p)), b = OR(b, LOAD(p + size));                                             \
             c = OR(c, LOAD(p + 2 * size)), d = OR(d, LOAD(p + 3 * size));                              \
         }                                                                                              \

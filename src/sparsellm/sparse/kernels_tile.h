@@ -34,8 +34,10 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
                 memcpy(last[DENSE * i], p[i], job->columns % GROUP * sizeof(VALUE));
                 p[i] = last[DENSE * i];
             }
+            if (!DENSE && group % 8 == 0) /* the mask's lines of the next rows */
+                __builtin_prefetch(mask[i] + (group + rows * job->groups) * 8, 0, 2);
             for (size_t byte = 0; byte < (DENSE + 1) * GROUP / 2 * sizeof(VALUE); byte += 64)
-                __builtin_prefetch((const char *)p[i] + PREFETCH + byte);
+                PREFETCH((const char *)p[i] + byte);
         }
         UNROLL
         for (int n = 0; n < GROUP / LANES; n++) {
