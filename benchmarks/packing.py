@@ -115,17 +115,21 @@ def speeds(weight: Tensor) -> dict[str, float]:
 
 
 def measure(models: list[str]) -> None:
-    """Measure every model."""
+    """Measure every model, without what was measured before."""
     torch.set_num_threads(1)
     for sparsity in SPARSITIES:
-        weight = gaussian(sparsity)
-        record(FILE, f"Gaussian matrix, magnitude, {sparsity}", bits({"weight": weight}))
-        record(FILE, f"speed, {sparsity}", speeds(weight))
+        if f"speed, {sparsity}" not in read_figures(FILE):
+            weight = gaussian(sparsity)
+            record(FILE, f"Gaussian matrix, magnitude, {sparsity}", bits({"weight": weight}))
+            record(FILE, f"speed, {sparsity}", speeds(weight))
     for model in models:
         for method in METHODS:
+            name = f"{Path(model).name}, {method}"
+            if f"{name}, {SPARSITIES[-1]}" in read_figures(FILE):
+                continue
             with tempfile.TemporaryDirectory() as folder:
                 for sparsity, layers in pruned_layers(model, method, folder).items():
-                    record(FILE, f"{Path(model).name}, {method}, {sparsity}", bits(layers))
+                    record(FILE, f"{name}, {sparsity}", bits(layers))
 
 
 def table() -> list[str]:

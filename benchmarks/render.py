@@ -14,6 +14,7 @@ import decode
 import excess
 import layer_costs
 import memory_budget
+import packing
 import planning
 import popular_models
 import processes
@@ -34,6 +35,7 @@ PAGES = (
     "docs/quick-start.md",
     "docs/results.md",
     "docs/large-models.md",
+    "docs/packing.md",
     "docs/distributed.md",
     "docs/popular-models.md",
     "docs/report.md",
@@ -68,6 +70,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "time left": time_left.table,
     "popular models": popular_models.table,
     "rounding": rounding.table,
+    "packing": packing.table,
+    "packing speed": packing.speed_table,
     "processes": processes.table,
     "search": search.table,
     "decode": decode.table,

@@ -23,7 +23,7 @@ COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
 OWN = {("push", "revision"), ("sweep", "only"), ("recover", "model")}
 """Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json", "help_all"}
-NOT_FIELDS |= {"quiet", "progress"}
+NOT_FIELDS |= {"quiet", "progress", "pack"}
 
 
 def test_page_is_up_to_date() -> None:

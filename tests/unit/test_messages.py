@@ -23,17 +23,17 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
 KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
-KEYWORDS |= {"max_perplexity_increase", "min_accuracy", "max_size", "step"}
+KEYWORDS |= {"max_perplexity_increase", "min_accuracy", "max_size", "step", "allow_dense", "pack", "positive_zeros"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "messages", "role", "content"}
-OF_FILES |= {"input_ids", "attention_mask"}
+OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
 OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
-OTHER_PROGRAMS = {"hf auth login", "sparsellm prune MODEL OUT", "wandb login"}
+OTHER_PROGRAMS = {"hf auth login", "import sparsellm", "sparsellm prune MODEL OUT", "sparsellm unpack", "wandb login"}
 
 
 def messages(file: Path) -> Iterator[tuple[int, str]]:

@@ -57,23 +57,23 @@ def print_packed(console: Console, result: Packed) -> None:
     """Print the sizes of a packed model, and what stays dense."""
     from sparsellm.runtime.memory import human_bytes
 
-    say = partial(print_line, console)
+    print_text = partial(print_line, console)
     percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
     size = f"{human_bytes(result.packed_bytes)}, {percent:.0f} % of {human_bytes(result.dense_bytes)}"
     count = len(result.packed)
     matrices = "1 matrix takes" if count == 1 else f"{count:,} matrices take"
-    say(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.form} form).")
+    print_text(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.form} form).")
     if dense := [matrix.name for matrix in result.dense]:
         names = ", ".join(dense[:3]) + (f" and {len(dense) - 3} more" if len(dense) > 3 else "")
         stay = "1 matrix with few zeros stays" if len(dense) == 1 else f"{len(dense)} matrices with few zeros stay"
-        say(f"{stay} dense: {names}.")
+        print_text(f"{stay} dense: {names}.")
     if negative := sum(matrix.negative_zeros for matrix in result.packed):
-        say(
+        print_text(
             f"{negative:,} zeros are -0.0 and stored like other numbers; --positive-zeros stores them as 0.0, which takes less."
         )
     if result.skipped:
-        say(f"Not copied: {', '.join(result.skipped)}.")
-    say(f"Wrote {result.output}, read back and compared with the model bit by bit.")
+        print_text(f"Not copied: {', '.join(result.skipped)}.")
+    print_text(f"Wrote {result.output}, read back and compared with the model bit by bit.")
 
 
 def unpack(
