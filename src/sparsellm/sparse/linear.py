@@ -1,4 +1,4 @@
-"""A linear layer that computes with a packed weight."""
+"""Linear layers of packed models: one that computes with a packed weight, and a dense one that uses the same kernels."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import PARTS, decode, encode
+from sparsellm.sparse.kernels import MAX_TOKENS, dense_matmul, matmul, packed_linear
 from sparsellm.sparse.kernels import decode as decode_rows
-from sparsellm.sparse.kernels import matmul, packed_linear
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
@@ -81,6 +81,18 @@ class PackedLinear(nn.Module):
         """Replace the weight by one of the same shape."""
         self.mask, self.values, self.row_starts = weight.mask, weight.values, weight.row_starts
 
+    def to_dense(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return the layer as an `nn.Linear`, or as transformers' `Conv1D` if `transposed`, in its own dtype by default."""
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            dense: nn.Module = nn.Linear(self.in_features, self.out_features, self.bias is not None)
+            if self.transposed:
+                dense = Conv1D(self.out_features, self.in_features)
+        dense.register_parameter("weight", nn.Parameter(self.weight.to(dtype)))
+        dense.register_parameter("bias", self.bias)
+        return dense
+
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         if torch.is_grad_enabled() and x.requires_grad:
@@ -131,3 +143,21 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Map the gradient of the outputs to that of the inputs."""
         return gradient @ decode_rows(ctx.layer.bitmask).to(gradient.dtype), None
+
+
+class DenseLinear(nn.Linear):
+    """A dense linear layer of a packed model, such as its head.
+
+    Up to eight bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than PyTorch.
+    An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        is_bfloat16 = x.dtype is self.weight.dtype is torch.bfloat16
+        few = 0 < x.numel() <= MAX_TOKENS * self.in_features
+        if trained or not is_bfloat16 or not few or not x.is_cpu or torch.compiler.is_compiling():
+            return super().forward(x)
+        product = dense_matmul(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias

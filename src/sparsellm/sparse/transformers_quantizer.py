@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -24,8 +23,9 @@ from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, PackedEntry, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.sparse import kernels
 from sparsellm.sparse.encoding import DTYPES, encode_tensor
-from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.linear import DenseLinear, PackedLinear
 from sparsellm.sparse.weight_converter import PartsSplitter, plan_conversion, read_packed
 
 
@@ -93,7 +93,10 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         return name == "values" and isinstance(model.get_submodule(path), PackedLinear)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> PreTrainedModel:
-        """Keep what transformers did with the stored tensors; `get_state_dict_and_metadata` reverts it."""
+        """Let dense layers use the kernels, and keep what transformers did with the stored tensors, which saving reverts."""
+        for module in model.modules():
+            if type(module) is nn.Linear and kernels.available():
+                module.__class__ = DenseLinear
         self._conversions, model._weight_conversions = model._weight_conversions, []
         return model
 
@@ -126,15 +129,11 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones."""
-        for path, packed in [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]:
-            with torch.device("meta"):
-                dense = (
-                    Conv1D(packed.out_features, packed.in_features)
-                    if packed.transposed
-                    else nn.Linear(packed.in_features, packed.out_features, packed.bias is not None)
-                )
-            dense.weight, dense.bias = nn.Parameter(packed.weight.to(dtype)), packed.bias
-            model.set_submodule(path, dense)
+        for path, module in list(model.named_modules()):
+            if isinstance(module, DenseLinear):
+                module.__class__ = nn.Linear  # type: ignore[assignment]
+            elif isinstance(module, PackedLinear):
+                model.set_submodule(path, module.to_dense(dtype))
         model._weight_conversions = self._conversions
         return model
 

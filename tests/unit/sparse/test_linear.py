@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import bits_of
-from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.linear import DenseLinear, PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,3 +112,24 @@ def test_compiled_layer_has_the_same_outputs(tokens: int) -> None:
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (8,), (9,), (2, 0)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_layer_computes_as_linear_does(tokens: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(67, 11, bias=bias, dtype=torch.bfloat16), torch.randn(*tokens, 67).bfloat16()
+    expected = layer.double()(x.double())
+    layer.bfloat16().__class__ = DenseLinear
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x).double(), expected, rtol=2e-2, atol=2e-2)
+        assert torch.compile(layer, backend="eager", fullgraph=True)(x).shape == expected.shape
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_layer_becomes_dense() -> None:
+    weight, bias, x = pruned(11, 67), torch.randn(11), torch.randn(3, 67)
+    dense = PackedLinear.from_dense(weight, bias).to_dense(torch.float64)
+    assert type(dense) is nn.Linear
+    torch.testing.assert_close(dense.double()(x.double()), linear(x.double(), weight.double(), bias.double()))
