@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparsellm.runs import decoding
 from sparsellm.runs.decoding import CEILING, PACKED, TORCH, measure_speeds, step_bytes, unpacked, weight_bytes, with_own_kernel
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernels, linear
 from sparsellm.sparse.linear import PackedLinear
 
 READ = 1000
@@ -124,7 +124,7 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
         calls.append(len(x))
         return x @ weight.T
 
-    monkeypatch.setattr(kernels, "dense_matmul", dense_matmul)
+    monkeypatch.setattr(linear, "dense_matmul", dense_matmul)
     monkeypatch.setattr(kernels, "available", lambda: "avx512")
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())

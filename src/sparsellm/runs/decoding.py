@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsellm.models.contexts import eval_mode
 from sparsellm.sparse import kernels
-from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.linear import DenseLinear, PackedLinear
 
 TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"
 """Forms of a model: transformers with torch's products, with this package's for bfloat16, and packed. The ceiling is no form:
@@ -116,6 +115,8 @@ def unpacked(model: nn.Module) -> nn.Module:
             dense.weight = nn.Parameter(module.bitmask.to_dense(), requires_grad=False)
             dense.register_parameter("bias", module.bias)
             copied.set_submodule(name, dense)
+        elif isinstance(module, DenseLinear):
+            module.__class__ = nn.Linear  # type: ignore[assignment]
     return copied
 
 
@@ -126,17 +127,8 @@ def with_own_kernel(model: nn.Module) -> nn.Module | None:
     if kernels.available() is None or not layers:
         return None
     for layer in layers:
-        setattr(layer, "forward", partial(_own_product, layer))  # noqa: B010  (mypy forbids the plain assignment)
+        layer.__class__ = DenseLinear
     return copied
-
-
-def _own_product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The outputs of a dense layer by this package's kernel, or by torch for more tokens than it takes."""
-    tokens = x.reshape(-1, layer.in_features)
-    if len(tokens) > kernels.MAX_TOKENS:
-        return nn.functional.linear(x, layer.weight, layer.bias)
-    y = kernels.dense_matmul(tokens, layer.weight).view(*x.shape[:-1], layer.out_features)
-    return y if layer.bias is None else y + layer.bias
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import PARTS, decode, encode
+from sparsellm.sparse.gpu import linear_function
 from sparsellm.sparse.kernels import MAX_TOKENS, dense_matmul, matmul, packed_linear
 from sparsellm.sparse.kernels import decode as decode_rows
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
+
+_converted: WeakKeyDictionary[nn.Module, tuple[object, Callable[[Tensor], Tensor]]] = WeakKeyDictionary()
+"""Products of layers on a GPU with the weights that they were made for; outside of the layers, so that copies have none."""
 
 
 class PackedLinear(nn.Module):
@@ -98,7 +104,18 @@ class PackedLinear(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             outputs: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
             return outputs if self.bias is None else outputs + self.bias
+        if x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling():
+            return self._multiply_converted(x)
         return packed_linear(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
+
+    def _multiply_converted(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out) with the weight in the form for its GPU, converted at the first call after it changed."""
+        key = self.values.data_ptr(), self.values.dtype
+        converted = _converted.get(self)
+        if converted is None or converted[0] != key:
+            converted = _converted[self] = key, linear_function(self.bitmask)
+        outputs = converted[1](x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return outputs if self.bias is None else outputs + self.bias
 
     def extra_repr(self) -> str:
         """Describe the layer."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.sparse import linear as module
 from sparsellm.sparse.bitmask import bits_of
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
 
@@ -126,6 +127,21 @@ def test_dense_layer_computes_as_linear_does(tokens: tuple[int, ...], bias: bool
         assert torch.compile(layer, backend="eager", fullgraph=True)(x).shape == expected.shape
     layer(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_layer_on_a_gpu_converts_its_weight_once_and_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, run on a CPU, where the form is dense."""
+    converted = []
+    function = module.linear_function
+    monkeypatch.setattr(module, "linear_function", lambda weight: converted.append(weight) or function(weight))
+    weight, bias, x = pruned(11, 67), torch.randn(11), torch.randn(2, 3, 67)
+    layer = PackedLinear.from_dense(weight, bias)
+    for _ in range(2):
+        torch.testing.assert_close(layer._multiply_converted(x), linear(x, weight, bias))
+    layer.to(torch.bfloat16)
+    assert layer._multiply_converted(x.bfloat16()).dtype == torch.bfloat16
+    assert [part.values.dtype for part in converted] == [torch.float32, torch.bfloat16]
+    copy.deepcopy(layer)
 
 
 def test_layer_becomes_dense() -> None:
