@@ -23,7 +23,8 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
 KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
-KEYWORDS |= {"max_perplexity_increase", "min_accuracy", "max_size", "step", "allow_dense", "pack", "positive_zeros"}
+KEYWORDS |= {"allow_dense", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
+KEYWORDS |= {"step", "threads", "tokens"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "messages", "role", "content"}

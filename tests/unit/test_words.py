@@ -70,7 +70,7 @@ def test_no_retired_name_is_used(file: Path) -> None:
 
 
 def test_documentation_names_no_retired_option() -> None:
-    retired = ("--couple", "--newton", "--stream", "--no-stream", "--length", "--batch ", "--memory", "--skip", "--track")
+    retired = ("--couple", "--newton", "--stream", "--no-stream", "--length", "--memory", "--skip", "--track")
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     used = [(page.name, option) for page in pages for option in retired if option in page.read_text(encoding="utf-8")]
     assert not used, used

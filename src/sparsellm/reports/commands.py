@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -43,6 +44,15 @@ def sweep_command(file: str, output: str, *, smoke: bool) -> str:
 def compare_command(runs: Sequence[str]) -> str:
     """The command line that compares runs."""
     return shlex.join(["sparsellm", "compare", *runs])
+
+
+def bench_command(
+    packed: str | Path, against: str | Path | None, *, batches: Sequence[int], threads: Sequence[int], tokens: int
+) -> str:
+    """The command line that measures a packed model."""
+    dense = [] if against is None else ["--against", str(against)]
+    counts = ["--batch", ",".join(map(str, batches)), "--threads", ",".join(map(str, threads)), "--tokens", str(tokens)]
+    return shlex.join(["sparsellm", "bench", str(packed), *dense, *counts])
 
 
 def exclude_options(layers: Sequence[str]) -> str:

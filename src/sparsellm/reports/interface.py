@@ -13,6 +13,7 @@ import torch
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.reports.commands import bench_command
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
 from sparsellm.reports.figures import style
@@ -250,10 +251,8 @@ def bench(
     with style() if output else nullcontext():  # before the measurement, so that a missing package is reported at once
         measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
     if output:
-        dense = [] if against is None else ["--against", str(against)]
-        numbers = {"batch": batches, "threads": counts, "tokens": (tokens,)}
-        options = [word for name, values in numbers.items() for word in (f"--{name}", ",".join(map(str, values)))]
-        _write_page(speed_page(measured, ["sparsellm", "bench", str(packed), *dense, *options]), output)
+        command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
+        _write_page(speed_page(measured, command), output)
     return measured
 
 

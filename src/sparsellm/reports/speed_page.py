@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Sequence
 
 from sparsellm.reports.figures import COLOURS, INK, WIDTH, Plot, new_figure, style
 from sparsellm.reports.page import render
@@ -38,8 +36,8 @@ def size_line(bench: Bench) -> str:
     return f"{bench.model}: {files}; the dense weights are {human_bytes(dense)}."
 
 
-def speed_page(bench: Bench, command: Sequence[str]) -> str:
-    """The HTML page of a measurement. command: the words of the command that made it."""
+def speed_page(bench: Bench, command: str) -> str:
+    """The HTML page of a measurement, with the command that made it."""
     settings = ("prompts", f"{bench.prompt} tokens"), ("decoded", f"{bench.tokens} tokens in each of several turns")
     with style():
         return render(
@@ -56,7 +54,7 @@ def speed_page(bench: Bench, command: Sequence[str]) -> str:
                 "plots": [_plot(bench)],
                 "samples": {},
                 "layers": [],
-                "command": shlex.join(command),
+                "command": command,
                 "inputs": [],
                 "file": "bench.json",
                 "settings": json.dumps(bench.to_dict(), indent=1),

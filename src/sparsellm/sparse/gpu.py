@@ -14,6 +14,7 @@ from torch.sparse import to_sparse_semi_structured
 from sparsellm.runtime import devices
 from sparsellm.sparse import bitmask_triton
 from sparsellm.sparse.bitmask import Bitmask, count_bits
+from sparsellm.sparse.kernels import matmul
 
 Form = Literal["semi-structured", "bitmask", "dense"]
 
@@ -34,7 +35,7 @@ def form(weight: Bitmask) -> Form:
     """The form in which a weight is multiplied on the device of its parts.
 
     2:4 sparsity in 16 bits takes torch's semi-structured form on NVIDIA GPUs from compute capability 8.0 on. Other weights stay
-    a bitmask where the Triton kernel runs, and are decoded elsewhere.
+    a bitmask where the Triton kernel runs, and are decoded for each product elsewhere.
     """
     device, (rows, columns) = weight.values.device, weight.shape
     fits = rows % SEMI_STRUCTURED_MULTIPLES[0] == 0 and columns % SEMI_STRUCTURED_MULTIPLES[1] == 0
@@ -57,5 +58,6 @@ def linear_function(weight: Bitmask) -> Callable[[Tensor], Tensor]:
     chosen = form(weight)
     if chosen == "bitmask":
         return partial(bitmask_triton.matmul, weight=weight, starts=bitmask_triton.segment_starts(weight))
-    dense = weight.to_dense()
-    return partial(linear, weight=to_sparse_semi_structured(dense) if chosen == "semi-structured" else dense)
+    if chosen == "semi-structured":
+        return partial(linear, weight=to_sparse_semi_structured(weight.to_dense()))
+    return partial(matmul, weight=weight)
