@@ -48,13 +48,6 @@ SORT_PASSES = 280
 GATE_BYTES = 5800
 """Bytes read and written to solve for one gate signal. Counted: four Newton steps, and many more for a few signals."""
 
-ROUNDS = 0.7
-"""Fraction of the Gauss-Newton rounds' work that is expected. All is done if every round lowers the held-out error, and half if
-the first one does not, which is then shortened three times."""
-
-RATE_SECONDS = 0.1
-"""Seconds for which each of the machine's rates is measured."""
-
 
 class SolverCost(NamedTuple):
     """What one solve takes. With a curvature, "(in, in)" also stands for (out, out)."""
@@ -277,16 +270,16 @@ def _gauss_newton_cost(method: SparseLLM, shapes: BlockShapes) -> tuple[float, W
     product = 2 * width * hidden  # operations of one projection for a token
     once = tokens * (product * (3 * projections + 2) + projections * 2 * STORED * hidden**2)
     steps = sampled * product * NEWTON_STEPS * (2 * projections + 2)
-    refit = WRITER_STEPS * product * (hidden + width)
     numbers = 4 * projections * hidden * (4 * tokens + 2 * NEWTON_STEPS * sampled)
-    products = tokens * product * (4 * projections + 5) + steps + refit
+    products = tokens * product * (4 * projections + 5) + steps + WRITER_STEPS * product * (hidden + width)
     rounds = work(products, factors=hidden**3 / 3, passes=FORWARD_PASSES * numbers) + shapes.gram(hidden)
-    return memory, work(once) + ROUNDS * method.gauss_newton_steps * rounds
+    # All rounds are done if each lowers the held-out error; if the first does not, it is shortened three times: half the work.
+    return memory, work(once) + 0.7 * method.gauss_newton_steps * rounds
 
 
 @cache
-def rates(device: torch.device, seconds: float = RATE_SECONDS) -> Work:
-    """Measure what this machine does in a second of each kind of work: the median of at least three repetitions each."""
+def rates(device: torch.device, seconds: float = 0.1) -> Work:
+    """Measure what this machine does in a second of each kind of work: medians of three times or these seconds."""
     wide = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).to(device)
     definite, long = wide[:512] @ wide[:512].T, torch.ones(2**22, device=device)
 

@@ -51,19 +51,8 @@ CALL_SECONDS = 1e-3
 CACHE_PASSES, SAMPLING_BYTES = 6, 600
 """How often a generated token reads or writes the keys and values so far; bytes read and written to draw it, for each logit."""
 
-OF_ITS_OWN = {
-    "method",
-    "sparsity",
-    "effort",
-    "solver",
-    "as_published",
-    "scope",
-    "gauss_newton_steps",
-    "epochs",
-    "alpha",
-    "beta",
-}
-OF_ITS_OWN |= {"allocation", "allocation_bounds", "blocks", "include", "exclude", "keep_zeros", "true_sequential"}
+OF_ITS_OWN = {"method", "sparsity", "effort", "solver", "as_published", "scope", "gauss_newton_steps", "epochs", "alpha"}
+OF_ITS_OWN |= {"beta", "allocation", "allocation_bounds", "blocks", "include", "exclude", "keep_zeros", "true_sequential"}
 """Recipe fields on which the opened model, its sequences and the batch size do not depend."""
 
 
