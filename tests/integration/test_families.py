@@ -271,7 +271,7 @@ def test_every_family_is_planned(name: str, method: str, tmp_path: Path) -> None
     recipe = read_recipe({"model": str(tmp_path), "method": method, "calibration": "given", "sparsity": "60%"})
     opened = open_model(recipe)
     ready = prepare(
-        opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None, given=torch.cat(batches())
+        opened, *make_plan(recipe, opened), report=Report(recipe), observer=lambda _: None, given=torch.cat(batches())
     )
     planned = estimate(recipe, ready, choose_placement(recipe, ready, files=True), batch=ready.batch)
     block = sum(tensor.numel() for tensor in ready.blocks[0].module.parameters())

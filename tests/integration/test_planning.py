@@ -73,6 +73,15 @@ FORMS = {
         max_position_embeddings=256,
         do_layer_norm_before=False,
     ),
+    "untied": LlamaConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -120,6 +129,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "as published": ("opt", {"as_published": True, "samples": 16, "epochs": 2}),
     "coupled, streamed": ("llama", {"samples": 8, "gauss_newton_steps": 0, "offload": True, "solver": "magnitude"}),
     "coupled": ("opt", {"samples": 8, "gauss_newton_steps": 0, "solver": "sparsegpt", "allocation": "uniform"}),
+    "the head too": ("untied", {"method": "sparsegpt", "samples": 16, "include": ["Linear", "lm_head"], "evaluate": ()}),
+    "the head too, by default": (
+        "untied",
+        {"samples": 8, "gauss_newton_steps": 0, "solver": "sparsegpt", "include": ["Linear", "lm_head"], "evaluate": ()},
+    ),
 }
 """Form and settings."""
 
@@ -129,8 +143,8 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 def test_a_plan_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     """Memory at the peak within 15 % of what the real run's tensors take, operations of each stage within a third."""
     form, change = CASES[case]
-    settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128} | change
-    settings["evaluate"] = (str(text_file),)
+    settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128}
+    settings |= {"evaluate": (str(text_file),)} | change
     planned = plan_run(read_recipe(settings), tmp_path)
     real = taken(settings, tmp_path)
     names = {stage.name for stage in planned.stages}

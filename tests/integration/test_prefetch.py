@@ -182,7 +182,7 @@ def test_where_there_is_no_room_nothing_is_read_ahead(tiny: dict[str, Path], tex
     }
     recipe = read_recipe(settings | {"method": "sparsegpt", "offload": True})
     opened = open_model(recipe)
-    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=Report(recipe), observer=lambda _: None)
+    ready = prepare(opened, *make_plan(recipe, opened), report=Report(recipe), observer=lambda _: None)
     place = choose_placement(recipe, ready, files=True)
     assert place.ahead
     needs = [estimate(recipe, ready, replace(place, ahead=ahead), batch=ready.batch).peak.data_bytes for ahead in (False, True)]

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.walk import Activations, stream_bytes
+from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.blocks import Block, Call, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode, require_grad_only
-from sparsellm.models.loaded_model import LoadedModel, prediction_head
+from sparsellm.models.loaded_model import LoadedModel, stream_bytes
+from sparsellm.models.output_head import prediction_head
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers.linalg import all_finite

@@ -56,6 +56,8 @@ def trace_dataflow(block: Block, hidden: Tensor, call: Call) -> BlockDataflow:
     Args:
         hidden: The block's input, (batch, seq, model).
     """
+    if block.is_head:  # nothing to find, and the pass would compute logits
+        return BlockDataflow({}, residual_sum=False)
     cacheable: dict[str, CacheableModule] = {}
     residuals: dict[str, Tensor] = {}
     writers = block.architecture.residual_writers or ()

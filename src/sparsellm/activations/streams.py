@@ -198,6 +198,9 @@ class Stream:
     def __getitem__(self, number: int) -> Tensor:
         return self._hidden[number]
 
+    def __setitem__(self, number: int, hidden: Tensor) -> None:
+        self._hidden[number] = hidden
+
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._hidden)
 

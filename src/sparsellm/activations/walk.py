@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sparsellm.activations.streams import Capture, CaptureRequest, Stream, cast, cast_calls, sample_expert_tokens
 from sparsellm.errors import InvalidSetting, NonFinite
-from sparsellm.models.blocks import Block, Call, blocks_of
+from sparsellm.models.blocks import Block, Call
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.experts import ExpertSamples
-from sparsellm.models.loaded_model import LoadedModel, block_inputs, equal_calls
+from sparsellm.models.loaded_model import LoadedModel, block_inputs, equal_calls, stream_bytes
+from sparsellm.models.output_head import blocks_and_head, head_inputs
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import OffloadManager, TensorList
 from sparsellm.solvers.linalg import squares_finite
@@ -78,7 +79,7 @@ class Activations:
 
         Args:
             model: The model.
-            blocks: Its blocks.
+            blocks: Its blocks, the output head among them if it is visited.
             batches: Token ids, each (batch, seq), without padding; seq may differ. This process runs its share of them.
             streams: Empty lists for the pruned stream and, optionally, the dense stream; by default one list for the pruned.
 
@@ -89,12 +90,14 @@ class Activations:
         calls: list[list[Call]] = [[] for _ in blocks]
         finite: list[Tensor] = []
         pruned, *dense = streams or ([],)
+        decoder = [block for block in blocks if not block.is_head]
         with (
             loaded.weights.non_block(),
             compute_dtype_context(loaded.model, loaded.compute, without=[block.module for block in blocks]),
         ):
             for batch in collectives.shard(batches):
-                inputs = block_inputs(loaded.model, blocks, batch)
+                inputs = block_inputs(loaded.model, decoder, batch)
+                inputs += [(inputs[0][0], Call((), {}))] * (len(blocks) - len(decoder))
                 finite.append(squares_finite(inputs[0][0]))
                 for index, (_, call) in enumerate(inputs):
                     candidates = [*calls[index][-1:], *(calls[index - 1][-1:] if index else [])]
@@ -136,9 +139,9 @@ class Activations:
         """Whether a block is the last one of the model."""
         return block.index + 1 == len(self._calls)
 
-    def output_fisher(self, block: Block) -> Tensor:
-        """Return F of the block's output, (model, model); see `sparsellm.activations.sensitivity`."""
-        return self.metrics[block.index]
+    def output_fisher(self, block: Block) -> Tensor | None:
+        """Return F of the block's output, (model, model); see `sparsellm.activations.sensitivity`. None for the head."""
+        return None if block.is_head else self.metrics[block.index]
 
     def dense_pair(self) -> tuple[Stream, Block]:
         """Return the dense stream and the dense copy of the current block.
@@ -227,6 +230,13 @@ class Activations:
             self.dense.advance(self.dense_block)
             self.dense_block = None
 
+    def enter_head(self, loaded: LoadedModel, blocks: Sequence[Block], batches: Sequence[Tensor]) -> None:
+        """Replace the streams, the outputs of the last of `blocks`, with what the model makes of them for its head."""
+        with loaded.weights.non_block(), head_inputs(loaded.model, blocks, loaded.compute) as inputs:
+            for stream in [self.pruned] if self.dense is None else [self.pruned, self.dense]:
+                for number, batch in enumerate(collectives.shard(batches)):
+                    stream[number] = inputs(batch, stream[number])
+
     @torch.no_grad()
     def advance(self, block: Block) -> None:
         """Replace the streams with the block's outputs, the inputs of the next block. Raises NonFinite, naming the block."""
@@ -246,6 +256,7 @@ def walk(
     batches: Sequence[Tensor],
     *,
     stop: int | None = None,
+    layers: Collection[str] = (),
     needs_dense_stream: bool = False,
     metrics: Sequence[Tensor] = (),
 ) -> Generator[tuple[Block, Activations], None, None]:
@@ -257,6 +268,7 @@ def walk(
         model: The model.
         batches: Token ids, each (batch, seq), without padding; seq may differ. Each process walks with its share of them.
         stop: Index of the first block not to visit; None visits all.
+        layers: Full names of layers, such as a plan; the output head is visited after the blocks if it is among them.
         needs_dense_stream: Whether to carry the dense stream too, through a copy of each block.
         metrics: F of each block's output from `output_sensitivities`, for methods that need it.
 
@@ -264,7 +276,7 @@ def walk(
         InvalidSetting: There are fewer batches than processes.
     """
     loaded = LoadedModel.of(model)
-    blocks = blocks_of(loaded.model)
+    blocks = blocks_and_head(loaded.model, layers)
     visited = blocks[:stop]
     if len(batches) < collectives.world():
         count = f"are {len(batches)} calibration batches for {collectives.world()} processes"
@@ -276,16 +288,10 @@ def walk(
         activations.metrics = metrics
         with closing(activations):
             for block, next_block in zip(visited, [*visited[1:], None], strict=True):
+                if block.is_head:
+                    activations.enter_head(loaded, blocks[:-1], batches)
                 with loaded.weights.block(block, next_block), compute_dtype_context(block.module, loaded.compute):
                     activations.begin_block(block)
                     yield block, activations
                     if block is not visited[-1]:
                         activations.advance(block)
-
-
-def stream_bytes(loaded: LoadedModel, batches: Sequence[Tensor]) -> int:
-    """Return the bytes of a stream: the hidden states of this process's batches, in the dtype of the computation."""
-    embedding = loaded.model.get_input_embeddings().weight
-    width: int = loaded.model.config.get_text_config().hidden_size
-    dtype = loaded.compute or embedding.dtype
-    return sum(batch.numel() for batch in collectives.shard(batches)) * width * dtype.itemsize

@@ -74,7 +74,7 @@ class DiskWeights:
         try:
             with self._filled(self._names_of(block), self._prefetched[1] if self._prefetched else {}):
                 self._prefetched = None
-                if self.prefetch and next_block is not None:
+                if self.prefetch and next_block is not None and not next_block.is_head:  # that is read with the last norm
                     self._start_prefetch(next_block)
                 yield
         except BaseException:

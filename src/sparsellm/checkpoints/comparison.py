@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +15,8 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import read_headers, read_pickle
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
-from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.blocks import Block
+from sparsellm.models.output_head import blocks_and_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,10 +62,10 @@ class Tensors:
         return ((key, self[key]) for key in self.files)
 
 
-def layers_by_parameter(model: PreTrainedModel) -> dict[str, list[tuple[Block, str]]]:
-    """The linear layers of the blocks, by the full name of the parameter that holds them."""
+def layers_by_parameter(model: PreTrainedModel, pruned: Collection[str]) -> dict[str, list[tuple[Block, str]]]:
+    """The linear layers of the blocks, and the head if it is `pruned`, by the full name of the parameter that holds them."""
     layers: dict[str, list[tuple[Block, str]]] = {}
-    for block in blocks_of(model):
+    for block in blocks_and_head(model, pruned):
         for name in block.layers:
             layers.setdefault(block.full_name(block.parameter(name)), []).append((block, name))
     return layers

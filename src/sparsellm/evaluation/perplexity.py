@@ -18,7 +18,8 @@ from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
-from sparsellm.models.loaded_model import LoadedModel, prediction_head
+from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import prediction_head
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:

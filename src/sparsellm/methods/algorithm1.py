@@ -109,7 +109,7 @@ class PublishedSparseLLM:
 
     def _in_scope(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
-        return self.scope is None or block.index in self.scope
+        return not block.is_head and (self.scope is None or block.index in self.scope)
 
     def _prune_coupled(
         self, block: Block, parts: Sequence[FeedForward], inputs: Activations, plan: Plan

@@ -50,7 +50,7 @@ class SparseLLM(Settings):
         return self.scope != "none"
 
     def note(self, block: Block, plan: Plan) -> str:
-        if not planned_layers(block, plan):
+        if not planned_layers(block, plan) or block.is_head:
             return ""
         if not block.architecture.known:
             return UNKNOWN

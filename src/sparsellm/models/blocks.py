@@ -28,6 +28,9 @@ TOWERS = ("", "model.language_model.", "language_model.", "model.text_model.", "
 ARCHITECTURE_ATTRIBUTE = "sparsellm_architecture"
 """Attribute of a model that holds the architecture that its user describes."""
 
+HEAD = Architecture(blocks="", groups=(("",),), feed_forward=None, activation="")
+"""The architecture of an output head as a block: its only layer is the module itself, whose name within the block is empty."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -39,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder block of a model. Layers are addressed by their name within the block.
+    """One decoder block of a model, or its output head. Layers are addressed by their name within the block.
 
     Attributes:
         index: Number of the block, from 0.
@@ -56,6 +59,11 @@ class Block:
     architecture: Architecture
     dtypes: Mapping[str, torch.dtype]
     views: Mapping[str, LinearView] = field(default_factory=dict)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this is the model's output head, which `blocks_and_head` puts after the decoder blocks."""
+        return self.architecture is HEAD
 
     @property
     def layers(self) -> dict[str, Layer]:
@@ -94,12 +102,12 @@ class Block:
     def parameter(self, name: str) -> str:
         """Return the name, within the block, of the parameter that holds a layer's weight."""
         view = self.views.get(name)
-        return f"{name}.weight" if view is None else f"{self._owner_path(view)}.{view.stored}"
+        return f"{name}.weight".lstrip(".") if view is None else f"{self._owner_path(view)}.{view.stored}"
 
     def bias(self, name: str) -> str:
         """Return the name, within the block, that the parameter of a layer's bias has if it exists."""
         view = self.views.get(name)
-        return f"{name}.bias" if view is None else f"{self._owner_path(view)}.{view.stored_bias}"
+        return f"{name}.bias".lstrip(".") if view is None else f"{self._owner_path(view)}.{view.stored_bias}"
 
     def _owner_path(self, view: LinearView) -> str:
         """Return the path, within the block, of the module that holds a view's parameter."""
@@ -204,7 +212,7 @@ class Block:
 
     def full_name(self, name: str) -> str:
         """Return a layer's path in the model."""
-        return f"{self.name}.{name}"
+        return f"{self.name}.{name}" if name else self.name
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """Run the block on hidden states of (batch, seq, model)."""

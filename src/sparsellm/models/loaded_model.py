@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsellm.errors import SparseLLMError, UnsupportedModel
 from sparsellm.models.blocks import Block, Call
-from sparsellm.models.contexts import compute_dtype_context, replace_forward
-from sparsellm.runtime import devices
+from sparsellm.models.contexts import replace_forward
+from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import OffloadManager
 from sparsellm.solvers.linalg import count_zeros
 
@@ -99,31 +98,7 @@ class LoadedModel:
         return model if isinstance(model, LoadedModel) else cls(model, ResidentWeights(model), compute=compute)
 
 
-@contextmanager
-def prediction_head(
-    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
-) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """Context that yields a function from token ids (batch, seq) and the last block's output (batch, seq, model) to logits.
-
-    The function runs the model with blocks that return their input, and a last block that returns the given output.
-
-    Args:
-        blocks: Its decoder blocks; their own parameters are not used.
-        dtype: The dtype to compute in outside of the blocks; None for the model's own.
-    """
-
-    def predict(tokens: Tensor, output: Tensor) -> Tensor:
-        def block_output(block: Block, hidden: Tensor, call: Call) -> Tensor:
-            return output if block is blocks[-1] else hidden
-
-        run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
-        return run_with_replaced_blocks(blocks, block_output, run).logits  # type: ignore[no-any-return]
-
-    with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
-        yield predict
-
-
-class _PartialOutput(Exception):
+class PartialOutput(Exception):
     """The model took a part of a block's output for the hidden states."""
 
 
@@ -151,7 +126,7 @@ def run_with_replaced_blocks(
             def forward(hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
                 shapes.append(hidden.shape)
                 if hidden.shape != shapes[0]:
-                    raise _PartialOutput
+                    raise PartialOutput
                 output = answer(block, hidden, Call(arguments, keywords))
                 return output if extra is None else (output, *[None] * extra)
 
@@ -168,8 +143,8 @@ def run_with_replaced_blocks(
             return run_once(extra)
         except (torch.OutOfMemoryError, SparseLLMError):
             raise
-        except (_PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
-            if first_error is None or isinstance(first_error, _PartialOutput):
+        except (PartialOutput, RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+            if first_error is None or isinstance(first_error, PartialOutput):
                 first_error = error
     assert first_error is not None
     raise first_error
@@ -252,3 +227,11 @@ def model_errors(model: PreTrainedModel, how: str) -> Iterator[None]:
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which a model expects token ids: that of its input embedding."""
     return model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+
+
+def stream_bytes(loaded: LoadedModel, batches: Sequence[Tensor]) -> int:
+    """Return the bytes of a stream: the hidden states of this process's batches, in the dtype of the computation."""
+    embedding = loaded.model.get_input_embeddings().weight
+    width: int = loaded.model.config.get_text_config().hidden_size
+    dtype = loaded.compute or embedding.dtype
+    return sum(batch.numel() for batch in collectives.shard(batches)) * width * dtype.itemsize

@@ -59,20 +59,24 @@ def allocate(
         cache: For "owl", stores the outliers, which serve every sparsity.
 
     Returns:
-        The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does.
+        The plan with an unstructured pattern for each layer, which together remove as many weights as `plan` does. That of the
+        output head stays as it is.
 
     Raises:
         InvalidSetting: A pattern is not unstructured, or the total cannot be reached within `bounds`.
     """
     check_shared(plan)
     loaded = LoadedModel.of(model)
-    densities = owl(loaded, batches, plan, cache) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
     layers = {block.full_name(name): layer for block in blocks_of(loaded.model) for name, layer in block.layers.items()}
+    head = {name: pattern for name, pattern in plan.items() if name not in layers}
+    if not (plan := {name: pattern for name, pattern in plan.items() if name in layers}):
+        return head
+    densities = owl(loaded, batches, plan, cache) if rule == "owl" else fisher(loaded, batches, plan, factors=factors)
     sizes = {name: layers[name].in_features * layers[name].out_features for name in plan}
     pattern = next(iter(plan.values()))
     total = pattern.count_removed(sum(sizes.values()))
     removed = round_to_total({name: (1 - densities[name]) * sizes[name] for name in plan}, sizes, total, bounds)
-    return {name: Unstructured(removed[name] / sizes[name]) for name in plan}
+    return {name: Unstructured(removed[name] / sizes[name]) for name in plan} | head
 
 
 def check_shared(plan: Plan) -> None:

@@ -47,30 +47,30 @@ def list_layers(
 ) -> list[PlannedLayer]:
     """Decide for each linear layer of the blocks whether it gets the pattern, whose fit to the shapes is not checked.
 
-    Arguments as for `uniform_plan`. Modules that are never pruned, such as routers, come after the layers of their block.
+    Arguments as for `uniform_plan`. Modules that are never pruned, such as routers, come after the layers of their block. An
+    output head is left out unless `include` names it.
 
     Raises:
         InvalidSetting: A layer-name pattern is invalid or matches no layer.
     """
     layers = layer_names(blocks)
     never_pruned = other_modules(blocks)
-    if head := next((name for name in include if name in HEADS), None):
-        raise InvalidSetting(
-            f"`include` got {head!r}, but only layers in the blocks can be pruned, not the head. Leave it out."
-        )
+    head = {layer.full_name for layer in layers if layer.block and layer.block.is_head}
     included, excluded = set[str](), set[str]()
     for setting, patterns, names in (("`include`", include, included), ("`exclude`", exclude, excluded)):
         for wildcard in patterns:
             matched = matching(layers, wildcard, setting)
+            if setting == "`include`" and matched - head and not any(name in wildcard for name in head):
+                matched -= head
             is_match = name_matcher(wildcard, setting)
             if not matched and not (setting == "`exclude`" and any(map(is_match, (*never_pruned, *HEADS)))):
-                raise unmatched(wildcard, setting, layers)
+                raise unmatched(wildcard, setting, [layer for layer in layers if layer.full_name not in head])
             names.update(matched)
     result: list[PlannedLayer] = []
     for block in blocks:
-        for layer in (layer for layer in layers if layer.block is block):
+        for layer in (layer for layer in layers if layer.block is block and not (block.is_head and head - included)):
             reason = ""
-            if chosen is not None and block.index not in chosen:
+            if chosen is not None and block.index not in chosen and not block.is_head:
                 reason = "not in blocks"
             elif layer.full_name in excluded:
                 reason = "excluded"
@@ -97,8 +97,10 @@ def uniform_plan(
     """Give the same pattern to every chosen layer.
 
     Args:
-        chosen: Numbers of the blocks to prune; None for all.
-        include: Layer-name patterns (`sparsellm.pruning.selection`) of the layers to prune; empty for all.
+        blocks: The blocks of the model, with the output head after them if it may be pruned: `blocks_and_head`.
+        chosen: Numbers of the blocks to prune; None for all. The head is in none of them.
+        include: Layer-name patterns (`sparsellm.pruning.selection`) of the layers to prune; empty for all in the blocks. The
+            head is pruned only where one of them matches it and no other layer, or has its name in it.
         exclude: Layer-name patterns of layers to leave dense; they override `include`, and may match modules that are never
             pruned, such as routers and the head.
 

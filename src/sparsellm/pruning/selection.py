@@ -21,7 +21,7 @@ ANY_LAYER = "Linear"
 
 
 HEADS = ("lm_head", "embed_out")
-"""Names of prediction heads, which are not in a block and stay dense."""
+"""Names of output heads, which `exclude` may name although they stay dense unless `include` names them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def layer_names(blocks: Sequence[Block]) -> list[LayerName]:
             if attention:
                 labels.add("attention" if name.partition(".")[0] == attention else "mlp")
             shape = (layer.out_features, layer.in_features)
-            names.append(LayerName(block.full_name(name), shape, name, block, frozenset(labels)))
+            names.append(LayerName(block.full_name(name), shape, name or block.name, block, frozenset(labels)))
     return names
 
 

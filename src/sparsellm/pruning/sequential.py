@@ -14,8 +14,9 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations, walk
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult, Plan, TrainingResult
-from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.blocks import Block
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runtime import devices
 from sparsellm.solvers.statistics import TokenCount
 
@@ -61,7 +62,7 @@ def prune_blocks(
     loaded = LoadedModel.of(model)
     if journal is None and loaded.weights.on_disk:
         raise InvalidSetting("A model that is read block by block needs a journal, to keep the pruned blocks in.")
-    blocks = blocks_of(loaded.model)
+    blocks = blocks_and_head(loaded.model, plan)
     planned = {block.index for block in blocks if any(block.full_name(name) in plan for name in block.layers)}
     if not planned:
         return
@@ -71,7 +72,7 @@ def prune_blocks(
         visits = _blocks_without_inputs(loaded, blocks)
     else:
         stop, dense = max(planned) + 1, method.needs_dense_stream
-        visits = walk(loaded, batches, stop=stop, needs_dense_stream=dense, metrics=metrics)
+        visits = walk(loaded, batches, stop=stop, layers=plan, needs_dense_stream=dense, metrics=metrics)
     with closing(visits):  # an error must close the walk, which restores the model
         for block, inputs in visits:
             if block.index not in planned:

@@ -147,6 +147,7 @@ def distill(
     *,
     plan: Plan,
     adam: MaskedAdam,
+    head: nn.Module | None = None,
     held_out: int | None = None,
     progress: Callable[[float, int], None] | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
@@ -159,6 +160,7 @@ def distill(
         groups: Token ids, (batch, seq) each, from `group_batches`.
         states: Hidden states of the dense model for the same batches, from `last_states`.
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
+        head: The output head of the dense model; None where it is the pruned model's.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
         progress: Called after each step with its number and that of all steps.
 
@@ -178,7 +180,7 @@ def distill(
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in unpruned}
     counts = collectives.all_gather_object([sum(batch.numel() for batch in group) for group in groups])
     sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
-    head = model.get_output_embeddings()
+    dense_head = model.get_output_embeddings() if head is None else head.float()
     with (
         eval_mode(model),
         compute_dtype_context(model, torch.float32),
@@ -189,7 +191,7 @@ def distill(
         def loss(number: int) -> Iterator[Tensor]:
             for batch, state in zip(groups[number], states[number], strict=True):
                 logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-                yield _divergence(head(state.float()), logits) * (batch.numel() / sizes[number])
+                yield _divergence(dense_head(state.float()), logits) * (batch.numel() / sizes[number])
 
         result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out, progress=progress)
         for block in blocks:

@@ -83,12 +83,13 @@ def _layer_map(
     layers = sorted((layer for by_kind in by_block for layer in by_kind.values()), key=attrgetter(field))
     marks = {name: MARKS[bound] for name, bound in at_bound(layers).items()} if field == "sparsity" else {}
     kinds = list(dict.fromkeys(kind for by_kind in by_block for kind in by_kind))
-    indices = [str(block.index) for block in blocks]
+    columns = zip(blocks, by_block, strict=True)
+    indices = [block.name if block.name in x else str(block.index) for block, x in columns]  # the head is its own layer
     cells = [[scale * getattr(x[kind], field) if kind in x else math.nan for x in by_block] for kind in kinds]
     texts = [[shown(x[kind]) + marks.get(x[kind].name, "") if kind in x else "" for x in by_block] for kind in kinds]
     extremes = " to ".join(f"{shown(x)}{unit} ({x.name})" for x in (layers[0], layers[-1]))
     title = f"{field.capitalize()} of each layer"
-    text = f"{title}, {len(blocks)} blocks by {len(kinds)} kinds of layer: from {extremes}."
+    text = f"{title}, {sum(map(str.isdigit, indices))} blocks by {len(kinds)} kinds of layer: from {extremes}."
     if marks:
         at_bounds = (f"{list(marks.values()).count(mark)} at its {bound} ({mark})" for bound, mark in MARKS.items())
         text += f" The allocation has {' and '.join(at_bounds)}."

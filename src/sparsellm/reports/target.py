@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
 from sparsellm.runs.recipe import Recipe, parse_size
@@ -107,8 +108,9 @@ def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
     Args:
         recipe: Selects the layers and the dtype.
     """
-    _, plan = make_plan(recipe.model_copy(update={"sparsity": str(Unstructured(sparsity))}), opened.blocks)
-    counts = [x.in_features * x.out_features for b in opened.blocks for n, x in b.layers.items() if b.full_name(n) in plan]
+    _, plan = make_plan(recipe.model_copy(update={"sparsity": str(Unstructured(sparsity))}), opened)
+    blocks = blocks_and_head(opened.skeleton, plan)
+    counts = [x.in_features * x.out_features for b in blocks for n, x in b.layers.items() if b.full_name(n) in plan]
     assert isinstance(opened.source, Checkpoint)
     itemsize: int = opened.source.dtype(recipe.dtype).itemsize
     pruned = sum(counts)

@@ -84,7 +84,7 @@ class BlockShapes:
     hidden: int  # inputs of a part's output projection
     share: float  # fraction of the tokens that a part computes for
     parameters: int
-    active: float  # parameters that compute for a token
+    active: float  # parameters that compute for a token; 0 for the output head, of which passes only read the inputs
     tokens: int
     length: int  # tokens per sequence
     batch: int  # tokens per batch
@@ -125,8 +125,8 @@ class BlockShapes:
 
 
 def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
-    """Measure the model and its largest block that is pruned, for batches of this many sequences."""
-    pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
+    """Measure the model and its largest block that is pruned, if any is, for batches of this many sequences."""
+    pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)] or ready.blocks
     sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in pruned]
     parameters, block = max(sizes), pruned[sizes.index(max(sizes))]
     config, planned = ready.skeleton.config.get_text_config(), planned_layers(block, ready.plan)
@@ -154,7 +154,7 @@ def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
         tokens=samples * ready.length,
         length=ready.length,
         batch=min(batch, samples) * ready.length,
-        pattern=ready.plan[block.full_name(planned[0])],
+        pattern=ready.plan[block.full_name(planned[0])] if planned else next(iter(ready.plan.values())),
     )
 
 
@@ -238,7 +238,7 @@ def _algorithm1_cost(method: PublishedSparseLLM, shapes: BlockShapes) -> Cost:
 
 def _sparsellm_cost(method: SparseLLM, shapes: BlockShapes) -> Cost:
     """Each layer toward the dense stream, then the Gauss-Newton rounds of each feed-forward part."""
-    curved, tokens, width = method.needs_fisher, shapes.tokens, shapes.width
+    curved, tokens, width = method.needs_fisher and shapes.active > 0, shapes.tokens, shapes.width
     coupled = shapes.parts * (shapes.projections * shapes.hidden**2 + width**2)  # a part's curvatures are made one by one
     curvatures = curved * (sum(outputs**2 for outputs, _ in shapes.layers) - coupled)
     widest = max(shapes.inputs)

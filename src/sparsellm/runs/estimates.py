@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from sparsellm.evaluation.measurements import Summarized
@@ -96,3 +97,9 @@ def human_seconds(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that are free where a folder is or would be."""
+    path = folder.expanduser().absolute()
+    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free

@@ -140,9 +140,9 @@ def inspect(
     pattern = expect if expect is None or isinstance(expect, Pattern) else parse_pattern(str(expect))
     skeleton = source.skeleton()
     tensors = Tensors(source.folder, skeleton)
-    layers_of = layers_by_parameter(skeleton)
-    all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
     planned = planned_patterns(source.folder)
+    layers_of = layers_by_parameter(skeleton, planned or ())
+    all_layers = [block.full_name(name) for pairs in layers_of.values() for block, name in pairs]
     allocated = isinstance(pattern, Unstructured) and len(set((planned or {}).values())) > 1
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)

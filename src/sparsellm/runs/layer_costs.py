@@ -17,6 +17,7 @@ from sparsellm.evaluation.perplexity import kl_divergence, last_block_outputs
 from sparsellm.methods import LayerResult
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.events import LAYERS, Note, Observer, phase
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.records import SavedLayer
@@ -71,7 +72,8 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
     Returns:
         None without a test text or without a `predicted_kl`; and, with a note, if dense layers cannot be put back later.
     """
-    if report.recipe.allocation_rule != "fisher" or not ready.tests:
+    blocks_pruned = report.coverage is not None and report.coverage.pruned > 0  # else only the output head is
+    if report.recipe.allocation_rule != "fisher" or not ready.tests or not blocks_pruned:
         return None
     text, windows = next(iter(ready.tests.items()))
     batches = first_windows(windows.split(1), max(TOKENS, SEQUENCES * windows.shape[1]))
@@ -80,6 +82,8 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
         reason = "the model is read block by block"
     elif not isinstance(ready.source, Checkpoint):
         reason = "the dense model is not in files"
+    elif blocks_and_head(ready.skeleton, ready.plan)[-1].is_head:  # the dense outputs would be read with the pruned head
+        reason = "the output head is pruned too"
     elif len(batches) < collectives.world():
         reason = f"{text} has fewer sequences than there are processes"
     if reason:

@@ -21,7 +21,8 @@ from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
-from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, input_device, model_errors, prediction_head
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, input_device, model_errors
+from sparsellm.models.output_head import prediction_head
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes

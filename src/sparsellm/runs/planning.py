@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,8 +19,9 @@ from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import TooLarge
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shapes, rates, work
-from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate
+from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import (
@@ -41,6 +41,10 @@ from sparsellm.runtime.memory import available, current_memory, human_bytes, rel
 
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20
 """Freed memory that the processor's allocator keeps: this fraction of the data, at most so many bytes; measured on glibc."""
+
+HEAD_EXTRA = (1, 0), (6, 3)
+"""float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
+a block they are small against the rest: of a layer-wise method, and of one with a dense stream. Counted."""
 
 LOGITS_BYTES = 12
 """Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
@@ -70,7 +74,7 @@ def plan_run(
         opened.source.tokenizer()  # raises the error of a model without one
         # Only the shape counts, and this text is long enough for any model.
         given = torch.zeros(recipe.samples, window_length(recipe, opened.source.length), dtype=torch.long)
-    ready = prepare(opened, *make_plan(recipe, opened.blocks), report=report, observer=lambda _: None, given=given)
+    ready = prepare(opened, *make_plan(recipe, opened), report=report, observer=lambda _: None, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
     if source:  # its weights are no longer part of the free memory
         placement = replace(placement, memory=placement.memory + placement.model)
@@ -80,7 +84,7 @@ def plan_run(
         refusal = str(error)
     release_free_memory()  # what tokenising took
     plan = estimate(recipe, ready, placement, batch=batch, output=folder, speed=rates(ready.device))
-    each_layer, fits = recipe_layers(recipe, ready.blocks, ready.plan), plan.fits and not refusal
+    each_layer, fits = recipe_layers(recipe, ready), plan.fits and not refusal
     return replace(plan, coverage=report.coverage, fits=fits, refusal=refusal, each_layer=each_layer)
 
 
@@ -103,7 +107,8 @@ def estimate(
     written = placement.model * (1 if placement.streamed or held else 2)  # finished blocks, and the output
     disk, disk_free = written + max(stage.files for stage in stages), free_disk(output or Path())
     streams, room = sum(costs[PRUNING].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
-    layers = [(block.full_name(name), layer) for block in ready.blocks for name, layer in block.layers.items()]
+    planned = blocks_and_head(ready.skeleton, ready.plan)
+    layers = [(block.full_name(name), layer) for block in planned for name, layer in block.layers.items()]
     shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers}
     return RunPlan(
         recipe=recipe,
@@ -166,12 +171,6 @@ def fit_to_memory(
     return replace(plan.placement, tight=plan.device == "cpu" and 2 * plan.peak.data_bytes > placement.memory), plan.batch
 
 
-def free_disk(folder: Path) -> int:
-    """Bytes that are free where a folder is or would be."""
-    path = folder.expanduser().absolute()
-    return shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
-
-
 def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement, speed: Work | None) -> StageEstimate:
     """Place a stage's lists as `OffloadManager` does: on the device while there is room, then on its host, then in files."""
     memory, files = {"cpu": 0, device: int(cost.memory)}, 0
@@ -208,13 +207,7 @@ def _stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, ba
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
-    pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
-    block = block_cost(ready.method, shapes)
-    entering = non_block + placement.model * (not placement.streamed)  # what is outside the blocks makes the first inputs
-    done = len(pruned) * block.work + max(pruned) * shapes.forward(shapes.tokens)
-    # For `predicted_kl`, the dense weights are copied.
-    copies = (recipe.allocation_rule == "fisher") * stored * sum(out * into for out, into in shapes.layers)
-    yield PRUNING, Cost(max(model + block.memory + copies, entering), block.lists, done)
+    yield PRUNING, _pruning_cost(recipe, ready, placement, shapes=shapes, model=model, non_block=non_block)
 
     if ready.tests:
         lengths = [windows.numel() for windows in ready.tests.values()]
@@ -230,6 +223,36 @@ def _stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, ba
         passes = 4 * recipe.model_steps * model_step(samples, length) + model_written(recipe, samples, length)
         head = work(2 * vocabulary * shapes.width, passes=LOGITS_PASSES * vocabulary)  # of a token
         yield TRAINING, Cost(memory, [], depth * shapes.forward(passes * length) + passes * length * head)
+
+
+def _pruning_cost(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, *, shapes: BlockShapes, model: float, non_block: float
+) -> Cost:
+    """Each planned block beside the model (or the block that is read), and the output head after all blocks."""
+    *_, last = planned = [b for b in blocks_and_head(ready.skeleton, ready.plan) if planned_layers(b, ready.plan)]
+    entering = non_block + placement.model * (not placement.streamed)  # what is outside the blocks makes the first inputs
+    total = Cost(entering, [], last.index * shapes.forward(shapes.tokens))
+    if len(planned) > last.is_head:
+        block = block_cost(ready.method, shapes)
+        # For `predicted_kl`, the dense weights are copied.
+        copies = (recipe.allocation_rule == "fisher") * shapes.stored * sum(out * into for out, into in shapes.layers)
+        done = (len(planned) - last.is_head) * block.work + total.work
+        total = Cost(max(model + block.memory + copies, entering), block.lists, done)
+    if last.is_head:
+        outputs, inputs = next(iter(last.layers.values())).weight.shape
+        one = {
+            "layers": [(outputs, inputs)],
+            "inputs": [inputs],
+            "parameters": outputs * inputs,
+            "pattern": ready.plan[last.name],
+        }
+        alone = replace(shapes, parts=0, projections=0, hidden=0, active=0, **one)  # type: ignore[arg-type]
+        head = block_cost(ready.method, alone)
+        matrices, products = HEAD_EXTRA[ready.method.needs_dense_stream]
+        memory = placement.model * (not placement.streamed) + (shapes.itemsize + 4 * matrices) * alone.parameters + head.memory
+        done = total.work + head.work + work(2 * products * alone.parameters * inputs)
+        total = Cost(max(total.memory, memory), max(total.lists, head.lists, key=sum), done)
+    return total
 
 
 def _gradient_cost(shapes: BlockShapes, model: float, tokens: int, *, batch: int, stop: int) -> Cost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.blocks import Block
+from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
@@ -83,8 +84,9 @@ def prepare(
         given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
         shared: Keeps the token ids for other runs of this process.
     """
-    recipe, source, skeleton, blocks = report.recipe, opened.source, opened.skeleton, opened.blocks
-    report.coverage = opened.coverage.of_plan(blocks, plan)
+    recipe, source, skeleton = report.recipe, opened.source, opened.skeleton
+    blocks = blocks_and_head(skeleton, plan)
+    report.coverage = opened.coverage.of_plan(opened.blocks, plan)
     if isinstance(source, Checkpoint):
         check_names(source, skeleton, blocks=blocks, plan=plan)
     prepare_tasks(recipe.task, recipe.task_data)
@@ -112,7 +114,7 @@ def prepare(
         if recipe.batch_size:
             observer(Note("1 sequence per batch, since the sequences differ in length"))
     vocabulary = skeleton.get_input_embeddings().num_embeddings
-    if message := check_memory(recipe, method, blocks, windows=all_windows, vocabulary=vocabulary, device=opened.device):
+    if message := check_memory(recipe, method, opened, windows=all_windows, vocabulary=vocabulary):
         observer(Note(message))
     return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
 
@@ -145,12 +147,13 @@ def _read_tokens(
     return windows, tests, description
 
 
-def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Plan]:
+def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
     """Build the recipe's method, and its plan checked against every layer's shape.
 
     Raises:
         UnsupportedModel: The method cannot solve the model's feed-forward layers.
     """
+    blocks = opened.blocks
     method = recipe.to_method(len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
     if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):
@@ -158,21 +161,27 @@ def make_plan(recipe: Recipe, blocks: Sequence[Block]) -> tuple[BlockMethod, Pla
             f"The feed-forward part of {recipe.model} has an activation function that SparseLLM does not support. "
             "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
         )
-    selected = select_blocks(recipe.blocks, len(blocks))
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
     from_file = recipe.allocation_rule not in ALLOCATIONS
     pattern = Unstructured(0) if from_file else recipe.pattern
-    plan = uniform_plan(blocks, pattern, chosen=selected, include=recipe.include, exclude=recipe.exclude)
+    selection = _selection(recipe, opened)
+    plan = uniform_plan(pattern=pattern, **selection)
     if from_file:
-        plan = plan_from_file(recipe.allocation_rule, plan, layer_names(blocks), recipe.pattern)
+        plan = plan_from_file(recipe.allocation_rule, plan, layer_names(selection["blocks"]), recipe.pattern)
     return method, plan
 
 
-def recipe_layers(recipe: Recipe, blocks: Sequence[Block], plan: Plan) -> list[PlannedLayer]:
+def recipe_layers(recipe: Recipe, ready: Prepared) -> list[PlannedLayer]:
     """Every linear layer of the blocks with its pattern in the recipe's plan, or the reason why it stays dense."""
-    chosen = select_blocks(recipe.blocks, len(blocks))
-    layers = list_layers(blocks, recipe.pattern, chosen=chosen, include=recipe.include, exclude=recipe.exclude)
-    return [replace(layer, pattern=plan.get(layer.name)) for layer in layers]
+    layers = list_layers(pattern=recipe.pattern, **_selection(recipe, ready))
+    return [replace(layer, pattern=ready.plan.get(layer.name)) for layer in layers]
+
+
+def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
+    """The arguments of `uniform_plan` by which a recipe selects layers; the head is one only where some are included."""
+    head = output_head(opened.skeleton, len(opened.blocks)) if recipe.include else None
+    blocks, chosen = [*opened.blocks, *filter(None, [head])], select_blocks(recipe.blocks, len(opened.blocks))
+    return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
 
 
 def model_step(samples: int, length: int) -> int:
@@ -186,21 +195,13 @@ def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
     return max(0, reads // 2 - samples) if recipe.model_written is None else recipe.model_written
 
 
-def check_memory(
-    recipe: RunRecipe,
-    method: BlockMethod,
-    blocks: Sequence[Block],
-    *,
-    windows: Tensor,
-    vocabulary: int,
-    device: torch.device,
-) -> str:
+def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *, windows: Tensor, vocabulary: int) -> str:
     """Describe the memory that the training stages take; empty without such stages.
 
     Raises:
         TooLarge: The device has less memory than a stage takes.
     """
-    parts = []
+    blocks, device, parts = opened.blocks, opened.device, []
     if isinstance(method, BlockRecovery) and method.training.steps:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
         needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams

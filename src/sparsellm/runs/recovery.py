@@ -40,7 +40,7 @@ class BlockRecovery:
 
     Attributes:
         training: Gradient steps on each block, with output errors weighted as in `sparsellm.activations.sensitivity`.
-            With 0 steps the weights are only copied.
+            With 0 steps the weights are only copied, as those of the output head always are.
         read: Reads a tensor of the pruned checkpoint by its name.
         layers: Results of pruning each layer, by block name.
     """
@@ -68,15 +68,15 @@ class BlockRecovery:
         with torch.no_grad():
             for name, parameter in block.module.named_parameters():
                 parameter.copy_(self.read(block.full_name(name)))
-        if self.training.steps:
+        if self.training.steps and not block.is_head:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
             fixed = block.parameters_of(set(block.layers) - set(keep))
             names = [name for name, _ in block.module.named_parameters() if name not in fixed]
             yield refine_block(block, inputs, keep, names=names, metric=inputs.output_fisher(block), adam=self.training)
             block.round_to_storage_dtype()
+        weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
         for layer in self.layers[block.name]:
-            weight = block.layer(layer.name.removeprefix(f"{block.name}.")).weight
-            yield replace(layer, zeros=count_zeros(weight))
+            yield replace(layer, zeros=count_zeros(weights[layer.name]))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:

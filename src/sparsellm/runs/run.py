@@ -88,7 +88,7 @@ def run(
         if isinstance(recipe, RecoveryRecipe):
             method, plan, report.pruned = recovery_plan(recipe, opened.source)
         else:
-            method, plan = make_plan(recipe, opened.blocks)
+            method, plan = make_plan(recipe, opened)
         report.origin = opened.source.origin()
     with phase(READING_TEXTS, report, observer):
         ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsellm.errors import SparseLLMError
 from sparsellm.evaluation.measurements import TOKENS
 from sparsellm.methods import planned_layers
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.recovery.distillation import AT_A_TIME
 from sparsellm.recovery.masked_training import VALIDATIONS, windows_a_step
 from sparsellm.runs import layer_costs
@@ -98,7 +99,7 @@ def expected_evaluation(
     recipe: Recipe, opened: OpenedModel, tests: dict[str, Tensor], length: int
 ) -> tuple[ExpectedStage, ...]:
     """Estimate the stages of an evaluation of a model on texts, each (sequences, length), and on the recipe's tasks."""
-    method, plan = make_plan(recipe, opened.blocks)
+    method, plan = make_plan(recipe, opened)
     windows = torch.empty(0, dtype=torch.long)
     ready = Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=1)
     stages = expected_stages(recipe, ready, choose_placement(recipe, ready, files=True), batch=1, written=False)
@@ -141,9 +142,9 @@ def _prepared(recipe: Recipe, known: dict[str, Prepared]) -> Prepared:
     key = f"{recipe.reads_text} {recipe.model_dump_json(exclude=OF_ITS_OWN)}"
     if key not in known:
         opened = open_model(recipe)
-        method, plan = make_plan(recipe, opened.blocks)
+        method, plan = make_plan(recipe, opened)
         known[key] = prepare(opened, method, plan, report=Report(recipe), observer=lambda _: None)
-    method, plan = make_plan(recipe, known[key].blocks)
+    method, plan = make_plan(recipe, known[key])
     return replace(known[key], method=method, plan=plan)
 
 
@@ -182,7 +183,8 @@ def _layer_costs(
     passes: int, recipe: RunRecipe, ready: Prepared, placement: Placement, *, seconds: Mapping[str, float]
 ) -> Iterator[ExpectedStage]:
     """The measurement of the layers that cost most: passes of the dense or the pruned model over a few sequences."""
-    if recipe.allocation_rule == "fisher" and ready.tests and not placement.streamed:
+    head = blocks_and_head(ready.skeleton, ready.plan)[-1].is_head
+    if recipe.allocation_rule == "fisher" and ready.tests and not placement.streamed and not head:
         total = sum(windows.numel() for windows in ready.tests.values())
         tokens = max(layer_costs.TOKENS, layer_costs.SEQUENCES * ready.length)
         yield ExpectedStage(LAYERS, seconds[MEASURING] / 2 * passes * tokens / total, LAYERS)
@@ -201,7 +203,8 @@ def _generation(ready: Prepared, placement: Placement, count: int) -> ExpectedSt
 
 def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, restored: int) -> ExpectedStage:
     """The stage that prunes or trains block by block. Restored blocks take the forward passes that lead to them."""
-    pruned = [block.index for block in ready.blocks if planned_layers(block, ready.plan)]
+    blocks_there = blocks_and_head(ready.skeleton, ready.plan)
+    pruned = [block.index for block in blocks_there if planned_layers(block, ready.plan)]
     shapes, speed = block_shapes(recipe, ready, batch), rates(ready.device)
     passed = float((shapes.forward(shapes.tokens) / speed).sum())
     block = (seconds - pruned[-1] * passed) / len(pruned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.methods import BlockResult, Plan
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.models.output_head import blocks_and_head
 from sparsellm.pruning.allocation import allocate
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.sequential import prune_blocks
@@ -67,7 +69,7 @@ def prune_model(
         journal: Stores finished blocks; None for a run that cannot be resumed.
         facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """
-    recipe, plan, blocks = report.recipe, ready.plan, blocks_of(loaded.model)
+    recipe, plan, blocks = report.recipe, ready.plan, blocks_and_head(loaded.model, ready.plan)
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     with facts or nullcontext(journal) as cache:
@@ -79,7 +81,10 @@ def prune_model(
                 plan, factors = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
         training = None
         if recipe.model_steps:
-            training = _training_data(loaded, ready.windows, batches, report=report, observer=observer, cache=cache)
+            is_pruned = blocks[-1].is_head
+            training = _training_data(
+                loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=is_pruned
+            )
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     with phase(name, report, observer, blocks=visited, layers=len(plan)):
@@ -89,10 +94,8 @@ def prune_model(
                 report.blocks.append(step)
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
-            adam, held_out = model_training(loaded.model, recipe.model_steps), training.held_out
-            report.recovered, changed = distill(
-                loaded.model, training.groups, training.states, plan=plan, adam=adam, held_out=held_out, progress=advance
-            )
+            adam = model_training(loaded.model, recipe.model_steps)
+            report.recovered, changed = distill(loaded.model, plan=plan, adam=adam, progress=advance, **vars(training))
             report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
         observer(report.recovered)
         if report.recovered.note:
@@ -106,6 +109,7 @@ class TrainingData:
     groups: list[Group]
     states: list[Group]
     held_out: int
+    head: nn.Module | None
 
 
 def _training_data(
@@ -116,6 +120,7 @@ def _training_data(
     report: Report,
     observer: Observer,
     cache: Journal | None,
+    copies_head: bool,
 ) -> TrainingData:
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     recipe = report.recipe
@@ -127,8 +132,10 @@ def _training_data(
         per_step = model_step(*windows.shape)
         groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         states = last_states(loaded.model, groups, loaded.compute)
+        # A head that is pruned too is copied.
+        head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None
         advance(1, 1)
-        return TrainingData(groups, states, held_out)
+        return TrainingData(groups, states, held_out, head)
 
 
 def cached_samples(
@@ -163,7 +170,7 @@ def _cached_allocation(
     factors = {
         name: FisherFactors(stored[f"{name}/gradients"], stored[f"{name}/inputs"], stored[f"{name}/routed"].item())
         for name in plan
-        if stored
+        if f"{name}/gradients" in stored
     }
     if sparsities is not None:
         return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, factors

@@ -1,0 +1,105 @@
+"""The output head: as one more block after the decoder blocks, the hidden states that enter it, and the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.errors import UnsupportedModel
+from sparsellm.models.blocks import HEAD, Block, Call, blocks_of
+from sparsellm.models.contexts import compute_dtype_context, replace_forward
+from sparsellm.models.loaded_model import PartialOutput, run_with_replaced_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def output_head(model: PreTrainedModel, index: int) -> Block | None:
+    """Return the linear layer that computes the logits, as the block with this number; None for a model without one."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None
+    name = next(path for path, module in model.named_modules() if module is head)
+    return Block(index, name, head, HEAD, {name: tensor.dtype for name, tensor in head.named_parameters()})
+
+
+def blocks_and_head(model: PreTrainedModel, layers: Collection[str]) -> list[Block]:
+    """Return the decoder blocks of a model, followed by its output head if that is among the layers.
+
+    Args:
+        model: The model.
+        layers: Full names of layers, such as a plan.
+
+    Raises:
+        UnsupportedModel: As `blocks_of`, or the head is among the layers and shares its weight with the input embedding.
+    """
+    blocks = blocks_of(model)
+    head = output_head(model, len(blocks)) if layers else None
+    if head is None or head.name not in layers:
+        return blocks
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if tied := [name for name, tensor in weights.items() if tensor is head.module.weight and name != f"{head.name}.weight"]:
+        raise UnsupportedModel(
+            f"{head.name} cannot be pruned, because it is tied: its weight is also {tied[0]}, which would be pruned with it. "
+            "Leave it out of `include`, or save the model with `tie_word_embeddings=False` and a head of its own."
+        )
+    return [*blocks, head]
+
+
+@contextmanager
+def prediction_head(
+    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Context that yields a function from token ids (batch, seq) and the last block's output (batch, seq, model) to logits.
+
+    The function runs the model with blocks that return their input, and a last block that returns the given output.
+
+    Args:
+        model: The model.
+        blocks: Its decoder blocks; their own parameters are not used.
+        dtype: The dtype to compute in outside of the blocks; None for the model's own.
+    """
+
+    def predict(tokens: Tensor, output: Tensor) -> Tensor:
+        def block_output(block: Block, hidden: Tensor, call: Call) -> Tensor:
+            return output if block is blocks[-1] else hidden
+
+        run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
+        return run_with_replaced_blocks(blocks, block_output, run).logits  # type: ignore[no-any-return]
+
+    with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):
+        yield predict
+
+
+@contextmanager
+def head_inputs(
+    model: PreTrainedModel, blocks: Sequence[Block], dtype: torch.dtype | None = None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+    """Context that yields a function as that of `prediction_head`, to the inputs of the head, (batch, seq, in), not to logits.
+
+    The function raises UnsupportedModel where the model does not call its head.
+    """
+    entered: list[Tensor] = []
+    expected = torch.Size()
+
+    def record(hidden: Tensor) -> Tensor:
+        if hidden.shape[:-1] != expected:
+            raise PartialOutput
+        entered.append(hidden)
+        return hidden
+
+    def inputs(tokens: Tensor, output: Tensor) -> Tensor:
+        nonlocal expected
+        expected = tokens.shape
+        predict(tokens, output)
+        if not entered:
+            raise UnsupportedModel(f"A {type(model).__name__} does not call its output head. Leave it out of `include`.")
+        return entered.pop()
+
+    with prediction_head(model, blocks, dtype) as predict, replace_forward(model.get_output_embeddings(), record):
+        yield inputs
