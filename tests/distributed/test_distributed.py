@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -110,6 +111,25 @@ def test_owners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What becomes of the others when one is lost.
+
+
+def test_no_thread_waits_for_the_store_when_a_run_has_ended() -> None:
+    """The store ends with rank 0, and a thread that returns from it while Python ends aborts the process."""
+
+    class SlowStore:
+        def set(self, key: str, value: str) -> None:
+            pass
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            asked.set()
+            time.sleep(0.3)
+            return [b"1" for _ in keys]
+
+    asked = threading.Event()
+    dog = watchdog.Watchdog(SlowStore(), print)
+    assert asked.wait(60)
+    dog.close()
+    assert not dog._thread.is_alive()
 
 
 def free_port() -> int:

@@ -85,9 +85,12 @@ class Watchdog:
     def close(self, error: BaseException | None = None) -> None:
         """Stop the thread; an error that ends this process is published, with time for the others to read it."""
         self._closed.set()
-        if error is None or isinstance(error, LostProcess) or (isinstance(error, SystemExit) and not error.code):
+        if isinstance(error, LostProcess):
             return
-        self._thread.join(3 * TICK)  # otherwise, its next heartbeat would overwrite the error
+        # Otherwise it could still wait for the store when this process or rank 0 ends, or overwrite the error.
+        self._thread.join(3 * TICK)
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            return
         with suppress(RuntimeError):
             self._publish(f"{type(error).__name__}: {error}".partition("\n")[0])
             time.sleep(3 * TICK)  # rank 0 also ends the store
