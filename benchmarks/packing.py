@@ -139,7 +139,7 @@ def table() -> list[str]:
     names = dict.fromkeys(key.rpartition(", ")[0] for key in known if key.count(", ") == 2)
     for name in names:
         model, _, method = name.rpartition(", ")
-        for sparsity in SPARSITIES:
+        for sparsity in (x for x in SPARSITIES if f"{name}, {x}" in known):
             figures = known[f"{name}, {sparsity}"]
             cells = [f"{figures[form]:.2f}" for form in FIGURES]
             rows.append([model, method, f"{sparsity} %", *cells, f"{figures['archive'] / figures['bound']:.3f}"])

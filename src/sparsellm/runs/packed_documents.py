@@ -141,8 +141,9 @@ class Packed(Summarized):
         return {
             "output": f"{PurePath(self.output).name}, {self.form} form",
             "size": f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}",
-            "packed": f"{len(self.packed)} matrices at {self.bits:.2f} bits a weight",
-            "dense": f"{len(self.dense)} matrices, {self.dense[0].name} first" if self.dense else "no matrices",
+            "packed": f"{len(self.packed)} of {len(self.matrices)} matrices, {self.bits:.2f} bits a weight",
+            "dense": ", ".join(matrix.name for matrix in self.dense[:3]) + (", …" if len(self.dense) > 3 else "")
+            or "no matrix",
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -251,9 +252,10 @@ def packed_card(text: str, result: Packed) -> str:
         matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
         head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
     percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
+    matrices = f"{len(result.packed)} of {len(result.matrices)} matrices"
     paragraph = (
         f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
-        f"{human_bytes(result.dense_bytes)} before. {len(result.packed)} matrices take {result.bits:.2f} bits a weight.\n"
+        f"{human_bytes(result.dense_bytes)} before. Packed are {matrices}, at {result.bits:.2f} bits a weight.\n"
         "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit. To load the model, `import sparsellm` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"
