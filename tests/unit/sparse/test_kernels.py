@@ -8,7 +8,6 @@ import mmap
 import multiprocessing
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -280,30 +279,26 @@ def test_values_are_padded_for_the_widest_read() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-@compiled
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    """These tests again, with a library that checks addresses and undefined behaviour, in a process that has its runtime."""
-    source = Path(kernels.__file__).parent
-    library = tmp_path / "_kernels.so"
-    flags = ["-O1", "-g", "-shared", "-fPIC", "-pthread", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run(["gcc", *flags, "-o", str(library), str(source / "kernels.c")], check=True)
-    runtime = " ".join(
-        subprocess.run(["gcc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
-        for name in ("libasan.so", "libstdc++.so")  # the first one looks for the second one's functions when it starts
-    )
-    code = f"""
-from pathlib import Path
-from sparsellm.sparse import kernels
-kernels.LIBRARY = Path({str(library)!r})
-assert kernels.available()
-import sys, pytest
-sys.exit(pytest.main(["-p", "no:cacheprovider", {str(Path(__file__))!r}, "-k",
-    "slow_loop or special or threads or guard or bias or buffers"]))
-"""
-    environment = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
+@pytest.mark.parametrize(
+    ("compiler", "flags", "emulator"),
+    [
+        ("gcc", ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], None),
+        ("aarch64-linux-gnu-gcc", ["-static"], "qemu-aarch64"),
+    ],
+    ids=["sanitizers", "neon"],
+)
+def test_program_without_python_agrees_with_a_loop(
+    compiler: str, flags: list[str], emulator: str | None, tmp_path: Path
+) -> None:
+    """With checks of addresses and undefined behaviour on this processor, and on another one that is emulated."""
+    for program in filter(None, (compiler, emulator)):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+    program, source = tmp_path / "check", Path(__file__).with_name("kernels_check.c")
+    folder = Path(kernels.__file__).parent
+    command = [compiler, "-O1", "-Wall", "-Werror", *flags, f"-I{folder}", "-pthread", "-o", str(program), str(source), "-lm"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([*filter(None, [emulator]), program], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    names = done.stdout.split()
+    assert names == (["portable", "neon"] if emulator else [*kernels.instruction_sets()] or names)
