@@ -211,7 +211,7 @@ static int run(Job *job, const void *x, int x_dtype, int threads) {
     return 0;
 }
 
-/* out = x W' + bias, for x (tokens, columns), at most MAX_TOKENS. Without a mask, W is dense bfloat16. `set` is one that
+/* out = x W' + bias, for x (tokens, columns), MAX_TOKENS at a time. Without a mask, W is dense bfloat16. `set` is one that
    sparsellm_instruction_sets names. x, bias and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
 EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
                             const void *values, int value_dtype, const int64_t *row_starts, int64_t rows, int64_t columns,
@@ -227,7 +227,13 @@ EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, in
         dtype = BFLOAT16;
     }
     job.function = functions[set][kernel];
-    return run(&job, x, dtype, threads);
+    size_t width = x_dtype == BFLOAT16 ? 2 : 4;
+    for (int64_t t = 0; t < tokens; t += MAX_TOKENS) {
+        job.tokens = tokens - t < MAX_TOKENS ? tokens - t : MAX_TOKENS;
+        job.out = (char *)out + (size_t)(t * rows) * width;
+        if (run(&job, (const char *)x + (size_t)(t * columns) * width, dtype, threads)) return -1;
+    }
+    return 0;
 }
 
 /* Decode rows start to stop into out (stop - start, columns): `width` bytes a value. */

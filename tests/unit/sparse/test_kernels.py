@@ -77,7 +77,7 @@ def test_products_equal_a_slow_loop(name: str, dtype: torch.dtype) -> None:
         packed = Bitmask.from_dense(weight)
         assert torch.equal(kernels.decode(packed), weight)
         assert torch.equal(kernels.decode(packed, 1, rows), weight[1:])
-        for tokens in range(kernels.MAX_TOKENS + 1):
+        for tokens in (*range(10), 16):
             for x_dtype in DTYPES:
                 x = random_tokens(tokens, columns, x_dtype)
                 check(kernels.matmul(x, packed), x, weight)
