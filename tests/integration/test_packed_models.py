@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typer.testing import Result
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.runs.packing import pack, unpack
+from sparsellm.sparse import transformers_quantizer
 from sparsellm.sparse.linear import PackedLinear
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
@@ -248,6 +250,31 @@ def test_dense_folder_and_later_version_are_refused(packed_models: Callable[...,
     for load in (sparsellm.load, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(UnsupportedModel, match="version 2"):
             load(later)
+
+
+def test_experts_are_said_to_be_dense(
+    packed_models: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    folder, logged = packed_models("mixtral")[1], []
+    monkeypatch.setattr(transformers_quantizer.logger, "warning", logged.append)
+    said = r"model\.layers\.0\.mlp\.experts\.gate_up_proj and \d others take dense memory"
+    with pytest.warns(UserWarning, match=said):
+        sparsellm.load(folder)
+    recwarn.clear()
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert len(logged) == 2
+    assert re.match(said, logged[1])
+    sparsellm.load(packed_models("opt")[1])
+    assert not [warning for warning in recwarn.list if issubclass(warning.category, UserWarning)]
+
+
+def test_truncated_file_is_refused(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(packed_models()[1], folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
+        sparsellm.load(folder)
 
 
 def test_damaged_part_is_named(packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:

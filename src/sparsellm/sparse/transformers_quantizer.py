@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightTransform, revert_weight_conve
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.headers import dtype_name
@@ -27,6 +28,8 @@ from sparsellm.sparse import kernels
 from sparsellm.sparse.encoding import DTYPES, encode_tensor
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
 from sparsellm.sparse.weight_converter import PartsSplitter, plan_conversion, read_packed
+
+logger = logging.get_logger(f"transformers.quantizers.{METHOD}")
 
 
 @register_quantization_config(METHOD)
@@ -55,6 +58,8 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = True  # a dense checkpoint cannot be loaded with it
     is_trainable = False
     is_compileable = True
+    note = ""
+    """What does not run packed, for the user."""
 
     def is_serializable(self) -> bool:
         """Return whether `save_pretrained` writes the model."""
@@ -84,7 +89,8 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         converter = plan_conversion(model, weight_conversions, packed=self.packed, dense=dense)
         if decoded := converter.decoded():
             others = f" and {len(decoded) - 1} others" if decoded[1:] else ""
-            warnings.warn(f"{decoded[0]}{others} take dense memory: only linear layers run packed.", stacklevel=2)
+            self.note = f"{decoded[0]}{others} take dense memory: only linear layers run packed."
+            logger.warning(self.note)
         return [converter, *weight_conversions]
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **keywords: Any) -> bool:
@@ -168,4 +174,7 @@ def load(
     if not checkpoint.packed:
         raise BadCheckpoint(f"{model} is not packed. Pack it, and name the result: sparsellm pack {model} FOLDER.")
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
-    return checkpoint.load(name, device=None, **keywords)
+    loaded = checkpoint.load(name, device=None, **keywords)  # which silences transformers
+    if loaded.hf_quantizer.note:
+        warnings.warn(loaded.hf_quantizer.note, stacklevel=2)
+    return loaded
