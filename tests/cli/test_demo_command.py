@@ -11,7 +11,9 @@ import pytest
 from typer.testing import Result
 
 from sparsellm.data.samples import test_windows
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.runs.demonstration import Row
+from sparsellm.runs.speed import Bench
 from tests.conftest import report_of
 
 
@@ -21,7 +23,11 @@ def test_demo_compares_and_writes(tmp_path: Path, command: Callable[..., Result]
     monkeypatch.setattr("sparsellm.runs.demonstration.test_windows", partial(test_windows, limit=16))
     result = command("demo", "--family", "llama", "--output", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.stderr
-    rows = json.loads(result.stdout)["rows"]
+    data = json.loads(result.stdout)
+    rows, packed = data["rows"], data["packed"]
+    assert packed["model"] == data["output"] == str(tmp_path / "out")
+    assert packed["disk_bytes"] < packed["memory_bytes"]["dense, torch"] / 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [row["method"] for row in rows] == [
         "dense",
         "magnitude",
@@ -43,8 +49,16 @@ def test_demo_ends_with_what_to_do_next(
 ) -> None:
     """The last lines are commands; the one about the written model runs as it stands, and none is wider than 80 columns."""
     rows = [Row("dense", 40.0, 1.0, 0.0, 0.0), Row("sparsellm", 50.0, 1.0, 0.8, 2.0)]
+    speeds = [Speed(form, 2, 1, decode, None) for form, decode in ((TORCH, 20.4), (PACKED, 51), (CEILING, 510))]
+    sizes = {TORCH: 4 * 2**20, PACKED: 2**20}
+    bench = Bench("", 2**20, sizes, 1, {2: 1.0}, prompt=1, tokens=1, speeds=speeds, notes=[], environment={})
     monkeypatch.setattr("sparsellm.runs.demonstration.demonstrate", lambda *_: rows)
-    lines = command("demo", "--output", tmp_path / "out").stdout.splitlines()[-3:]
+    monkeypatch.setattr("sparsellm.runs.demonstration.measure_packed", lambda _: bench)
+    lines = command("demo", "--output", tmp_path / "out").stdout.splitlines()[-6:]
+    assert lines[0] == "Packed it takes 1.0 MiB, dense 4.0 MiB. On 2 threads it decodes"
+    assert lines[1] == "51 tokens a second packed, 20 dense (2.50 × torch, 0.10 × ceiling)."
+    assert max(map(len, lines[:3])) <= 80
+    lines = lines[3:]
     assert [line.split(": ")[1].split()[:2] for line in lines] == [
         ["sparsellm", "inspect"],
         ["sparsellm", "plan"],

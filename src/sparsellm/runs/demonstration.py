@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
 
 from sparsellm.checkpoints.files import DEMO
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
 from sparsellm.evaluation.perplexity import measured
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH, counted
 from sparsellm.runs.events import (
     ESTIMATING,
     MEASURING,
@@ -23,17 +27,23 @@ from sparsellm.runs.events import (
     Stage,
     advance_by,
 )
+from sparsellm.runs.packing import pack
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import expected_runs
+from sparsellm.runs.speed import Bench, measure_bench
+from sparsellm.runtime.memory import human_bytes
 
 SPARSITY = "80%"
 """A sparsity at which the methods differ on the bundled models; docs/results.md has others."""
 
 SAMPLES = 32
 """Calibration sequences: a quarter of the default, to keep the comparison short."""
+
+TOKENS = 16
+"""Tokens decoded in each measurement of the packed model's speed."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,27 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
             observe(Stage(WRITING))
             result.save_pretrained(output)
     return rows
+
+
+def measure_packed(output: str | Path) -> Bench:
+    """Pack a pruned model in a temporary folder, and measure how fast it decodes one sequence."""
+    with TemporaryDirectory() as folder:
+        packed = Path(folder) / "packed"
+        pack(output, packed)
+        measured_speed = measure_bench(packed, None, batches=(1,), threads=(torch.get_num_threads(),), tokens=TOKENS)
+    return replace(measured_speed, model=str(output))
+
+
+def packed_lines(bench: Bench) -> list[str]:
+    """The size and speed of the packed model, and the dense model's."""
+    packed, dense = (next(x for x in bench.speeds if x.form == form) for form in (PACKED, TORCH))
+    sizes = human_bytes(bench.disk_bytes), human_bytes(bench.memory_bytes[TORCH])
+    ratios = f"{bench.ratio(packed, TORCH):.2f} × torch, {bench.ratio(packed, CEILING):.2f} × ceiling"
+    return [
+        f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {counted(packed.threads, 'thread')} it decodes",
+        f"{packed.decode:.0f} tokens a second packed, {dense.decode:.0f} dense ({ratios}).",
+        "Python takes most of that time. docs/deploying.md has models of more than 1 GB.",
+    ]
 
 
 def _expected_runs(recipes: Sequence[Recipe], *, written: bool) -> list[tuple[ExpectedStage, ...]]:
