@@ -16,8 +16,7 @@ from sparsellm.runtime.memory import available as available_memory
 from sparsellm.sparse.bitmask import Bitmask
 
 MAX_TOKENS = 16
-"""Tokens up to which the kernels multiply, in passes of 8. More are multiplied by torch with decoded rows, which takes less time
-from there on."""
+"""Tokens up to which the kernels multiply, in passes of 8. From there on, torch's product with decoded rows takes less time."""
 
 TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
