@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import Result
 
 import sparsellm
@@ -123,6 +123,23 @@ def test_saved_shards_are_loaded_and_unpacked(packed_models: Callable[..., tuple
         assert torch.equal(sparsellm.load(tmp_path / "saved")(inputs).logits, model(inputs).logits)
     unpack(tmp_path / "saved", tmp_path / "unpacked")
     assert sparsellm.inspect(tmp_path / "unpacked", against=dense).changed == ()
+
+
+@pytest.mark.parametrize("family", ["gpt2", long_unless(False, "llama"), long_unless(False, "opt")])
+def test_model_without_its_head_is_loaded_and_saved(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str
+) -> None:
+    """Its tensors have other names: without the prefix of the model with a head."""
+    dense, folder = packed_models(family)
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "base")
+    expected = AutoModel.from_pretrained(dense)(prompts()).last_hidden_state
+    for name in (folder, tmp_path / "base"):
+        model = AutoModel.from_pretrained(name)
+        assert len(packed_layers(model)) == FORMS[family]
+        torch.testing.assert_close(model(prompts()).last_hidden_state, expected)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert info["missing_keys"] <= {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("settings", [{"device_map": "cpu"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}])

@@ -86,6 +86,8 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         """Put packed layers into the model, and the converter that loads them in front of transformers' own."""
         model, self._model = self._model, None
         self.packed, dense = read_packed(self._files)
+        if not self.packed:
+            raise BadCheckpoint("config.json says that the model is packed, and its weight files list no packed tensors.")
         converter = plan_conversion(model, weight_conversions, packed=self.packed, dense=dense)
         if decoded := converter.decoded():
             others = f" and {len(decoded) - 1} others" if decoded[1:] else ""
@@ -117,16 +119,16 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         layers = {id(state[f"{path}.weight"]): module for path, module in modules.items()}
         model._weight_conversions = self._conversions
         stored = revert_weight_conversion(model, state)
+        decoded = {key for key, tensor in self.packed.items() if tensor.is_sparse}
         entries, lengths = {}, {}
-        for key in sorted(self.packed.keys() & stored.keys()):
+        for key in [key for key, tensor in sorted(stored.items()) if id(tensor) in layers or key in decoded]:
             layer = layers.get(id(stored[key]))
-            weight = stored[key] if layer is None else layer.weight
-            if layer is not None:
-                parts = {name: stored.pop(name) for name in parts_of(key, stored).values()}
-            elif self.packed[key].is_sparse:
+            if layer is None:
+                weight = stored[key]
                 parts = encode_tensor(key, weight)
             else:
-                continue
+                weight = layer.weight
+                parts = {name: stored.pop(name) for name in parts_of(key, stored).values()}
             entries[key] = PackedEntry.of(weight)
             lengths[key] = {name: len(part) for name, part in parts.items()}
             stored[key] = torch.cat(list(parts.values()))
