@@ -165,8 +165,8 @@ class _Product(torch.autograd.Function):
 class DenseLinear(nn.Linear):
     """A dense linear layer of a packed model, such as its head.
 
-    Up to `MAX_TOKENS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than
-    PyTorch. An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
+    Up to `MAX_TOKENS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads weights faster than PyTorch.
+    An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
     """
 
     def forward(self, x: Tensor) -> Tensor:
