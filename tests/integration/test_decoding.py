@@ -129,11 +129,11 @@ def test_the_own_kernel_takes_bfloat16_and_few_tokens(tiny: dict[str, Path], mon
     model = AutoModelForCausalLM.from_pretrained(tiny["opt"], dtype=torch.bfloat16).eval()
     copied, layers = with_own_kernel(model), sum(isinstance(module, nn.Linear) for module in model.modules())
     assert copied is not None
-    for tokens in (kernels.MAX_TOKENS, kernels.MAX_TOKENS + 1):
+    for tokens in (linear.PASS, linear.PASS + 1):
         calls.clear()
         with torch.no_grad():
             logits = copied(torch.arange(tokens)[None]).logits
-            assert calls == ([tokens] * layers if tokens <= kernels.MAX_TOKENS else [])
+            assert calls == ([tokens] * layers if tokens <= linear.PASS else [])
             torch.testing.assert_close(logits, model(torch.arange(tokens)[None]).logits, rtol=0.02, atol=0.02)
     assert weight_bytes(copied) == weight_bytes(model)
     assert with_own_kernel(AutoModelForCausalLM.from_pretrained(tiny["llama"], dtype=torch.float32)) is None

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import PARTS, decode, encode
 from sparsellm.sparse.gpu import linear_function
-from sparsellm.sparse.kernels import MAX_TOKENS, dense_matmul, matmul, packed_linear
 from sparsellm.sparse.kernels import decode as decode_rows
+from sparsellm.sparse.kernels import dense_matmul, matmul, packed_linear
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
+
+PASS = 8
+"""Tokens that the kernel multiplies at once. With more it reads a dense weight twice, which takes longer than PyTorch."""
 
 _converted: WeakKeyDictionary[nn.Module, tuple[object, Callable[[Tensor], Tensor]]] = WeakKeyDictionary()
 """Products of layers on a GPU with the weights that they were made for; outside of the layers, so that copies have none."""
@@ -165,7 +168,7 @@ class _Product(torch.autograd.Function):
 class DenseLinear(nn.Linear):
     """A dense linear layer of a packed model, such as its head.
 
-    Up to `MAX_TOKENS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads weights faster than PyTorch.
+    Up to `PASS` bfloat16 tokens on a CPU are multiplied by this package's kernel, which reads the weight faster than PyTorch.
     An `nn.Linear` becomes one by `layer.__class__ = DenseLinear`.
     """
 
@@ -173,7 +176,7 @@ class DenseLinear(nn.Linear):
         """Map (..., in) to (..., out)."""
         trained = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         is_bfloat16 = x.dtype is self.weight.dtype is torch.bfloat16
-        few = 0 < x.numel() <= MAX_TOKENS * self.in_features
+        few = 0 < x.numel() <= PASS * self.in_features
         if trained or not is_bfloat16 or not few or not x.is_cpu or torch.compiler.is_compiling():
             return super().forward(x)
         product = dense_matmul(x.reshape(-1, self.in_features), self.weight).view(*x.shape[:-1], self.out_features)
