@@ -113,6 +113,7 @@ def test_report_and_card_say_the_sizes(packed: Path, outputs: dict[str, Path]) -
     assert "The zeros are not stored" in card
     assert "`import sparsellm` first" in card
     assert "stored as ordinary numbers" not in card
+    assert "```python\nimport sparsellm\nfrom transformers import" in card
     assert "stored as ordinary numbers" in (outputs["opt"] / "README.md").read_text()
 
 
@@ -278,7 +279,9 @@ def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None
         sparsellm.verify(folder)
     fresh()
     (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    with pytest.raises(BadCheckpoint, match="has another checksum than when it was packed"):
+    with pytest.raises(
+        BadCheckpoint, match=r"packed: model\.safetensors: model\.\S+ has another checksum than when it was packed"
+    ):
         sparsellm.unpack(folder, tmp_path / "new")
     with pytest.raises(VerificationFailed, match=r"model\.safetensors was changed since"):
         sparsellm.verify(folder)

@@ -12,7 +12,7 @@ from typing import Any
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.packed_files import VERSION, FileWriter
 from sparsellm.data.json_files import durable, read_json
-from sparsellm.errors import VerificationFailed
+from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
 from sparsellm.runs.packed_documents import Source
 from sparsellm.runs.records import REPORT, WORK
@@ -58,7 +58,7 @@ def converted(
             for file, target in zip(source.files, source.targets(), strict=True):
                 if not (finished / target).exists():
                     observe(f"{verb} {file.name}")
-                    with FileWriter(finished / target) as writer:
+                    with FileWriter(finished / target) as writer, _named(source.name):
                         convert(file, writer)
             observe("reading back what was written")
             with replacing(path) as work:
@@ -73,6 +73,15 @@ def converted(
             else:
                 shutil.rmtree(finished, ignore_errors=True)
             raise
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put a model's name in front of what is wrong with its files."""
+    try:
+        yield
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{name}: {error}") from None
 
 
 def _keep_finished(finished: Path, key: Mapping[str, Any]) -> None:

@@ -29,6 +29,9 @@ one, unless the software that runs it makes use of zeros.
 """
 """Paragraph of a model card that does not hold for a packed model."""
 
+LOADS, LOADS_PACKED = "```python\nfrom transformers", "```python\nimport sparsellm\nfrom transformers"
+"""First lines of the example that loads a model, and of the one that loads a packed model."""
+
 BEGIN, REPLACED, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
 """Marks around the paragraph of a packed model's card."""
 
@@ -248,6 +251,7 @@ def packed_card(text: str, result: Packed) -> str:
     """Return a model card with a paragraph on the packed form, in place of the one that says how zeros are stored."""
     head, _, rest = text.partition(ZEROS_STAY)
     mark = REPLACED if rest or text.endswith(ZEROS_STAY) else BEGIN
+    rest = rest.replace(LOADS, LOADS_PACKED)
     if mark == BEGIN:
         matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
         head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
@@ -263,5 +267,7 @@ def packed_card(text: str, result: Packed) -> str:
 
 def dense_card(text: str) -> str:
     """Return the card of a packed model as it was before."""
+    if REPLACED in text:
+        text = text.replace(LOADS_PACKED, LOADS)
     text = re.sub(f"{REPLACED}\n.*?{END}\n", lambda _: ZEROS_STAY, text, flags=re.DOTALL)
     return re.sub(f"{BEGIN}\n.*?{END}\n", "", text, flags=re.DOTALL)
