@@ -29,7 +29,7 @@ one, unless the software that runs it makes use of zeros.
 """
 """Paragraph of a model card that does not hold for a packed model."""
 
-LOADS, LOADS_PACKED = "```python\nfrom transformers", "```python\nimport sparsellm\nfrom transformers"
+LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm\nfrom transformers import "
 """First lines of the example that loads a model, and of the one that loads a packed model."""
 
 BEGIN, REPLACED, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
