@@ -24,7 +24,7 @@ EXTRAS = {"plots": "matplotlib", "eval": "lm-eval", "frame": "pandas"}
 
 
 def doctor(context: typer.Context, as_json: options.Json = False) -> None:
-    """Show what this machine has for pruned models, and what is missing.
+    """Show what this machine has, and what is missing.
 
     Kernels, processors, memory, devices and packages. Measures how fast memory is read,
     since a dense model reads every weight for each token.

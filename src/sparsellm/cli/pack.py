@@ -85,9 +85,11 @@ def unpack(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Turn a packed model back into the one that was packed, bit by bit.
+    """Turn a packed model back into the one that was packed.
 
-    Example: sparsellm unpack opt-70-packed opt-70
+    Every tensor is as it was, bit by bit.
+
+    Example: sparsellm unpack opt-70-packed opt-70-unpacked
     """
     with report_errors(context):
         from dataclasses import asdict
