@@ -1,6 +1,6 @@
 """Decoding with packed weights, beside dense ones, the speed of memory, and llama.cpp: docs/deploying.md.
 
-    python benchmarks/decode.py measure    # eight minutes, on a machine that does nothing else
+    python benchmarks/decode.py measure    # twelve minutes, on a machine that does nothing else
     python benchmarks/decode.py table
 
 The models have random weights, and the shapes of TinyLlama-1.1B, OPT-1.3B, and Llama-2-7B with 8 of its 32 blocks. One block
