@@ -259,7 +259,7 @@ def packed_card(text: str, result: Packed) -> str:
     matrices = f"{len(result.packed)} of {len(result.matrices)} matrices"
     paragraph = (
         f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
-        f"{human_bytes(result.dense_bytes)} before. Packed are {matrices}, at {result.bits:.2f} bits a weight.\n"
+        f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight.\n"
         "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit. To load the model, `import sparsellm` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"

@@ -39,10 +39,6 @@ PROMPT = 128
 """Tokens of a prompt, where the model's context has room for them."""
 
 
-PROMPT = 128
-"""Tokens of a prompt, where the model's context has room for them."""
-
-
 @dataclass(frozen=True, repr=False)
 class Bench(Summarized):
     """What `bench` measured.
