@@ -256,7 +256,7 @@ def test_wrong_input_is_one_message(
 
 
 def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None:
-    """A later version, a file that is cut off, and a tensor whose checksum differs."""
+    """A later version, a file that is cut off, and tensors, packed and dense, whose checksums differ."""
     folder = tmp_path / "packed"
     weights = (packed / "model.safetensors").read_bytes()
 
@@ -285,6 +285,12 @@ def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None
         sparsellm.unpack(folder, tmp_path / "new")
     with pytest.raises(VerificationFailed, match=r"model\.safetensors was changed since"):
         sparsellm.verify(folder)
+    fresh()
+    stored, entries = locate_all(folder / "model.safetensors")
+    position = next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:])
+    (folder / "model.safetensors").write_bytes(weights[:position] + bytes([weights[position] ^ 1]) + weights[position + 1 :])
+    with pytest.raises(VerificationFailed, match=r"model\.\S+ is not as it was when it was packed: .*packed is damaged"):
+        sparsellm.unpack(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

@@ -113,12 +113,19 @@ def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def finish(work: Path, report: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> None:
-    """Write the report with new digests, after comparing the tensors that were written with those recorded, if any."""
+def finish(work: Path, report: Mapping[str, Any], recorded: Mapping[str, Any] | None, *, difference: str) -> None:
+    """Write the report with new digests, after comparing the tensors that were written with those recorded, if any.
+
+    Args:
+        work: The folder that becomes the output.
+        report: The report without digests.
+        recorded: The digests of the tensors before they were converted.
+        difference: What it means if a tensor has another digest, and what to do.
+    """
     set_default_permissions(work)
     written = proven(work, report)
     if wrong := _different(recorded or {}, written["digests"]["tensors"]):
-        raise VerificationFailed(f"{wrong[0]} differs from the model's after writing. Check memory and disk.", tuple(wrong))
+        raise VerificationFailed(f"{wrong[0]} {difference}", tuple(wrong))
     (work / REPORT).write_text(strict_json(written) + "\n", encoding="utf-8")
     set_default_permissions(work)
 

@@ -129,7 +129,8 @@ def pack(
             (work / CARD).write_text(packed_card((source.folder / CARD).read_text(encoding="utf-8"), result), encoding="utf-8")
         changed = {name for name, digest in digests.items() if positive_zeros and digest.negative_zeros}
         expected = {name: digest.to_dict() for name, digest in digests.items() if name not in changed}
-        finish(work, report | {"packing": result.to_dict()}, expected)
+        difference = "differs from the model's after writing. Check memory and disk."
+        finish(work, report | {"packing": result.to_dict()}, expected, difference=difference)
     return result
 
 
@@ -173,7 +174,8 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(dense_card((source.folder / CARD).read_text(encoding="utf-8")), encoding="utf-8")
         recorded = report.get("digests", {}).get("tensors")
-        finish(work, {key: value for key, value in report.items() if key != "packing"}, recorded)
+        difference = f"is not as it was when it was packed: {packed} is damaged or was changed. Get a sound copy."
+        finish(work, {key: value for key, value in report.items() if key != "packing"}, recorded, difference=difference)
     weights = [sum(file.stat().st_size for file in files) for files in (source.files, [path / x for x in source.targets()])]
     return Unpacked(str(model), *weights)
 
