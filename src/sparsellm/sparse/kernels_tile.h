@@ -36,7 +36,8 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
             }
             if (!DENSE && group % 8 == 0) /* the mask's lines of the next rows */
                 __builtin_prefetch(mask[i] + (group + rows * job->groups) * 8, 0, 2);
-            for (size_t byte = 0; byte < (DENSE + 1) * GROUP / 2 * sizeof(VALUE); byte += 64)
+            /* All that a group can hold: kept values do not spread evenly, and a line that nobody asked for is waited for. */
+            for (size_t byte = 0; byte < GROUP * sizeof(VALUE); byte += 64)
                 PREFETCH((const char *)p[i] + byte);
         }
         UNROLL
