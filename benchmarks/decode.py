@@ -32,7 +32,7 @@ from sparsellm.runs.decoding import (
     TORCH,
     measure_speeds,
     sharing_copy,
-    step_bytes,
+    step_weights,
     weight_bytes,
     with_own_kernel,
 )
@@ -102,7 +102,7 @@ def measure() -> None:
             observe=lambda text, name=name: print(f"{name}: {text}", file=sys.stderr),
         )
         figures: dict[str, Any] = {
-            "step_bytes": step_bytes(forms[TORCH]),
+            "step_bytes": sum(weight.nbytes for weight in step_weights(forms[TORCH])),
             "bandwidth": {str(threads): value for threads, value in bandwidth.items()},
             "memory_bytes": {form: weight_bytes(model) for form, model in forms.items()},
             "speeds": [asdict(speed) for speed in speeds],

@@ -24,7 +24,7 @@ def speed_tables(bench: Bench) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Heading and cells of a table for each number of threads, by title."""
     tables = {}
     for threads, bandwidth in bench.bandwidth.items():
-        title = f"{threads} {'thread reads' if threads == 1 else 'threads read'} {bandwidth / 1e9:.1f} GB/s from memory"
+        title = f"{threads} {'thread reads' if threads == 1 else 'threads read'} {bandwidth / 1e9:.1f} GB/s of dense weights"
         tables[title] = (HEAD, [_cells(bench, speed) for speed in bench.speeds if speed.threads == threads])
     return tables
 

@@ -21,7 +21,7 @@ from sparsellm.sparse.linear import DenseLinear, PackedLinear
 
 TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"
 """Forms of a model: transformers with torch's products, with this package's for bfloat16, and packed. The ceiling is no form:
-it is the speed at which the dense weights can be read from memory."""
+it is the speed at which the dense weights are read from memory, and nothing else is done."""
 
 ROUNDS = 3
 """Measurements of each form, which take turns so that a slow minute of the machine meets all of them. The median counts.
@@ -71,11 +71,11 @@ def measure_speeds(
     Returns:
         The speeds, and the bandwidth in bytes a second by number of threads.
     """
-    read = step_bytes(models[TORCH])
+    weights = step_weights(models[TORCH])
     speeds, bandwidth = [], {}
     for count in threads:
         with _threads(count):
-            bandwidth[count] = kernels.stream_bandwidth()
+            reads: list[float] = []
             for batch in batches:
                 observe(f"{counted(count, 'thread')}, {counted(batch, 'sequence')}")
                 prompts = _prompts(models[TORCH], batch, prompt)
@@ -84,21 +84,24 @@ def measure_speeds(
                 started = {form: _prefill(model, prompts) for form, model in models.items()}
                 outputs = {form: output for form, (output, _) in started.items()}
                 seconds: dict[str, list[float]] = {form: [] for form in models}
-                for form in [*models] * rounds:
-                    outputs[form], elapsed = _decode(models[form], outputs[form], tokens)
-                    seconds[form].append(elapsed)
+                for _ in range(rounds):
+                    for form, model in models.items():
+                        outputs[form], elapsed = _decode(model, outputs[form], tokens)
+                        seconds[form].append(elapsed)
+                    reads.extend(kernels.read_seconds(weights) for _ in range(tokens))
                 for form, (_, elapsed) in started.items():
                     decode = batch * tokens / median(seconds[form])
                     speeds.append(Speed(form, count, batch, decode, batch * prompt / elapsed))
-                speeds.append(Speed(CEILING, count, batch, batch * bandwidth[count] / read, None))
+                speeds.append(Speed(CEILING, count, batch, batch / median(reads[-rounds * tokens :]), None))
+            bandwidth[count] = sum(weight.nbytes for weight in weights) / median(reads)
     return speeds, bandwidth
 
 
-def step_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that decoding a token reads: all but those of embeddings, of which it reads a few rows."""
+def step_weights(model: nn.Module) -> list[Tensor]:
+    """The weights that decoding a token reads: all but those of embeddings, of which it reads a few rows."""
     rows = {id(x) for module in model.modules() if isinstance(module, nn.Embedding) for x in module.parameters(recurse=False)}
     heads = {id(x) for module in model.modules() if isinstance(module, nn.Linear) for x in module.parameters(recurse=False)}
-    return sum(x.nbytes for x in model.parameters() if id(x) not in rows - heads)
+    return [x for x in model.parameters() if id(x) not in rows - heads]
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -24,7 +24,7 @@ from sparsellm.runs.decoding import (
     Speed,
     counted,
     measure_speeds,
-    step_bytes,
+    step_weights,
     unpacked,
     weight_bytes,
     with_own_kernel,
@@ -48,7 +48,7 @@ class Bench(Summarized):
         disk_bytes: Size of its weight files.
         memory_bytes: Bytes of the weights in memory, by form.
         step_bytes: Bytes of the dense weights that decoding one token reads.
-        bandwidth: Bytes a second that streaming reads of memory reach, by number of threads.
+        bandwidth: Bytes a second at which the dense weights are read from memory, by number of threads.
         prompt: Tokens of each prompt.
         tokens: Tokens of each sequence that a measurement decodes.
         speeds: The speeds; the form `TORCH` comes first among those with the same threads and batch.
@@ -133,7 +133,7 @@ def measure_bench(
         model=str(packed),
         disk_bytes=sum(file.stat().st_size for file in Path(packed).glob("*.safetensors")),
         memory_bytes={name: weight_bytes(form) for name, form in measured.items()},
-        step_bytes=step_bytes(dense),
+        step_bytes=sum(weight.nbytes for weight in step_weights(dense)),
         bandwidth=bandwidth,
         prompt=prompt,
         tokens=tokens,

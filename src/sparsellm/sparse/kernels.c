@@ -12,7 +12,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "masks are little-endian"
@@ -37,7 +36,7 @@
 #endif
 
 enum {
-    VERSION = 1, /* kernels.py has the same; a library of another version is not used */
+    VERSION = 2, /* kernels.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
     MAX_TOKENS = 8,
@@ -246,19 +245,8 @@ EXPORT void sparsellm_decode(int set, int threads, const uint8_t *mask, const vo
     run(&job, NULL, FLOAT32, threads);
 }
 
-/* Seconds that the threads take to read `piece` bytes, the least over the pieces of `bytes` at `data`, one after the other some
-   times. A piece is short, so that on a busy machine some are read without an interruption. */
-EXPORT double sparsellm_read_seconds(int set, int threads, const char *data, int64_t bytes, int64_t piece, int repetitions) {
-    double best = 1e30;
-    for (int i = 0; i < repetitions; i++)
-        for (int64_t start = 0; start + piece <= bytes; start += piece) {
-            struct timespec before, after;
-            Job job = {.function = functions[set][READ], .values = data + start, .rows = piece / PAGE, .columns = PAGE};
-            clock_gettime(CLOCK_MONOTONIC, &before);
-            run(&job, NULL, FLOAT32, threads);
-            clock_gettime(CLOCK_MONOTONIC, &after);
-            double seconds = (double)(after.tv_sec - before.tv_sec) + 1e-9 * (double)(after.tv_nsec - before.tv_nsec);
-            if (seconds < best) best = seconds;
-        }
-    return best;
+/* Read whole pages of memory with all threads. */
+EXPORT void sparsellm_read(int set, int threads, const char *data, int64_t pages) {
+    Job job = {.function = functions[set][READ], .values = data, .rows = pages, .columns = PAGE};
+    run(&job, NULL, FLOAT32, threads);
 }

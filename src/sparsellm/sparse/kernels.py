@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import time
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -24,12 +26,15 @@ TILE = 2**20
 PIECE = 2**24
 """Bytes that are read for one measurement of the bandwidth: less than a millisecond, in which few programs are interrupted."""
 
+PAGE = 4096
+"""Bytes of a page, as in kernels.c: reads are of whole pages."""
+
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 """In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI2."""
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_VERSION = 1
+_VERSION = 2
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 MISSING = (
@@ -48,6 +53,7 @@ class _Library:
         present = library.sparsellm_instruction_sets()
         self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
         self.number = INSTRUCTION_SETS.index(self.names[-1])
+        library.sparsellm_use_openmp(_openmp())
         number, count, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.matmul = library.sparsellm_matmul
         self.matmul.argtypes = [number, number, pointer, number, count, pointer, pointer, number]
@@ -55,9 +61,17 @@ class _Library:
         self.decode = library.sparsellm_decode
         self.decode.argtypes = [number, number, pointer, pointer, number, pointer, count, count, count, pointer]
         self.decode.restype = None
-        self.read_seconds = library.sparsellm_read_seconds
-        self.read_seconds.argtypes = [number, number, pointer, count, count, number]
-        self.read_seconds.restype = ctypes.c_double
+        self.read = library.sparsellm_read
+        self.read.argtypes = [number, number, pointer, count]
+        self.read.restype = None
+
+
+def _openmp() -> ctypes.c_void_p | None:
+    """The function that starts the threads of torch's OpenMP library; None if torch has another one, or none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
 
 
 @cache
@@ -200,24 +214,23 @@ def decode(weight: Bitmask, start: int = 0, stop: int | None = None, *, out: Ten
     return dense
 
 
-def stream_bandwidth() -> float:
-    """Measure how fast all threads together read memory, in bytes per second, in about a tenth of a second.
+def read_seconds(tensors: Iterable[Tensor]) -> float:
+    """Seconds that all threads together take to read contiguous tensors once, as fast as memory delivers them."""
+    library, threads = _library(), torch.get_num_threads()
+    started = time.perf_counter()
+    for tensor in tensors:
+        if library is None:
+            tensor.sum()
+        else:
+            library.read(library.number, threads, tensor.data_ptr(), tensor.nbytes // PAGE)
+    return time.perf_counter() - started
 
-    This is the ceiling of a dense model's decoding: it reads every weight for each token.
-    """
+
+def stream_bandwidth() -> float:
+    """Measure how fast all threads together read memory, in bytes per second, in about a tenth of a second."""
     size = max(PIECE, min(2**28, available_memory(torch.device("cpu")) // 4) // PIECE * PIECE)  # larger than caches
-    buffer = torch.ones(size // 4)
-    library = _library()
-    if library is not None:
-        address, threads = buffer.data_ptr(), torch.get_num_threads()
-        seconds: float = library.read_seconds(library.number, threads, address, size, PIECE, 4)
-        return PIECE / seconds
-    times = []
-    for piece in buffer.split(PIECE // 4) * 4:
-        begin = time.perf_counter()
-        piece.sum()
-        times.append(time.perf_counter() - begin)
-    return PIECE / min(times)
+    pieces = torch.ones(size // 4).split(PIECE // 4)
+    return PIECE / median(read_seconds([piece]) for piece in pieces * 4)
 
 
 def _call(

@@ -1,8 +1,14 @@
-/* A pool of threads that take chunks of a job's rows.
+/* Threads that take chunks of a job's rows: those of the OpenMP library that torch uses, or else a pool.
+
+   OpenMP's threads wait for work in a loop. Threads of our own beside them share the cores with these loops: two threads on two
+   cores took up to a third longer. A forked child has none of OpenMP's threads and cannot start them; it uses the pool.
 
    `word` holds the job's number, its chunks and the next one to take, so that a thread takes a chunk by one compare-and-swap, and
    cannot take one of a job that has ended. The caller takes chunks too and waits for chunks, not for threads: a thread that the
    system has not woken costs nothing. */
+
+typedef void Parallel(void (*function)(void *), void *argument, unsigned threads, unsigned flags);
+static Parallel *openmp; /* its GOMP_parallel, or NULL */
 
 enum { MAX_THREADS = 256, SPINS = 2000 /* about 50 microseconds, less than the time between two layers */ };
 
@@ -35,6 +41,11 @@ static int work_on_job(void) {
         count++;
     }
     return count;
+}
+
+static void work_in_parallel(void *unused) {
+    (void)unused;
+    work_on_job();
 }
 
 static int is_open(int index) {
@@ -70,11 +81,15 @@ static void reset_after_fork(void) {
     atomic_store(&pool.sleeping, 0);
     atomic_flag_clear(&pool.busy);
     pool.started = 0;
+    openmp = NULL;
 }
 
+__attribute__((constructor)) static void register_reset(void) { pthread_atfork(NULL, NULL, reset_after_fork); }
+
+/* Use the threads of an OpenMP library from now on. */
+EXPORT void sparsellm_use_openmp(Parallel *parallel) { openmp = parallel; }
+
 static void start_threads(int count) {
-    static int registered;
-    if (!registered) registered = pthread_atfork(NULL, NULL, reset_after_fork) == 0;
     sigset_t all, before; /* signals are for the threads of the program */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -112,13 +127,17 @@ static void run_with_pool(const Job *job, int threads) {
         job->function(job, 0, job->rows);
         return;
     }
-    if (pool.started < threads - 1) start_threads(threads - 1);
+    if (!openmp && pool.started < threads - 1) start_threads(threads - 1);
     pool.job = *job;
     for (int64_t i = 0; i <= chunks; i++) pool.bounds[i] = split(job, i, chunks);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.limit, threads - 1);
     uint64_t number = (atomic_load(&pool.word) >> 32) + 1;
     atomic_store(&pool.word, number << 32 | (uint64_t)chunks << 16);
+    if (openmp) {
+        openmp(work_in_parallel, NULL, (unsigned)threads, 0);
+        return;
+    }
     if (atomic_load(&pool.sleeping)) {
         pthread_mutex_lock(&pool.lock);
         pthread_cond_broadcast(&pool.work);

@@ -8,6 +8,7 @@ import mmap
 import multiprocessing
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,10 +137,36 @@ def test_special_numbers_behave_as_in_a_dense_product(name: str, dtype: torch.dt
         assert torch.equal(kernels.decode(packed).view(torch.uint8), weight.view(torch.uint8))
 
 
+@pytest.fixture
+def pool() -> Iterator[None]:
+    """The library's own threads instead of OpenMP's."""
+    library = ctypes.CDLL(str(kernels.LIBRARY))
+    library.sparsellm_use_openmp(None)
+    yield
+    library.sparsellm_use_openmp(kernels._openmp())
+
+
+@compiled
+def test_the_threads_are_those_of_torch() -> None:
+    """Where torch's parallel backend is the OpenMP library of GCC."""
+    if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("this torch does not use OpenMP")
+    assert kernels._openmp()
+    code = "import os, torch; from sparsellm.sparse import kernels; from sparsellm.sparse.bitmask import Bitmask; "
+    code += "torch.set_num_threads(3); torch.ones(10**6).exp(); x = Bitmask.from_dense(torch.ones(800, 256)); "
+    code += "count = lambda: len(os.listdir('/proc/self/task')); "
+    code += "before = count(); kernels.matmul(torch.ones(1, 256), x); print(count() - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0"
+
+
+@pytest.mark.parametrize("threads_of", ["OpenMP", "pool"])
 @pytest.mark.parametrize("name", SETS)
 @compiled
-def test_bits_do_not_depend_on_threads(name: str) -> None:
+def test_bits_do_not_depend_on_threads(name: str, threads_of: str, request: pytest.FixtureRequest) -> None:
     """Nor on a call from another thread at the same time, which then works alone."""
+    if threads_of == "pool":
+        request.getfixturevalue("pool")
     kernels.set_instruction_set(name)
     packed = Bitmask.from_dense(random_weight(401, 320, torch.bfloat16))
     x = random_tokens(3, 320, torch.bfloat16)
