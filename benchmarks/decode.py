@@ -224,14 +224,17 @@ def table() -> list[str]:
 
 def speed_rows(figures: dict[str, Any]) -> list[str]:
     """A line for each number of threads and form, with a group of columns for each number of sequences."""
-    speeds = {(x["threads"], x["form"], x["batch"]): x["decode"] for x in [*figures["speeds"], *figures.get("race", [])]}
+    measured = [*figures["speeds"], *figures.get("race", [])]
+    speeds = {(x["threads"], x["form"], x["batch"]): x["decode"] for x in measured}
+    ceilings = {(x["threads"], x["form"], x["batch"]): x["ceiling"] for x in figures.get("race", [])}
     rows = []
     for threads, form in dict.fromkeys((threads, form) for threads, form, _ in speeds):
         size = figures["memory_bytes"].get(form)
         row = [str(threads), form]
         for batch in BATCHES:
             speed = speeds[threads, form, batch]
-            row += [f"{speed:.1f}", *(f"{speed / speeds[threads, other, batch]:.2f}" for other in (TORCH, CEILING))]
+            ceiling = ceilings.get((threads, form, batch), speeds[threads, CEILING, batch])
+            row += [f"{speed:.1f}", f"{speed / speeds[threads, TORCH, batch]:.2f}", f"{speed / ceiling:.2f}"]
         rows.append([*row, "" if size is None else f"{size / 1e9:.2f}"])
     head = ["threads", "form"]
     for batch in BATCHES:

@@ -13,7 +13,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from sparsellm.runs.decoding import step_weights
+from sparsellm.sparse import kernels
 
 ROUNDS = 5
 NAMES = {
@@ -29,13 +33,17 @@ NAMES = {
 
 
 def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequence[int], tokens: int) -> list[dict[str, Any]]:
-    """Tokens a second of each type of GGUF file, in the form of `Speed`; empty without llama-cpp-python and gguf."""
+    """Tokens a second of each type of GGUF file, in the form of `Speed`, and the ceiling in turns with it.
+
+    Empty without llama-cpp-python and gguf.
+    """
     try:
         import gguf
         import llama_cpp
     except ImportError as error:
         print(f"llama.cpp is left out: {error}", file=sys.stderr)
         return []
+    weights = step_weights(model)
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(quiet := llama_cpp.llama_log_callback(lambda *_: None), None)
     speeds = []
@@ -45,9 +53,10 @@ def measure(model: Any, folder: Path, threads: Sequence[int], *, batches: Sequen
         loaded = llama_cpp.llama_model_load_from_file(bytes(file), llama_cpp.llama_model_default_params())
         for count in threads:
             for batch in batches:
-                seconds = decode(llama_cpp, loaded, threads=count, batch=batch, tokens=tokens)
-                form = f"llama.cpp {kind.name}"
-                speeds.append({"form": form, "threads": count, "batch": batch, "decode": batch * tokens / seconds})
+                torch.set_num_threads(count)
+                seconds, reads = decode(llama_cpp, loaded, weights, threads=count, batch=batch, tokens=tokens)
+                speeds.append({"form": f"llama.cpp {kind.name}", "threads": count, "batch": batch})
+                speeds[-1] |= {"decode": batch * tokens / seconds, "ceiling": batch * tokens / reads}
         llama_cpp.llama_model_free(loaded)
         file.unlink()
     del quiet
@@ -95,14 +104,16 @@ def quantized(gguf: Any, module: nn.Module, kind: Any) -> Any:
     return gguf.quants.quantize(module.weight.float().numpy(), kind)
 
 
-def decode(llama_cpp: Any, model: Any, *, threads: int, batch: int, tokens: int) -> float:
-    """The median of the seconds in which sequences of equal tokens grow by `tokens`."""
+def decode(
+    llama_cpp: Any, model: Any, weights: Sequence[Tensor], *, threads: int, batch: int, tokens: int
+) -> tuple[float, float]:
+    """Medians of the seconds in which sequences of equal tokens grow by `tokens`, and in which weights are read as often."""
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx, parameters.n_batch, parameters.n_seq_max = 256 * batch, 64, batch
     parameters.n_threads = parameters.n_threads_batch = threads
     context = llama_cpp.llama_init_from_model(model, parameters)
     step = llama_cpp.llama_batch_init(batch, 0, 1)
-    step.n_tokens, seconds = batch, []
+    step.n_tokens, seconds, reads = batch, list[float](), list[float]()
     for number in range(1 + ROUNDS):
         started = time.perf_counter()
         for position in range(number * tokens, (number + 1) * tokens):
@@ -112,6 +123,7 @@ def decode(llama_cpp: Any, model: Any, *, threads: int, batch: int, tokens: int)
             if llama_cpp.llama_decode(context, step):
                 raise RuntimeError("llama.cpp could not decode")
         seconds.append(time.perf_counter() - started)
+        reads.append(sum(kernels.read_seconds(weights) for _ in range(tokens)))
     llama_cpp.llama_batch_free(step)
     llama_cpp.llama_free(context)
-    return median(seconds[1:])
+    return median(seconds[1:]), median(reads[1:])
