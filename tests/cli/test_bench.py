@@ -13,9 +13,12 @@ import torch
 from typer.testing import Result
 
 import sparsellm
-from sparsellm.reports.speed_page import HEAD
+from sparsellm.errors import BadCheckpoint
+from sparsellm.reports.speed_plots import HEAD
 from sparsellm.runs import speed
-from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH
+from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
+from sparsellm.runs.packed_card import record_speed
+from sparsellm.runs.speed_record import Bench
 from sparsellm.sparse import kernels
 from tests.integration.test_decoding import packed_model
 
@@ -70,10 +73,71 @@ def test_the_page_has_the_chart_and_the_command(folder: str, tmp_path: Path) -> 
     assert page.count("<svg") == 1
     for sentence in result.describe():
         assert sentence in page
-    assert re.fullmatch(
-        r"1 thread, 2 sequences: [\d.]+ tokens a second, [\d.]+ × torch, [\d.]+ × ceiling", result.describe()[0]
-    )
+    speeds = r"[\d.]+ tokens a second packed, [\d.]+ dense; [\d.]+ × torch, [\d.]+ × ceiling"
+    assert re.fullmatch(f"1 thread, 2 sequences: {speeds}", result.describe()[0])
     assert "× torch" in str(result)
+
+
+def test_speeds_are_recorded_in_the_report_and_the_card(
+    outputs: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if asked; a second time in place of the first. The folder still verifies, and unpacks to what it was."""
+    monkeypatch.setattr(kernels, "stream_bandwidth", lambda: 1e10)
+    packed, run = tmp_path / "packed", ("--threads", "1", "--tokens", "2")
+    sparsellm.pack(outputs["opt"], packed)
+    before = {file.name: file.read_bytes() for file in packed.iterdir()}
+    assert command("bench", packed, "--batch", "1", *run).exit_code == 0
+    assert {file.name: file.read_bytes() for file in packed.iterdir()} == before
+    for batch in ("1", "1,2"):
+        done = command("bench", packed, "--batch", batch, *run, "--record")
+        assert done.stdout.splitlines()[-1] == f"Wrote the speeds into the report and the model card of {packed}."
+    changed = {file.name for file in packed.iterdir() if file.read_bytes() != before.get(file.name)}
+    assert changed == {"README.md", "sparsellm.json"}
+    assert sparsellm.verify(packed).layers == 18
+    recorded = sparsellm.load_report(packed).packing.bench
+    assert [x.batch for x in recorded.speeds if x.form == PACKED] == [1, 2]
+    card, page = (packed / "README.md").read_text(encoding="utf-8"), tmp_path / "page.html"
+    assert command("report", packed, "--output", page).exit_code == 0
+    for sentence in recorded.describe():
+        assert card.count(sentence) == page.read_text(encoding="utf-8").count(sentence) == 1
+        assert sentence in command("inspect", packed).stdout
+    assert card.count("by `sparsellm bench`") == 1
+    assert "1 thread reads 10.0 GB/s from memory" in page.read_text(encoding="utf-8")
+    sparsellm.unpack(packed, tmp_path / "back")
+    assert (tmp_path / "back" / "README.md").read_bytes() == (outputs["opt"] / "README.md").read_bytes()
+
+
+def test_speeds_are_recorded_only_in_what_pack_wrote(outputs: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    """Before anything is measured."""
+    packed = tmp_path / "packed"
+    sparsellm.pack(outputs["opt"], packed)
+    report = packed / "sparsellm.json"
+    text = report.read_text(encoding="utf-8")
+    report.write_text(text.replace('"zeros": 1024', '"zeros": 1025', 1), encoding="utf-8")
+    for folder, message in (
+        (outputs["opt"], "--record is for what pack wrote"),
+        (packed, "sparsellm.json of .* was changed since it was written"),
+        (tmp_path, "was not written by sparsellm"),
+    ):
+        done = command("bench", folder, "--record")
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert re.search(message, done.stderr)
+
+
+@pytest.mark.parametrize("edit", [{"decode": 0}, {"decode": "inf"}, {"form": "other"}, {"threads": 7}])
+def test_edited_speeds_are_one_message(edit: dict[str, object], outputs: dict[str, Path], tmp_path: Path) -> None:
+    """A report without the speeds that belong together, or with none that can be divided by."""
+    speeds = [Speed(form, 1, 1, 2.0, None) for form in (TORCH, PACKED, CEILING)]
+    bench = Bench("opt", 1, {TORCH: 2, PACKED: 1}, 1, {1: 1e10}, 8, 2, speeds, [], {})
+    sparsellm.pack(outputs["opt"], tmp_path / "packed")
+    record_speed(tmp_path / "packed", bench)
+    report = tmp_path / "packed" / "sparsellm.json"
+    data = json.loads(report.read_text(encoding="utf-8"))
+    assert sparsellm.load_report(report).packing.bench == bench
+    data["packing"]["bench"]["speeds"][1] |= edit
+    report.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(BadCheckpoint, match=r"packing\.bench"):
+        sparsellm.load_report(report)
 
 
 def test_without_a_kernel_it_says_so(folder: str, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typer.testing import Result
 from sparsellm.data.samples import test_windows
 from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.runs.demonstration import Row
-from sparsellm.runs.speed import Bench
+from sparsellm.runs.speed_record import Bench
 from tests.conftest import report_of
 
 

@@ -34,7 +34,9 @@ OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
-OTHER_PROGRAMS = {"hf auth login", "import sparsellm", "sparsellm prune MODEL OUT", "sparsellm unpack", "wandb login"}
+OTHER_PROGRAMS = {"hf auth login", "import sparsellm", "wandb login"} | {
+    f"sparsellm {command}" for command in ("bench", "prune MODEL OUT", "unpack")
+}
 
 
 def messages(file: Path) -> Iterator[tuple[int, str]]:

@@ -288,4 +288,7 @@ Threads = Annotated[
 ]
 Decoded = Annotated[int, typer.Option("--tokens", metavar="N", help="Tokens of each sequence to decode in a measurement.")]
 SpeedPage = Annotated[str | None, _output(help="HTML file to write, with the tables and a chart.")]
+RecordSpeed = Annotated[
+    bool, typer.Option("--record", help="Write the speeds into PACKED's report and model card, in place of earlier ones.")
+]
 ComparisonPage = Annotated[str | None, typer.Option("--output", help="HTML file to write.")]

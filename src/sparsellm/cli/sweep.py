@@ -225,6 +225,7 @@ def bench(
     threads: options.Threads = None,
     tokens: options.Decoded = 32,
     output: options.SpeedPage = None,
+    record: options.RecordSpeed = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure how fast a packed model decodes on this machine's CPU.
@@ -236,12 +237,19 @@ def bench(
     """
     with report_errors(context):
         from sparsellm.reports.interface import bench as measure
-        from sparsellm.reports.speed_page import LEGEND, size_line, speed_tables
+        from sparsellm.reports.speed_plots import LEGEND, size_line, speed_tables
 
         batches, counts = _counts("--batch", batch), _counts("--threads", threads)
         with stderr.status(f"measuring {packed}") as status:
             result = measure(
-                packed, against, batch=batches or (), threads=counts, tokens=tokens, output=output, observe=status.update
+                packed,
+                against,
+                batch=batches or (),
+                threads=counts,
+                tokens=tokens,
+                output=output,
+                record=record,
+                observe=status.update,
             )
         if as_json:
             print_json(result.to_dict())
@@ -255,6 +263,8 @@ def bench(
             print_line(stderr, f"note: {note}")
         if output:
             print_line(stdout, f"Wrote {output}.")
+        if record:
+            print_line(stdout, f"Wrote the speeds into the report and the model card of {packed}.")
 
 
 def _counts(option: str, text: str | None) -> tuple[int, ...] | None:

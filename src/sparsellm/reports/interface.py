@@ -26,9 +26,11 @@ from sparsellm.reports.target import Target
 from sparsellm.runs.display import Display
 from sparsellm.runs.events import Observer, combine_observers
 from sparsellm.runs.export import Result
+from sparsellm.runs.packed_card import record_speed, recordable
 from sparsellm.runs.recipe_fields import MethodName
 from sparsellm.runs.settings import PruneSettings, recipe_keywords
-from sparsellm.runs.speed import Bench, measure_bench
+from sparsellm.runs.speed import measure_bench
+from sparsellm.runs.speed_record import Bench
 from sparsellm.solvers.patterns import parse_pattern
 
 
@@ -221,6 +223,7 @@ def bench(
     threads: int | Sequence[int] | None = None,
     tokens: int = 32,
     output: str | Path | None = None,
+    record: bool = False,
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure how fast a packed model decodes on the CPU: beside the dense model, and beside what memory allows.
@@ -235,24 +238,32 @@ def bench(
         threads: Numbers of threads. Default: as many as torch uses.
         tokens: Tokens of each sequence to decode in a measurement.
         output: HTML file to write, with the tables and a chart.
+        record: Write the speeds into the packed model's report, which `report` shows, and its model card, in place of
+            earlier ones.
         observe: Called with what is measured next.
 
     Returns:
         Speeds, ceilings and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
 
     Raises:
-        InvalidSetting: A number is out of range, the dense model has other shapes, or `output` is a folder.
+        InvalidSetting: A number is out of range, the dense model has other shapes, `output` is a folder, or `record` is given
+            and `pack` did not write the folder.
         BadCheckpoint: The folder is not packed, or damaged.
+        VerificationFailed: The report to write into was changed since it was written.
         TooLarge: Both models do not fit in memory.
         MissingPackage: A page is asked for, and matplotlib is not installed.
     """
     _check_page(output)
+    if record:
+        recordable(packed)  # before the measurement
     batches, counts = ((x,) if isinstance(x, int) else x for x in (batch, threads or torch.get_num_threads()))
     with style() if output else nullcontext():  # before the measurement, so that a missing package is reported at once
         measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
     if output:
         command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
         _write_page(speed_page(measured, command), output)
+    if record:
+        record_speed(packed, measured)
     return measured
 
 

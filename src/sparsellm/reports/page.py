@@ -27,6 +27,7 @@ from sparsellm.reports.comparison import Row, grid, legend, models, shown_measur
 from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.measures import evaluations, headlines, spoken
 from sparsellm.reports.run_plots import at_bound, run_plots
+from sparsellm.reports.speed_plots import LEGEND, speed_plot, speed_tables
 from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
@@ -166,21 +167,23 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         [spoken(x), *(figure.measured if figure else "" for figure in (y.dense, y)), y.change_text]
         for x, y in evaluations(report).items()
     ]
+    bench = report.packing.bench if report.packing else None
+    tables = {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {}
     return {
         "title": f"{name}: {Path(recipe.model).name} {outcome}",
         "verdict": [verdict(report, verified)],
         "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
-        "remarks": [f"Calibrated on {report.calibration}."] if report.calibration else [],
+        "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         "notes": report.notes,
-        "tables": {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {},
+        "tables": tables | (speed_tables(bench) if bench else {}),
         "legend": "± is the standard error over sequences or questions." if measured else "",
         "worst": worst if worst[1] else None,
         "not_predicted": _not_predicted(recipe),
         "costs": costs.describe() if costs else [],
         "exclude": exclude_options(costs.exclude) if costs else "",
-        "plots": run_plots(report),
+        "plots": run_plots(report) + ([speed_plot(bench)] if bench else []),
         "samples": {"": report.samples} if report.samples else {},
         "layers": [
             [

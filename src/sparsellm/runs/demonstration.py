@@ -33,7 +33,8 @@ from sparsellm.runs.recipe_fields import METHODS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import expected_runs
-from sparsellm.runs.speed import Bench, measure_bench
+from sparsellm.runs.speed import measure_bench
+from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 
 SPARSITY = "80%"

@@ -1,8 +1,7 @@
-"""What goes with the weights of a packed model: sizes, report, model card and the other files."""
+"""What goes with the weights of a packed model: sizes, report and the other files."""
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,17 +22,6 @@ from sparsellm.runtime.memory import human_bytes
 
 UNCOPIED = (".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ot", ".onnx", ".gguf", ".partial")
 """Suffixes of weight files, which are written anew or, in other forms, left out."""
-
-ZEROS_STAY = """The zeros are stored as ordinary numbers: the files keep their size, and the model runs as fast as the dense
-one, unless the software that runs it makes use of zeros.
-"""
-"""Paragraph of a model card that does not hold for a packed model."""
-
-LOADS, LOADS_PACKED = "\nfrom transformers import ", "\nimport sparsellm\nfrom transformers import "
-"""First lines of the example that loads a model, and of the one that loads a packed model."""
-
-BEGIN, REPLACED, END = "<!-- packed -->", "<!-- packed, in place of another paragraph -->", "<!-- end of packed -->"
-"""Marks around the paragraph of a packed model's card."""
 
 
 @dataclass(frozen=True)
@@ -245,29 +233,3 @@ def copy_files(folder: Path, work: Path) -> tuple[str, ...]:
         elif not (file.suffix in (".safetensors", ".bin") or file.name.startswith(".")):
             skipped.append(file.name)
     return tuple(skipped)
-
-
-def packed_card(text: str, result: Packed) -> str:
-    """Return a model card with a paragraph on the packed form, in place of the one that says how zeros are stored."""
-    head, _, rest = text.partition(ZEROS_STAY)
-    mark = REPLACED if rest or text.endswith(ZEROS_STAY) else BEGIN
-    rest = rest.replace(LOADS, LOADS_PACKED)
-    if mark == BEGIN:
-        matter = re.match(r"\s*---[ \t]*\n.*?\n---[ \t]*\n", text, re.DOTALL)
-        head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
-    percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
-    matrices = f"{len(result.packed)} of {len(result.matrices)} matrices"
-    paragraph = (
-        f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
-        f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight.\n"
-        "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit. To load the model, `import sparsellm` first.\n"
-    )
-    return f"{head}{mark}\n{paragraph}{END}\n{rest}"
-
-
-def dense_card(text: str) -> str:
-    """Return the card of a packed model as it was before."""
-    if REPLACED in text:
-        text = text.replace(LOADS_PACKED, LOADS)
-    text = re.sub(f"{REPLACED}\n.*?{END}\n", lambda _: ZEROS_STAY, text, flags=re.DOTALL)
-    return re.sub(f"{BEGIN}\n.*?{END}\n", "", text, flags=re.DOTALL)

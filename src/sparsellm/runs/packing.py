@@ -13,16 +13,8 @@ from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, rea
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.conversion import Observe, converted, finish, write_json
 from sparsellm.runs.export import check_output, is_finished
-from sparsellm.runs.packed_documents import (
-    Packed,
-    Source,
-    Unpacked,
-    copy_files,
-    dense_card,
-    matrix_sizes,
-    packed_card,
-    report_of,
-)
+from sparsellm.runs.packed_card import dense_card, packed_card
+from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.verification import raise_if_any, tensor_differences

@@ -12,6 +12,7 @@ from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
+from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 
 if TYPE_CHECKING:
@@ -138,18 +139,22 @@ class SavedSearch(Record):
 
 
 class SavedPacking(Record):
-    """Sizes of a packed model."""
+    """Sizes of a packed model, and its speed if `bench` recorded it."""
 
     form: str
     dense_bytes: Annotated[int, Field(ge=0)]
     packed_bytes: Annotated[int, Field(ge=0)]
     bits: Finite
+    bench: Annotated[Bench, BeforeValidator(TypeAdapter(Bench).validate_python)] | None = None
 
     def describe(self) -> str:
-        """The sizes in one sentence."""
+        """The sizes in one sentence, and the speed in another."""
         percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
         size = f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}"
-        return f"Packed ({printable(self.form, 20)} form): {size}; {self.bits:.2f} bits a weight of the packed matrices."
+        text = f"Packed ({printable(self.form, 20)} form): {size}; {self.bits:.2f} bits a weight of the packed matrices."
+        if self.bench is None:
+            return text
+        return f"{text} Decoding on {printable(self.bench.machine)}: {'. '.join(self.bench.describe())}."
 
 
 class SavedReport(Record):

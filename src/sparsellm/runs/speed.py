@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from sparsellm.checkpoints.loading import context_length, open_checkpoint
 from sparsellm.errors import InvalidSetting
-from sparsellm.evaluation.measurements import Summarized
 from sparsellm.models.experts import experts_of
 from sparsellm.runs.decoding import (
-    CEILING,
     KERNEL,
     PACKED,
     ROUNDS,
     TORCH,
-    Speed,
-    counted,
     measure_speeds,
     step_weights,
     unpacked,
@@ -30,6 +24,7 @@ from sparsellm.runs.decoding import (
     with_own_kernel,
 )
 from sparsellm.runs.fingerprint import environment
+from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime import memory
 from sparsellm.sparse import kernels
 from sparsellm.sparse.linear import PackedLinear
@@ -37,61 +32,6 @@ from sparsellm.sparse.transformers_quantizer import load
 
 PROMPT = 128
 """Tokens of a prompt, where the model's context has room for them."""
-
-
-@dataclass(frozen=True, repr=False)
-class Bench(Summarized):
-    """What `bench` measured.
-
-    Attributes:
-        model: Name of the packed model.
-        disk_bytes: Size of its weight files.
-        memory_bytes: Bytes of the weights in memory, by form.
-        step_bytes: Bytes of the dense weights that decoding one token reads.
-        bandwidth: Bytes a second at which the dense weights are read from memory, by number of threads.
-        prompt: Tokens of each prompt.
-        tokens: Tokens of each sequence that a measurement decodes.
-        speeds: The speeds; the form `TORCH` comes first among those with the same threads and batch.
-        notes: What limits the figures.
-        environment: Versions and machine.
-    """
-
-    model: str
-    disk_bytes: int
-    memory_bytes: dict[str, int]
-    step_bytes: int
-    bandwidth: dict[int, float]
-    prompt: int
-    tokens: int
-    speeds: list[Speed]
-    notes: list[str]
-    environment: dict[str, str]
-
-    def ratio(self, speed: Speed, form: str) -> float:
-        """How many times as fast as another form a form decodes, with the same threads and batch."""
-        key = (form, speed.threads, speed.batch)
-        return speed.decode / next(x.decode for x in self.speeds if (x.form, x.threads, x.batch) == key)
-
-    def describe(self) -> list[str]:
-        """A sentence on the packed model for each number of threads and of sequences."""
-        return [
-            f"{counted(x.threads, 'thread')}, {counted(x.batch, 'sequence')}: {x.decode:.1f} tokens a second, "
-            f"{self.ratio(x, TORCH):.2f} × torch, {self.ratio(x, CEILING):.2f} × ceiling"
-            for x in self.speeds
-            if x.form == PACKED
-        ]
-
-    def summary(self) -> dict[str, str]:
-        """Size and speeds."""
-        size, dense = self.memory_bytes[PACKED], self.memory_bytes[TORCH]
-        return {"model": self.model, "size": f"{size / dense:.0%} of the dense weights", "packed": "; ".join(self.describe())}
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, with the ratios of every speed."""
-        ratios = [
-            {"times_torch": self.ratio(x, TORCH), "times_ceiling": self.ratio(x, CEILING)} | asdict(x) for x in self.speeds
-        ]
-        return asdict(self) | {"speeds": ratios}
 
 
 def measure_bench(
