@@ -128,6 +128,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun, as "1 layer" or "1,024 layers"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def printable(text: str, limit: int = MAX_MESSAGE) -> str:
     """Make a text safe to print: escape control characters and surrogates, and elide the middle beyond `limit` characters."""
     if len(text) > limit:

@@ -194,9 +194,10 @@ def test_commands_in_text_and_json(outputs: dict[str, Path], tmp_path: Path, com
 def test_prune_packs_its_output_too(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """`--pack` writes OUT and OUT-packed, resumes either, and refuses before pruning what it would refuse after."""
     words = ("prune", tiny["opt"], tmp_path / "out", "--method", "magnitude", "--quiet", "--pack")
-    result = command(*words, "--sparsity", "20%")
-    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
-    assert "--sparsity 20% is too little to pack: packing is for 30 % and more. Leave out --pack." in result.stderr
+    for sparsity in ("20%", "1:4"):
+        result = command(*words, "--sparsity", sparsity)
+        assert (result.exit_code, list(tmp_path.iterdir())) == (1, [])
+        assert f"--sparsity {sparsity} is too little to pack: packing is for 30 % and more. Leave out --pack." in result.stderr
     result = command(*words)
     assert result.exit_code == 0, result.stderr
     assert "18 matrices take" in result.stdout

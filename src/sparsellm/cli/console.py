@@ -95,11 +95,6 @@ def print_error(text: str, context: typer.Context) -> None:
         stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun, as "1 layer" or "1,024 layers"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:
     """Make a table without borders.
 

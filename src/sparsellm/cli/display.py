@@ -7,7 +7,8 @@ from typing import Literal
 
 from rich.console import Console
 
-from sparsellm.cli.console import plural, print_line, show, table
+from sparsellm.cli.console import print_line, show, table
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Accuracy, is_fraction
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus

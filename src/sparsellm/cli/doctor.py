@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import plural, print_json, report_errors, show, stderr, stdout, table
+from sparsellm.cli.console import print_json, report_errors, show, stderr, stdout, table
+from sparsellm.errors import plural
 
 NO_KERNELS = (
     "not compiled, so packed models run slower than dense ones.\n"

@@ -13,7 +13,6 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     in_options,
-    plural,
     print_error,
     print_json,
     print_line,
@@ -23,6 +22,7 @@ from sparsellm.cli.console import (
     stdout,
     table,
 )
+from sparsellm.errors import plural
 
 _TASKS = ("task", "task_data", "task_limit")
 _TEXTS = ("text_field", "sequence_length", "evaluate_limit")

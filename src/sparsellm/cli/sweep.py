@@ -12,8 +12,9 @@ from typing import Any
 import typer
 
 from sparsellm.cli import options
-from sparsellm.cli.console import in_options, plural, print_error, print_json, print_line, report_errors, show, stderr, stdout
+from sparsellm.cli.console import in_options, print_error, print_json, print_line, report_errors, show, stderr, stdout
 from sparsellm.cli.console import table as text_table
+from sparsellm.errors import plural
 
 
 @options.recipe_options("device")

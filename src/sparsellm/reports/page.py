@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.tensor_index import report_digest
-from sparsellm.errors import BadCheckpoint
+from sparsellm.errors import BadCheckpoint, plural
 from sparsellm.reports.commands import (
     compare_command,
     exclude_options,
@@ -252,7 +252,7 @@ def _sweep_content(path: Path) -> dict[str, Any]:
 def sweep_verdict(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> list[str]:
     """The result of a sweep in sentences: its cells by state, and for each model the best combination at each sparsity."""
     states = Counter(outcome.state for outcome in outcomes)
-    count = f"{len(outcomes)} cell{'' if len(outcomes) == 1 else 's'}"
+    count = plural(len(outcomes), "cell")
     sentences = [f"{count}: {', '.join(f'{number} {state}' for state, number in states.items())}."]
     if states["finished"] == len(outcomes) > 1:
         sentences = [f"All {count} finished."]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sparsellm.errors import plural
 from sparsellm.reports.figures import COLOURS, INK, WIDTH, Plot, new_figure
-from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed, counted
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 
@@ -72,4 +73,4 @@ def speed_plot(bench: Bench) -> Plot:
 
 def _group(threads: int, batch: int) -> str:
     """The name of the figures with the same threads and sequences."""
-    return f"{counted(threads, 'thread')}, {counted(batch, 'sequence')}"
+    return f"{plural(threads, 'thread')}, {plural(batch, 'sequence')}"

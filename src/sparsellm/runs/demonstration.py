@@ -13,8 +13,9 @@ from sparsellm.checkpoints.files import DEMO
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
 from sparsellm.data.texts import read_text
+from sparsellm.errors import plural
 from sparsellm.evaluation.perplexity import measured
-from sparsellm.runs.decoding import CEILING, PACKED, TORCH, counted
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH
 from sparsellm.runs.events import (
     ESTIMATING,
     MEASURING,
@@ -117,7 +118,7 @@ def packed_lines(bench: Bench) -> list[str]:
     sizes = human_bytes(bench.disk_bytes), human_bytes(bench.memory_bytes[TORCH])
     ratios = f"{bench.ratio(packed, TORCH):.2f} × torch, {bench.ratio(packed, CEILING):.2f} × ceiling"
     return [
-        f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {counted(packed.threads, 'thread')} it decodes",
+        f"Packed it takes {sizes[0]}, dense {sizes[1]}. On {plural(packed.threads, 'thread')} it decodes",
         f"{packed.decode:.0f} tokens a second packed, {dense.decode:.0f} dense ({ratios}).",
         "Python takes most of that time. docs/deploying.md has models of more than 1 GB.",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, computed_field
 from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Comparison, Tensors, compare, layers_by_parameter
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
 from sparsellm.models.blocks import Block
@@ -86,15 +87,17 @@ class Inspection(Summarized, Comparison):
         if self.as_expected:
             return ""
         if self.missing:
-            return f"{_layers(self.missing)} missing, {self.missing[0]} first"
+            return f"{plural(len(self.missing), 'layer')} missing, {self.missing[0]} first"
         if failed:
-            return f"{_layers(failed)} {'does' if len(failed) == 1 else 'do'} not match {self.expected}, {failed[0]} first"
+            verb = "does" if len(failed) == 1 else "do"
+            return f"{plural(len(failed), 'layer')} {verb} not match {self.expected}, {failed[0]} first"
         return "no such layer was found" if self.total_holds else f"all layers together have fewer zeros than {self.expected}"
 
     def summary(self) -> dict[str, str]:
         """The zeros, whether the pattern holds, and the differences, each in one line."""
         weights, zeros = sum(x.shape[0] * x.shape[1] for x in self.layers), sum(x.zeros for x in self.layers)
-        model = f"{PurePath(self.model).name}: {100 * zeros / max(weights, 1):.2f} % zeros in {_layers(self.layers)}"
+        percent = 100 * zeros / max(weights, 1)
+        model = f"{PurePath(self.model).name}: {percent:.2f} % zeros in {plural(len(self.layers), 'layer')}"
         differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {self.alike} are equal"
         if only := len(self.only_here) + len(self.only_there):
             differences += f", {only} are only in one of the two"
@@ -198,8 +201,3 @@ def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:
     if folder is None or not (folder / REPORT).is_file():
         return None
     return {layer.name: layer.pattern for layer in load_report(folder).layers}
-
-
-def _layers(layers: Sized) -> str:
-    """Their number, with the noun."""
-    return f"{len(layers):,} layer{'' if len(layers) == 1 else 's'}"

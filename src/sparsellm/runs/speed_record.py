@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
-from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed, counted
+from sparsellm.runs.decoding import CEILING, PACKED, TORCH, Speed
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +61,7 @@ class Bench(Summarized):
         """A sentence on the packed model and the dense one for each number of threads and of sequences."""
         dense = {(x.threads, x.batch): x.decode for x in self.speeds if x.form == TORCH}
         return [
-            f"{counted(x.threads, 'thread')}, {counted(x.batch, 'sequence')}: {x.decode:.1f} tokens a second packed, "
+            f"{plural(x.threads, 'thread')}, {plural(x.batch, 'sequence')}: {x.decode:.1f} tokens a second packed, "
             f"{dense[x.threads, x.batch]:.1f} dense; {self.ratio(x, TORCH):.2f} × torch, {self.ratio(x, CEILING):.2f} × ceiling"
             for x in self.speeds
             if x.form == PACKED

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
-from sparsellm.errors import BadCheckpoint, VerificationFailed, first_line
+from sparsellm.errors import BadCheckpoint, VerificationFailed, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
 from sparsellm.runs.loading import open_source
@@ -163,9 +163,8 @@ def raise_if_any(output: str | Path, differences: Sequence[str]) -> None:
     if not differences:
         return
     rest = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    count = f"{len(differences)} difference{'s' * (len(differences) > 1)}"
     raise VerificationFailed(
-        f"{output} is not what the run made, {count}: {'; '.join(differences[:SHOWN])}{rest}.",
+        f"{output} is not what the run made, {plural(len(differences), 'difference')}: {'; '.join(differences[:SHOWN])}{rest}.",
         tuple(differences),
     )
 
