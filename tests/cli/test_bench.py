@@ -102,7 +102,7 @@ def test_speeds_are_recorded_in_the_report_and_the_card(
         assert card.count(sentence) == page.read_text(encoding="utf-8").count(sentence) == 1
         assert sentence in command("inspect", packed).stdout
     assert card.count("by `sparsellm bench`") == 1
-    assert "1 thread reads 10.0 GB/s from memory" in page.read_text(encoding="utf-8")
+    assert "1 thread reads 10.0 GB/s of dense weights" in page.read_text(encoding="utf-8")
     sparsellm.unpack(packed, tmp_path / "back")
     assert (tmp_path / "back" / "README.md").read_bytes() == (outputs["opt"] / "README.md").read_bytes()
 

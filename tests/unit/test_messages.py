@@ -22,7 +22,7 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
-KEYWORDS = {"against", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
+KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
 KEYWORDS |= {"allow_dense", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
 KEYWORDS |= {"step", "threads", "tokens"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
