@@ -8,28 +8,8 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.quantization import check_format, expand_groups, group_count
 from sparsellm.sparse.bitmask import GROUP, PADDING, count_bits, pack_bits, unpack_bits
-
-BITS = (8, 4, 3)
-"""Bits of an integer."""
-
-
-def largest(bits: int) -> int:
-    """Return the largest integer of some bits. The smallest is its negative: integers are symmetric."""
-    return 2 ** (bits - 1) - 1
-
-
-def groups_of(columns: int, group_size: int) -> int:
-    """Return the number of scales of a row. The last group may have fewer columns; a `group_size` of 0 is a whole row."""
-    return -(-columns // group_size) if group_size else 1
-
-
-def check_format(bits: int, group_size: int) -> None:
-    """Raise InvalidSetting for bits or a group size that no matrix has."""
-    if bits not in BITS:
-        raise InvalidSetting(f"`values` got {bits} bits; integers have 8, 4 or 3.")
-    if group_size < 0 or group_size % GROUP:
-        raise InvalidSetting(f"`group_size` got {group_size}; a multiple of {GROUP} columns is needed, or 0 for whole rows.")
 
 
 @dataclass(frozen=True)
@@ -45,7 +25,7 @@ class QuantizedBitmask:
         values: (bytes + PADDING,) the integers of the kept weights row by row, then zeros: int8 for 8 bits, otherwise uint8.
         row_starts: (out + 1,) int64: position in `values` of each row's first byte, then the number of bytes.
         scales: (out, groups) bfloat16.
-        bits: 8, 4 or 3. Integers are at most `largest(bits)`, in absolute value.
+        bits: Bits of an integer: 8, 4 or 3.
         group_size: Columns that share a scale, a multiple of 64; 0 for whole rows.
     """
 
@@ -85,9 +65,9 @@ class QuantizedBitmask:
         """Build a matrix from its mask, as in `mask`, and the int8 integers of its kept weights, row by row."""
         check_format(bits, group_size)
         shape = mask.shape[0], columns
-        if scales.shape != (shape[0], groups_of(columns, group_size)):
+        if scales.shape != (shape[0], group_count(columns, group_size)):
             raise InvalidSetting(
-                f"A matrix of {shape} in groups of {group_size} has {groups_of(columns, group_size)} scales a row, "
+                f"A matrix of {shape} in groups of {group_size} has {group_count(columns, group_size)} scales a row, "
                 f"got {tuple(scales.shape)}."
             )
         counts = count_bits(mask) if bits == 8 else _word_bytes(mask).sum(1)
@@ -130,13 +110,8 @@ class QuantizedBitmask:
 
     def to_dense(self, start: int = 0, stop: int | None = None, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decode rows `start` to `stop` and round the products of scales and integers to a dtype: (stop - start, in)."""
-        return multiply(self.to_integers(start, stop), self.scales[start:stop], self.group_size).to(dtype)
-
-
-def multiply(integers: Tensor, scales: Tensor, group_size: int) -> Tensor:
-    """Multiply (out, in) integers by the scales of their groups, exactly: (out, in) float32."""
-    size = group_size or integers.shape[1]
-    return integers.float().mul_(scales.float().repeat_interleave(size, dim=1)[:, : integers.shape[1]])
+        scales = expand_groups(self.scales[start:stop].float(), self.group_size, self.shape[1])
+        return self.to_integers(start, stop).float().mul_(scales).to(dtype)
 
 
 def _word_bytes(mask: Tensor) -> Tensor:
