@@ -56,9 +56,7 @@ def check_format(bits: int, group_size: int) -> None:
     if bits not in get_args(Bits):
         raise InvalidSetting(f"Values can have 3, 4 or 8 bits, got {bits}.")
     if group_size < 0 or group_size % GROUP_UNIT:
-        raise InvalidSetting(
-            f"`group_size` must be a multiple of {GROUP_UNIT} columns, or 0 for whole rows, got {group_size}."
-        )
+        raise InvalidSetting(f"`group_size` must be a multiple of {GROUP_UNIT} columns, or 0 for whole rows, got {group_size}.")
 
 
 def default_group_size(bits: int, density: float) -> int:

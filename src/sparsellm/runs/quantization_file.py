@@ -1,0 +1,98 @@
+"""The side file of a quantized checkpoint: the scales of its weights, which are ordinary numbers in the weight files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from sparsellm.data.json_files import durable
+from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.solvers.quantization import check_format
+
+SCALES_FILE = "quantization.scales"
+"""Its name. It has the format of safetensors, but another suffix: vLLM takes every file with that suffix for weights."""
+
+_METADATA = "sparsellm"
+_SUFFIX = "_scale"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a weight is quantized: each number is a scale times an integer.
+
+    Attributes:
+        scales: (out, groups) bfloat16.
+        bits: Bits of an integer.
+        group_size: Columns that share a scale; 0 for whole rows.
+    """
+
+    scales: Tensor
+    bits: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the metadata say about a weight."""
+
+    bits: int
+    group_size: int
+
+
+def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
+    """Write the side file of a checkpoint.
+
+    Args:
+        folder: Its folder.
+        scales: Those of each quantized weight, by the stored name of the weight, such as "model.layers.0.mlp.up_proj.weight".
+    """
+    entries = {name: {"bits": x.bits, "group_size": x.group_size} for name, x in sorted(scales.items())}
+    tensors = {name + _SUFFIX: x.scales.detach().cpu().contiguous() for name, x in sorted(scales.items())}
+    durable(folder / SCALES_FILE, save(tensors, {"format": "pt", _METADATA: json.dumps(entries)}))
+
+
+def read_scales(folder: Path) -> dict[str, Scales]:
+    """Read the side file of a checkpoint: the scales of its quantized weights by stored name; empty if it has none.
+
+    Raises:
+        BadCheckpoint: The file is damaged.
+    """
+    file = folder / SCALES_FILE
+    if not file.is_file():
+        return {}
+    try:
+        with safe_open(file, framework="pt") as stream:
+            metadata: Any = stream.metadata() or {}
+            entries = TypeAdapter(dict[str, _Entry]).validate_json(metadata.get(_METADATA, ""))
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
+    except ValidationError as error:
+        raise _damaged(error.errors(include_url=False)[0]["msg"]) from None
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise _damaged(str(error).splitlines()[0][:120]) from None
+    if different := sorted({name + _SUFFIX for name in entries} ^ tensors.keys()):
+        raise _damaged(f"{different[0][:80]} is only in its list or only among its tensors")
+    scales = {}
+    for name, entry in entries.items():
+        tensor = tensors[name + _SUFFIX]
+        if tensor.dtype is not torch.bfloat16 or tensor.dim() != 2 or not bool(tensor.isfinite().all()):
+            raise _damaged(f"{name[:80]}{_SUFFIX} must have finite bfloat16 numbers in two dimensions")
+        try:
+            check_format(entry.bits, entry.group_size)
+        except InvalidSetting as error:
+            raise _damaged(f"{name[:80]}: {error}") from None
+        scales[name] = Scales(tensor, entry.bits, entry.group_size)
+    return scales
+
+
+def _damaged(reason: str) -> BadCheckpoint:
+    """Return the error for a damaged file."""
+    return BadCheckpoint(f"{SCALES_FILE} is damaged: {reason}. Get a sound copy of the checkpoint.")
