@@ -24,8 +24,8 @@ METHOD = "sparsellm"
 VERSION = 1
 """Version of the format."""
 
-Decode = Callable[[Mapping[str, Tensor], tuple[int, int], torch.dtype], Tensor]
-"""Decodes a matrix from its parts by name, given its shape and dtype."""
+QUANTIZED_BITS, GROUP_UNIT = (None, 3, 4, 8), 64
+"""Bits of an integer of a tensor, None if it is not quantized; and the columns of which a group is a multiple."""
 
 STORED_KINDS = {
     "float64": "F64",
@@ -41,6 +41,60 @@ STORED_KINDS = {
 }
 """Names of dtypes in safetensors, by their names in torch, of the tensors in models that can be pruned."""
 
+
+@dataclass(frozen=True)
+class PackedEntry:
+    """What a weight file's metadata says about a packed tensor.
+
+    Attributes:
+        shape: Its shape. It is encoded as a matrix: all dimensions but the last one are its rows.
+        dtype: Name of its dtype in torch.
+        sha256: Digest of its bytes before it was packed; of a quantized tensor, of its bytes once it was rounded.
+        bits: Bits of the integers of a quantized tensor; None of one that is not.
+        group_size: Columns of the matrix of a quantized tensor that share a scale; 0 for whole rows.
+        transposed: Whether the last dimension are the rows of the matrix and the one before its columns, for quantized layers
+            whose weight is (in, out).
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+    bits: int | None = None
+    group_size: int = 0
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, bits: int | None = None, group_size: int = 0, *, transposed: bool = False) -> PackedEntry:
+        """Describe a tensor."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), dtype, _sha256(tensor), bits, group_size, transposed)
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Shape of the matrix that is encoded."""
+        if self.transposed:
+            return math.prod(self.shape[:-2]) * self.shape[-1], self.shape[-2]
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    def matrix_of(self, tensor: Tensor) -> Tensor:
+        """Return the matrix that is encoded of the tensor."""
+        return (tensor.transpose(-1, -2) if self.transposed else tensor).reshape(self.matrix)
+
+    def tensor_of(self, matrix: Tensor) -> Tensor:
+        """Return the tensor of which a matrix is encoded."""
+        if not self.transposed:
+            return matrix.view(self.shape)
+        return matrix.view(*self.shape[:-2], self.shape[-1], self.shape[-2]).transpose(-1, -2).contiguous()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of the metadata."""
+        unquantized = {"bits", "group_size", "transposed"} if self.bits is None else set()
+        return {key: value for key, value in asdict(self).items() if key not in unquantized}
+
+
+Decode = Callable[[Mapping[str, Tensor], PackedEntry], Tensor]
+"""Decodes a tensor from its parts by name."""
+
 _decoders: dict[str, tuple[tuple[str, ...], Decode]] = {}
 
 
@@ -54,31 +108,6 @@ def register_decoder(parts: tuple[str, ...], decode: Decode) -> None:
     _decoders[METHOD] = parts, decode
 
 
-@dataclass(frozen=True)
-class PackedEntry:
-    """What a weight file's metadata says about a packed tensor.
-
-    Attributes:
-        shape: Its shape. It is encoded as a matrix: all dimensions but the last one are its rows.
-        dtype: Name of its dtype in torch.
-        sha256: Digest of its bytes before it was packed.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    sha256: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> PackedEntry:
-        """Describe a tensor."""
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), _sha256(tensor))
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """Shape of the matrix that is encoded."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
-
-
 def _sha256(tensor: Tensor) -> str:
     """Return the digest of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
@@ -86,7 +115,7 @@ def _sha256(tensor: Tensor) -> str:
 
 def metadata_of(entries: Mapping[str, PackedEntry]) -> dict[str, str]:
     """Return the metadata of a weight file with these packed tensors."""
-    return {"format": "pt", METHOD: json.dumps({key: asdict(entries[key]) for key in sorted(entries)})}
+    return {"format": "pt", METHOD: json.dumps({key: entries[key].to_dict() for key in sorted(entries)})}
 
 
 def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, PackedEntry]:
@@ -105,6 +134,8 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
         where = ".".join(map(str, first["loc"])) or "top level"
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({where}: {first['msg']}).") from None
     for key, entry in entries.items():
+        if entry.bits not in QUANTIZED_BITS or entry.group_size < 0 or entry.group_size % GROUP_UNIT:
+            raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
         if len(entry.shape) < 2 or min(entry.shape) < 1 or entry.dtype not in ("float32", "float16", "bfloat16"):
             raise BadCheckpoint(
                 f"{file.name} is damaged: {key[:80]} of shape {entry.shape} in {entry.dtype[:20]} is not packed."
@@ -131,7 +162,7 @@ def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[st
         BadCheckpoint: A part is damaged, or the decoded tensor has another digest than the one that was packed.
     """
     try:
-        tensor = _decoders[METHOD][1](parts, entry.matrix, getattr(torch, entry.dtype)).view(entry.shape)
+        tensor = _decoders[METHOD][1](parts, entry)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{file.name}: {key}: {error}") from None
     if _sha256(tensor) != entry.sha256:

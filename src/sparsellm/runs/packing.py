@@ -19,7 +19,7 @@ from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.verification import raise_if_any, tensor_differences
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.sparse.encoding import encode_tensor
+from sparsellm.sparse.packed_tensors import encode_tensor
 
 PACKABLE = ("float32", "float16", "bfloat16")
 """Dtypes that are packed."""

@@ -21,7 +21,6 @@ smaller by Huffman codes are zlib streams, named `weight_mask_deflated` and so o
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -29,30 +28,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import register_decoder
 from sparsellm.errors import BadCheckpoint
-from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, bits_of
-
-_MORE = ("mask", "mask_deflated", "groups", "dictionary", "codes", "codes_deflated", "exponents", "exponents_deflated")
-PARTS = ("weight", *(f"weight_{name}" for name in _MORE))
-"""Names of the parts of a weight."""
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that can be encoded."""
+from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
+from sparsellm.sparse.parts import (
+    Bytes,
+    decode_mask,
+    deflate,
+    encode_mask,
+    mask_in_rows,
+    read_part,
+    size_of,
+    stored_bytes,
+    stored_tensors,
+)
 
 _WIDEST = 7
 """Most bits of a code. Eight would be as long as an exponent."""
-
-_MOST = 2**40
-"""Most numbers of a weight, far more than any has. Damaged shapes beyond it would overflow sizes."""
 
 _ARCHIVE_WIDTHS = (0, 1, 2)
 """Widths that the archive form tries. Of few exponents, a Huffman code of single ones (0) takes a bit each."""
 
 _CHUNK = 2**17
 """Numbers that are decoded at a time, so that intermediate results stay in the processor's cache."""
-
-Bytes = NDArray[np.uint8]
 
 
 def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
@@ -72,27 +69,9 @@ def encode(weight: Tensor, archive: bool = False) -> dict[str, Tensor]:
     parts = {"weight": _rest(kept)}
     exponents = (kept >> (7 if kept.itemsize == 2 else 23)).astype(np.uint8)
     mask = np.packbits(keep, bitorder="little")
-    if archive:
-        choices = [_deflated(_coded(exponents, width)) for width in _ARCHIVE_WIDTHS]
-        parts |= _deflated({"weight_mask": mask}) | min(choices, key=lambda choice: sum(map(len, choice.values())))
-    else:
-        parts |= _smaller_mask(mask) | _coded(exponents)
-    return {name: torch.from_numpy(part) for name, part in parts.items() if len(part) or name == "weight"}
-
-
-def encode_tensor(name: str, tensor: Tensor, archive: bool = False) -> dict[str, Tensor]:
-    """Encode a tensor of two or more dimensions: all but the last one are its rows.
-
-    Args:
-        name: Its name.
-        tensor: The tensor, in one of `DTYPES`.
-        archive: As for `encode`.
-
-    Returns:
-        The parts by the names under which they are stored: that of the tensor in place of `weight`.
-    """
-    parts = encode(tensor.reshape(-1, tensor.shape[-1]), archive)
-    return {name + part.removeprefix("weight"): encoded for part, encoded in parts.items()}
+    choices = [deflate(_coded(exponents, width)) for width in _ARCHIVE_WIDTHS] if archive else [_coded(exponents)]
+    parts |= encode_mask(mask, archive) | min(choices, key=size_of)
+    return stored_tensors(parts)
 
 
 def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Bitmask:
@@ -109,18 +88,13 @@ def decode(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dty
     Raises:
         BadCheckpoint: A part has the wrong dtype, shape or length, or contradicts another one.
     """
-    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > _MOST:
-        raise BadCheckpoint(f"A packed weight cannot have the shape {tuple(shape)} in {dtype}: its metadata is damaged.")
-    for name, part in parts.items():
-        if name not in PARTS or part.dtype != torch.uint8 or part.dim() != 1:
-            raise BadCheckpoint(f"{name[:80]} in {part.dtype} with {part.dim()} dimensions is no part of a packed weight.")
-    stored = {name: part.detach().cpu().contiguous().numpy() for name, part in parts.items()}
-    mask = _read_mask(stored, shape[0] * shape[1])
+    stored = stored_bytes(parts, shape, dtype)
+    mask = decode_mask(stored, shape[0] * shape[1])
     kept = int(np.bitwise_count(mask).sum(dtype=np.int64))
     exponents = _read_exponents(stored, kept)
-    rest = _part(stored, "weight", kept * (3 if dtype == torch.float32 else 1), exact=False)
+    rest = read_part(stored, "weight", kept * (3 if dtype == torch.float32 else 1), exact=False)
     values = _join(rest, exponents, kept, dtype=dtype)
-    rows = _in_rows(mask, shape)
+    rows = mask_in_rows(mask, shape)
     row_starts = np.zeros(shape[0] + 1, dtype=np.int64)
     np.cumsum(np.bitwise_count(rows).sum(1, dtype=np.int64), out=row_starts[1:])
     return Bitmask(shape, torch.from_numpy(rows), values, torch.from_numpy(row_starts))
@@ -134,18 +108,6 @@ def _rest(kept: NDArray[np.unsignedinteger]) -> Bytes:
     planes = [(rest >> shift).astype(np.uint8) for shift in (16, 8, 0)]
     used = max((number for number, plane in enumerate(planes, 1) if plane.any()), default=1)
     return np.concatenate(planes[:used])
-
-
-def _smaller_mask(mask: Bytes) -> dict[str, Bytes]:
-    """Return the mask as it is or in groups of four bits, whichever is smaller."""
-    groups = np.stack([mask & 15, mask >> 4], axis=1).reshape(-1)
-    used = groups != 0
-    count = int(np.count_nonzero(used))
-    if -(-len(groups) // 8) + -(-count // 2) >= len(mask):
-        return {"weight_mask": mask}
-    pairs = np.zeros((-(-count // 2), 2), dtype=np.uint8)
-    pairs.reshape(-1)[:count] = groups[used]
-    return {"weight_mask": pairs[:, 0] | pairs[:, 1] << np.uint8(4), "weight_groups": np.packbits(used, bitorder="little")}
 
 
 def _coded(exponents: Bytes, width: int | None = None) -> dict[str, Bytes]:
@@ -168,65 +130,17 @@ def _coded(exponents: Bytes, width: int | None = None) -> dict[str, Bytes]:
     }
 
 
-def _deflated(parts: Mapping[str, Bytes]) -> dict[str, Bytes]:
-    """Return parts with those compressed by Huffman codes that become smaller."""
-    smaller = {}
-    for name, part in parts.items():
-        compressor = zlib.compressobj(9, memLevel=9, strategy=zlib.Z_HUFFMAN_ONLY)
-        compressed = compressor.compress(part.data) + compressor.flush()
-        if len(compressed) < len(part):
-            smaller[f"{name}_deflated"] = np.frombuffer(bytearray(compressed), dtype=np.uint8)
-        else:
-            smaller[name] = part
-    return smaller
-
-
-def _part(stored: Mapping[str, Bytes], name: str, length: int, *, exact: bool = True) -> Bytes:
-    """Return a part, inflated if it is deflated, after checking that it has `length` bytes, or at most so many."""
-    part = stored.get(name, np.zeros(0, dtype=np.uint8))
-    deflated = stored.get(f"{name}_deflated")
-    if deflated is not None:
-        inflater = zlib.decompressobj()
-        try:
-            part = np.frombuffer(bytearray(inflater.decompress(deflated.tobytes(), length + 1)), dtype=np.uint8)
-        except zlib.error as error:
-            raise BadCheckpoint(f"{name}_deflated cannot be decompressed ({error}): the packed weight is damaged.") from None
-        if name in stored or not inflater.eof or inflater.unused_data:
-            raise BadCheckpoint(f"{name}_deflated has more or fewer bytes than it should: the packed weight is damaged.")
-    if len(part) > length or (exact and len(part) != length):
-        limit = f"{length:,}" if exact else f"at most {length:,}"
-        raise BadCheckpoint(f"{name} has {len(part):,} bytes and should have {limit}: the packed weight is damaged.")
-    return part
-
-
-def _read_mask(stored: Mapping[str, Bytes], count: int) -> Bytes:
-    """Return the mask of `count` numbers, one bit each."""
-    size = -(-count // 8)
-    if "weight_groups" not in stored:
-        mask = _part(stored, "weight_mask", size)
-    else:
-        flags = _part(stored, "weight_groups", -(-2 * size // 8))
-        used = np.flatnonzero(np.unpackbits(flags, count=2 * size, bitorder="little"))  # faster than a boolean index
-        pairs = _part(stored, "weight_mask", -(-len(used) // 2))
-        both = np.zeros(2 * size, dtype=np.uint8)
-        both[used] = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[: len(used)]
-        mask = both[::2] | both[1::2] << np.uint8(4)
-    if count % 8 and mask[-1] >> count % 8:
-        raise BadCheckpoint("weight_mask keeps numbers behind the last one: the packed weight is damaged.")
-    return mask
-
-
 def _read_exponents(stored: Mapping[str, Bytes], kept: int) -> Bytes:
     """Return the exponent of each kept number."""
-    dictionary = _part(stored, "weight_dictionary", 2**_WIDEST - 1, exact=False)
+    dictionary = read_part(stored, "weight_dictionary", 2**_WIDEST - 1, exact=False)
     width = len(dictionary).bit_length()
     if len(dictionary) != 2**width - 1:
         raise BadCheckpoint(f"weight_dictionary has {len(dictionary):,} bytes, which is no power of two less one.")
     plane = -(-kept // 8)
-    planes = _part(stored, "weight_codes", width * plane).reshape(width, plane)
+    planes = read_part(stored, "weight_codes", width * plane).reshape(width, plane)
     if width == 0:
-        return _part(stored, "weight_exponents", kept)
-    others = _part(stored, "weight_exponents", kept, exact=False)
+        return read_part(stored, "weight_exponents", kept)
+    others = read_part(stored, "weight_exponents", kept, exact=False)
     table = np.append(dictionary, np.uint8(0))
     exponents = np.empty(kept, dtype=np.uint8)
     used = 0
@@ -270,24 +184,3 @@ def _join(rest: Bytes, exponents: Bytes, kept: int, *, dtype: torch.dtype) -> Te
             bits |= (low & 0x80) << 8 | low & 0x7F
         values[start:stop] = bits
     return torch.from_numpy(values.view(np.int32 if dtype == torch.float32 else np.int16)).view(dtype)
-
-
-def _in_rows(mask: Bytes, shape: tuple[int, int]) -> Bytes:
-    """Return a mask whose rows begin with a byte of their own and are padded as `Bitmask.mask` is."""
-    rows, columns = shape
-    padded = np.zeros((rows, -(-columns // GROUP) * 8), dtype=np.uint8)
-    if columns % 8 == 0:
-        padded[:, : columns // 8] = mask.reshape(rows, columns // 8)
-    else:
-        keep = np.unpackbits(mask, count=rows * columns, bitorder="little").reshape(rows, columns)
-        packed = np.packbits(keep, axis=1, bitorder="little")
-        padded[:, : packed.shape[1]] = packed
-    return padded
-
-
-def _decode_dense(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Decode what `encode` returned to the weight itself."""
-    return decode(parts, shape, dtype).to_dense()
-
-
-register_decoder(PARTS, _decode_dense)

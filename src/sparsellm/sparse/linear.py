@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
-from sparsellm.sparse.encoding import PARTS, decode, encode
+from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.gpu import linear_function
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.kernels import dense_matmul, matmul, packed_linear
+from sparsellm.sparse.parts import PARTS
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
@@ -44,6 +46,8 @@ class PackedLinear(nn.Module):
     mask: Tensor
     values: Tensor
     row_starts: Tensor
+    running: tuple[str, ...] = RUNNING
+    """Names of the buffers of the weight."""
 
     def __init__(
         self,
@@ -76,6 +80,11 @@ class PackedLinear(nn.Module):
         return module
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight."""
+        return self.values.dtype
+
+    @property
     def bitmask(self) -> Bitmask:
         """The weight, (out, in)."""
         return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
@@ -83,8 +92,16 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight, decoded at each access: (out, in); or (in, out), if `transposed`."""
-        weight = decode_rows(self.bitmask)
+        weight = self.matrix(self.dtype)
         return weight.T.contiguous() if self.transposed else weight
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the decoded weight in a dtype, (out, in)."""
+        return decode_rows(self.bitmask).to(dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out) without the bias."""
+        return matmul(x, self.bitmask)
 
     def assign(self, weight: Bitmask) -> None:
         """Replace the weight by one of the same shape."""
@@ -105,7 +122,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         if torch.is_grad_enabled() and x.requires_grad:
-            outputs: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
+            outputs: Tensor = Product.apply(x, self)  # type: ignore[no-untyped-call]
             return outputs if self.bias is None else outputs + self.bias
         if x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling():
             return self._multiply_converted(x)
@@ -127,42 +144,54 @@ class PackedLinear(nn.Module):
             return text
         return f"{text}, sparsity={1 - self.bitmask.kept / size:.2%}"
 
+    def packed_entry(self) -> PackedEntry:
+        """Return what the metadata of a weight file say of the weight."""
+        return PackedEntry.of(self.weight)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write the bias and the parts of the stored form; on the meta device, those of the running form."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not self.values.is_meta:
-            for name in RUNNING:
+            for name in self.running:
                 del destination[prefix + name]
-            destination |= {prefix + name: part for name, part in encode(self.weight).items()}
+            destination |= {prefix + name: part for name, part in self._encode().items()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Read the bias, and the stored form or a dense weight."""
         parts = {name: state_dict[prefix + name] for name in PARTS if prefix + name in state_dict}
         if "weight" in parts:
-            shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
-            dense = parts["weight"]
-            if dense.shape != shape:
-                dense = decode(parts, shape, self.values.dtype).to_dense()
-            self.assign(Bitmask.from_dense((dense.T if self.transposed else dense).to(self.values)))
-            state_dict = {prefix + name: getattr(self, name) for name in RUNNING} | {
+            self._decode(parts)
+            state_dict = {prefix + name: getattr(self, name) for name in self.running} | {
                 name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in parts
             }
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
+    def _encode(self) -> dict[str, Tensor]:
+        """Return the parts of the stored form."""
+        return encode(self.weight)
 
-class _Product(torch.autograd.Function):
+    def _decode(self, parts: Mapping[str, Tensor]) -> None:
+        """Replace the weight by that of parts of the stored form, or of a dense `weight`."""
+        shape = (self.in_features, self.out_features) if self.transposed else (self.out_features, self.in_features)
+        dense = parts["weight"]
+        if dense.shape != shape:
+            dense = decode(parts, shape, self.dtype).to_dense()
+        self.assign(Bitmask.from_dense((dense.T if self.transposed else dense).to(self.values)))
+
+
+class Product(torch.autograd.Function):
     """The product of inputs and a packed weight, which is decoded for the gradient of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         """Map (..., in) to (..., out)."""
         ctx.layer = layer
-        return matmul(x, layer.bitmask)
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Map the gradient of the outputs to that of the inputs."""
-        return gradient @ decode_rows(ctx.layer.bitmask).to(gradient.dtype), None
+        return gradient @ ctx.layer.matrix(gradient.dtype), None
 
 
 class DenseLinear(nn.Linear):

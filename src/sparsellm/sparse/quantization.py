@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import check_format, expand_groups, group_count
+from sparsellm.solvers.quantization import check_format, expand_groups, group_count, to_integers
 from sparsellm.sparse.bitmask import GROUP, PADDING, count_bits, pack_bits, unpack_bits
 
 
@@ -112,6 +112,23 @@ class QuantizedBitmask:
         """Decode rows `start` to `stop` and round the products of scales and integers to a dtype: (stop - start, in)."""
         scales = expand_groups(self.scales[start:stop].float(), self.group_size, self.shape[1])
         return self.to_integers(start, stop).float().mul_(scales).to(dtype)
+
+
+def exact_form(weight: Tensor, scales: Tensor, *, bits: int, group_size: int) -> QuantizedBitmask | None:
+    """Return the matrix that becomes a weight when it is rounded to the weight's dtype; None if there is none.
+
+    Args:
+        weight: (out, in). Zeros count as removed.
+        scales: (out, groups) bfloat16.
+        bits: Bits of an integer.
+        group_size: Columns that share a scale; 0 for whole rows.
+    """
+    expanded = expand_groups(scales.float(), group_size, weight.shape[1])
+    integers = to_integers(weight.float(), expanded, bits)
+    if not bool(((integers * expanded).to(weight.dtype) == weight).all()):
+        return None
+    integers, keep = integers.to(torch.int8), integers != 0
+    return QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=group_size, keep=keep)
 
 
 def _word_bytes(mask: Tensor) -> Tensor:

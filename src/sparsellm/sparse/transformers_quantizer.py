@@ -22,11 +22,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.checkpoints.packed_files import METHOD, VERSION, PackedEntry, is_packed, metadata_of, parts_of
+from sparsellm.checkpoints.packed_files import METHOD, VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.sparse import kernels
-from sparsellm.sparse.encoding import DTYPES, encode_tensor
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
+from sparsellm.sparse.packed_tensors import pack_again
+from sparsellm.sparse.parts import DTYPES
 from sparsellm.sparse.weight_converter import PartsSplitter, plan_conversion, read_packed
 
 logger = logging.get_logger(f"transformers.quantizers.{METHOD}")
@@ -89,6 +90,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         if not self.packed:
             raise BadCheckpoint("config.json says that the model is packed, and its weight files list no packed tensors.")
         converter = plan_conversion(model, weight_conversions, packed=self.packed, dense=dense)
+        self._scales = converter.scales
         if decoded := converter.decoded():
             others = f" and {len(decoded) - 1} others" if decoded[1:] else ""
             self.note = f"{decoded[0]}{others} take dense memory: only linear layers run packed."
@@ -124,12 +126,10 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         for key in [key for key, tensor in sorted(stored.items()) if id(tensor) in layers or key in decoded]:
             layer = layers.get(id(stored[key]))
             if layer is None:
-                weight = stored[key]
-                parts = encode_tensor(key, weight)
+                parts, entries[key] = pack_again(key, stored[key], self.packed[key].entry, self._scales.get(key))
             else:
-                weight = layer.weight
                 parts = {name: stored.pop(name) for name in parts_of(key, stored).values()}
-            entries[key] = PackedEntry.of(weight)
+                entries[key] = layer.packed_entry()
             lengths[key] = {name: len(part) for name, part in parts.items()}
             stored[key] = torch.cat(list(parts.values()))
         model._weight_conversions = [PartsSplitter(lengths)]

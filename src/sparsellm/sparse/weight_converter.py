@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.architectures import is_linear
 from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.encoding import decode
-from sparsellm.sparse.linear import RUNNING, PackedLinear
+from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.packed_tensors import PackedMatrix, decode_matrix, dense_tensor
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 _PATTERN = "sparsellm"
 """Name under which transformers finds the converter again. No tensor's name is compared with it."""
-
 
 DENSE = 0.9
 """Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
@@ -54,15 +56,17 @@ class PackedTensor:
     @property
     def is_sparse(self) -> bool:
         """Whether so few weights are kept that a layer computes with the packed ones; archives have dense tensors, too."""
+        if self.entry.bits is not None:
+            return True
         rows, columns = self.entry.matrix
         planes = 3 if self.entry.dtype == "float32" else 1
         return self.size <= DENSE * planes * rows * columns
 
-    def decode(self, stored: Mapping[str, Tensor]) -> Bitmask:
+    def decode(self, stored: Mapping[str, Tensor]) -> PackedMatrix:
         """Decode its parts, given by stored name, as a matrix."""
         parts = {part: stored[name] for part, name in self.parts.items()}
         try:
-            return decode(parts, self.entry.matrix, getattr(torch, self.entry.dtype))
+            return decode_matrix(parts, self.entry)
         except BadCheckpoint as error:
             raise BadCheckpoint(f"{self.parts['weight']}: {error}") from None
 
@@ -111,13 +115,21 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         targets: What is loaded from them.
         names: The first name in the model of the tensor that each stored tensor or part belongs to, by its own name after
             transformers' renamings.
+        scales: Receives the scales of quantized tensors that are decoded to dense ones, which saving needs, by stored name.
     """
 
-    __slots__ = ("names", "packed", "stored", "targets")
+    __slots__ = ("names", "packed", "scales", "stored", "targets")
 
-    def __init__(self, packed: Mapping[str, PackedTensor], targets: Mapping[str, Target], names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        packed: Mapping[str, PackedTensor],
+        targets: Mapping[str, Target],
+        *,
+        names: Mapping[str, str],
+        scales: dict[str, Tensor],
+    ) -> None:
         super().__init__(_PATTERN, _PATTERN, [Chunk()])  # which does not run
-        self.packed, self.targets, self.names = packed, targets, names
+        self.packed, self.targets, self.names, self.scales = packed, targets, names, scales
         self.stored: dict[str, Any] = {}
 
     def decoded(self) -> list[str]:
@@ -128,7 +140,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
         """Return a converter without tensors. transformers makes one for every stored tensor."""
-        return PackedConverter(self.packed, self.targets, self.names)
+        return PackedConverter(self.packed, self.targets, names=self.names, scales=self.scales)
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the name in the model for which a stored tensor is loaded, and the pattern if it is of this converter."""
@@ -160,18 +172,22 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         """Return the buffers of a packed layer, by name."""
         assert target.layer is not None
         weight = self.packed[target.sources[0][0]].decode(stored)
-        if target.layer.transposed:
-            weight = Bitmask.from_dense(weight.to_dense().T)
         path = target.name.rpartition(".")[0]
-        buffers = {name: getattr(weight, name).to(device) for name in RUNNING}
-        buffers["values"] = buffers["values"].to(target.dtype)
+        if isinstance(weight, Bitmask) and target.layer.transposed:
+            weight = Bitmask.from_dense(weight.to_dense().T)
+        buffers = {name: getattr(weight, name).to(device) for name in target.layer.running}
+        if isinstance(weight, Bitmask):
+            buffers["values"] = buffers["values"].to(target.dtype)
         return {f"{path}.{name}": buffer for name, buffer in buffers.items()}
 
     def _dense(self, key: str, stored: Mapping[str, Tensor]) -> Tensor:
         """Return a tensor in its stored shape."""
         if key not in self.packed:
             return stored[key]
-        return self.packed[key].decode(stored).to_dense().view(self.packed[key].entry.shape)
+        matrix = self.packed[key].decode(stored)
+        if isinstance(matrix, QuantizedBitmask):
+            self.scales[key] = matrix.scales
+        return dense_tensor(matrix, self.packed[key].entry)
 
 
 class PartsSplitter(WeightConverter):  # type: ignore[misc]
@@ -257,7 +273,7 @@ def plan_conversion(
         for key, _ in pieces:
             for stored in packed[key].parts.values() if key in packed else (key,):
                 names[rename_source_key(stored, renamings, [])[0]] = target.name
-    return PackedConverter(packed, targets, names)
+    return PackedConverter(packed, targets, names=names, scales={})
 
 
 def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor) -> Target:
@@ -273,10 +289,14 @@ def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor
             "It may belong to another model."
         )
     transposed = type(module).__name__ == "Conv1D"
-    outputs, inputs = packed.entry.shape[::-1] if transposed else packed.entry.shape
-    layer = PackedLinear(
+    entry = packed.entry
+    if entry.bits is not None and entry.transposed != transposed:  # its groups are not along the inputs
+        return target
+    outputs, inputs = entry.shape[::-1] if transposed else entry.shape
+    kind = PackedLinear if entry.bits is None else partial(QuantizedLinear, bits=entry.bits, group_size=entry.group_size)
+    layer = kind(
         inputs, outputs, False, kept=packed.size, transposed=transposed, dtype=target.dtype, device=module.weight.device
     )
     layer.bias = module.bias
     model.set_submodule(path, layer)
-    return Target(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)
+    return Target(f"{path}.{layer.running[0]}", target.sources, target.dtype, layer)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
-from sparsellm.sparse.encoding import DTYPES, PARTS, decode, encode
+from sparsellm.sparse.encoding import decode, encode
+from sparsellm.sparse.parts import DTYPES, PARTS
 
 SPECIAL = {
     2: [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8001, 0x7C00, 0x7C01, 0xFC00, 0x3C00, 0x3F80],

@@ -1,0 +1,97 @@
+"""Packed tensors of any dimensions, quantized or not: their parts by stored name, and the matrices that these decode to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.checkpoints.packed_files import PackedEntry, register_decoder
+from sparsellm.sparse.bitmask import Bitmask
+from sparsellm.sparse.encoding import decode, encode
+from sparsellm.sparse.parts import PARTS
+from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
+from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
+
+PackedMatrix = Bitmask | QuantizedBitmask
+
+
+def encode_tensor(name: str, tensor: Tensor | QuantizedBitmask, archive: bool = False) -> dict[str, Tensor]:
+    """Encode a tensor of two or more dimensions, all but the last one of which are its rows, or a quantized matrix.
+
+    Args:
+        name: Its name.
+        tensor: The tensor, in float32, float16 or bfloat16, or the matrix.
+        archive: Compress further. Decoding takes longer.
+
+    Returns:
+        The parts by the names under which they are stored: that of the tensor in place of `weight`.
+    """
+    if isinstance(tensor, QuantizedBitmask):
+        parts = encode_quantized(tensor, archive)
+    else:
+        parts = encode(tensor.reshape(-1, tensor.shape[-1]), archive)
+    return {name + part.removeprefix("weight"): encoded for part, encoded in parts.items()}
+
+
+def decode_matrix(parts: Mapping[str, Tensor], entry: PackedEntry) -> PackedMatrix:
+    """Decode the matrix of a packed tensor from its parts by name.
+
+    Raises:
+        BadCheckpoint: A part is damaged.
+    """
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if entry.bits is None:
+        return decode(parts, entry.matrix, dtype)
+    return decode_quantized(parts, entry.matrix, dtype, bits=entry.bits, group_size=entry.group_size)
+
+
+def dense_tensor(matrix: PackedMatrix, entry: PackedEntry) -> Tensor:
+    """Return the tensor that a matrix was encoded of, in its dtype; of a quantized one, as it is once it is rounded."""
+    dense = matrix.to_dense(dtype=getattr(torch, entry.dtype)) if isinstance(matrix, QuantizedBitmask) else matrix.to_dense()
+    return entry.tensor_of(dense)
+
+
+def pack_quantized(
+    name: str, matrix: QuantizedBitmask, entry: PackedEntry, archive: bool = False
+) -> tuple[dict[str, Tensor], PackedEntry]:
+    """Encode a quantized matrix.
+
+    Args:
+        name: The name of its tensor.
+        matrix: The matrix.
+        entry: What there is to say of the tensor, without the digest.
+        archive: Compress further.
+
+    Returns:
+        The parts by the names under which they are stored, and the entry with the digest.
+    """
+    dense = dense_tensor(matrix, entry)
+    described = PackedEntry.of(dense, entry.bits, entry.group_size, transposed=entry.transposed)
+    return encode_tensor(name, matrix, archive), described
+
+
+def pack_again(name: str, tensor: Tensor, entry: PackedEntry, scales: Tensor | None) -> tuple[dict[str, Tensor], PackedEntry]:
+    """Encode a tensor that was decoded from a packed one. If it is not quantized any more, it is stored bit by bit.
+
+    Args:
+        name: The name of its tensor.
+        tensor: The tensor, perhaps in another dtype.
+        entry: What was said of the packed one.
+        scales: Those of the packed one, if it was quantized.
+
+    Returns:
+        The parts by the names under which they are stored, and the entry of the tensor.
+    """
+    if scales is not None and entry.bits is not None:
+        stored = tensor.to(getattr(torch, entry.dtype))
+        matrix = exact_form(entry.matrix_of(stored), scales, bits=entry.bits, group_size=entry.group_size)
+        if matrix is not None and bool((stored == tensor).all()):
+            return pack_quantized(name, matrix, replace(entry, dtype=dtype_name(tensor.dtype)))
+    return encode_tensor(name, tensor), PackedEntry.of(tensor)
+
+
+register_decoder(PARTS, lambda parts, entry: dense_tensor(decode_matrix(parts, entry), entry))

@@ -1,0 +1,140 @@
+r"""The stored form of a quantized weight: the integers of its kept numbers, its mask and its scales, without loss of a bit.
+
+As in `encoding`, all parts are one-dimensional uint8 tensors, bits are stored lowest first, and numbers row by row:
+
+- `weight`: the integers in two's complement. With 8 bits a byte each, with 4 bits two a byte, the lower half first, with 3 bits
+  three planes of bits, lowest first.
+- `weight_mask`, `weight_groups`: as in `encoding`. Without either, the integers of removed weights are stored too, which are 0.
+- `weight_scales`: the lower bytes of the bfloat16 scales, row by row, then the upper ones.
+
+In the archive form, mask, scales and integers that become smaller by Huffman codes are zlib streams. `weight` is then empty and
+`weight_deflated` holds the integers; those of 3 bits are two a byte, as those of 4 bits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparsellm.errors import BadCheckpoint
+from sparsellm.solvers.quantization import group_count
+from sparsellm.sparse.bitmask import unpack_bits
+from sparsellm.sparse.parts import (
+    Bytes,
+    decode_mask,
+    deflate,
+    encode_mask,
+    mask_in_rows,
+    read_part,
+    size_of,
+    stored_bytes,
+    stored_tensors,
+)
+from sparsellm.sparse.quantization import QuantizedBitmask
+
+Integers = NDArray[np.int8]
+
+
+def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[str, Tensor]:
+    """Encode a quantized weight, with a mask or with the zeros of all removed weights, whichever is smaller.
+
+    Args:
+        weight: The (out, in) matrix.
+        archive: Compress further. Decoding takes longer.
+
+    Returns:
+        The parts that are not empty, by name; `weight` always.
+    """
+    mask = np.packbits(unpack_bits(weight.mask.cpu(), weight.shape[1]).numpy(), bitorder="little")
+    kept = _encode_integers(weight.integers().cpu().numpy(), weight.bits, archive) | encode_mask(mask, archive)
+    if weight.kept > 0.5 * weight.shape[0] * weight.shape[1]:  # a mask of few zeros may take more than they do
+        everything = _encode_integers(weight.to_integers().cpu().flatten().numpy(), weight.bits, archive)
+        kept = min(everything, kept, key=size_of)
+    scales = weight.scales.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
+    planes = {"weight_scales": np.concatenate([scales & 255, scales >> 8]).astype(np.uint8)}
+    return stored_tensors(kept | (deflate(planes) if archive else planes))
+
+
+def decode_quantized(
+    parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, *, bits: int, group_size: int
+) -> QuantizedBitmask:
+    """Decode what `encode_quantized` returned. Every length is checked before anything is indexed.
+
+    Args:
+        parts: The parts by name.
+        shape: (out, in).
+        dtype: Dtype of the weight as an ordinary tensor.
+        bits: Bits of an integer.
+        group_size: Columns that share a scale; 0 for whole rows.
+
+    Raises:
+        BadCheckpoint: A part has the wrong dtype, shape or length, contradicts another one, or holds impossible numbers.
+    """
+    stored = stored_bytes(parts, shape, dtype)
+    rows, columns = shape
+    if stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"}:
+        mask = decode_mask(stored, rows * columns)
+    else:
+        mask = np.packbits(np.ones(rows * columns, dtype=np.bool_), bitorder="little")
+    integers = _decode_integers(stored, bits, int(np.bitwise_count(mask).sum(dtype=np.int64)))
+    groups = group_count(columns, group_size)
+    low, high = read_part(stored, "weight_scales", 2 * rows * groups).reshape(2, -1).astype(np.uint16)
+    scales = torch.from_numpy((low | high << 8).view(np.int16)).view(torch.bfloat16).view(rows, groups)
+    if not bool(scales.isfinite().all()):
+        raise BadCheckpoint("weight_scales holds NaN or infinity: the packed weight is damaged.")
+    in_rows = torch.from_numpy(mask_in_rows(mask, shape))
+    return QuantizedBitmask.from_parts(
+        in_rows, torch.from_numpy(integers), scales, columns=columns, bits=bits, group_size=group_size
+    )
+
+
+def _encode_integers(integers: Integers, bits: int, archive: bool) -> dict[str, Bytes]:
+    """Return integers in the fewest bytes."""
+    numbers = integers.view(np.uint8)
+    if bits == 3:
+        planes = [np.packbits(numbers >> bit & 1, bitorder="little") for bit in range(bits)]
+        plain = {"weight": np.concatenate(planes)}
+    else:
+        plain = {"weight": numbers.copy() if bits == 8 else _pairs(numbers)}
+    if not archive:
+        return plain
+    deflated = deflate({"weight": numbers if bits == 8 else _pairs(numbers)})
+    if "weight_deflated" in deflated and size_of(deflated) < size_of(plain):
+        return {"weight": np.zeros(0, dtype=np.uint8)} | deflated
+    return plain
+
+
+def _pairs(numbers: Bytes) -> Bytes:
+    """Return the lower halves of bytes, two a byte."""
+    halves = np.zeros(-(-len(numbers) // 2) * 2, dtype=np.uint8)
+    halves[: len(numbers)] = numbers & 15
+    return halves[::2] | halves[1::2] << np.uint8(4)
+
+
+def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int) -> Integers:
+    """Return `count` integers."""
+    stored = dict(stored)
+    deflated = "weight_deflated" in stored
+    if deflated and len(stored.pop("weight", ())):
+        raise BadCheckpoint("weight and weight_deflated both hold integers: the packed weight is damaged.")
+    if bits == 8:
+        integers = read_part(stored, "weight", count).view(np.int8)
+    elif bits == 4 or deflated:
+        pairs = read_part(stored, "weight", -(-count // 2))
+        halves = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:count]
+        integers = (halves ^ 8).view(np.int8) - np.int8(8)
+    else:
+        plane = -(-count // 8)
+        planes = read_part(stored, "weight", bits * plane).reshape(bits, plane)
+        numbers = np.zeros(count, dtype=np.uint8)
+        for bit in range(bits):
+            numbers |= np.unpackbits(planes[bit], count=count, bitorder="little") << np.uint8(bit)
+        integers = (numbers ^ 4).view(np.int8) - np.int8(4)
+    largest = 2 ** (bits - 1) - 1
+    if count and (integers.min() < -largest or integers.max() > largest):
+        raise BadCheckpoint(f"weight holds an integer beyond {largest}: the packed weight is damaged.")
+    return integers

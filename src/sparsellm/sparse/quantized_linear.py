@@ -1,0 +1,192 @@
+"""A linear layer of a packed model whose weight is quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.packed_files import PackedEntry
+from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.quantization import group_count
+from sparsellm.sparse.bitmask import PADDING
+from sparsellm.sparse.kernels import TILE
+from sparsellm.sparse.linear import RUNNING, PackedLinear, Product
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
+
+
+class QuantizedLinear(PackedLinear):
+    """A linear layer whose weight is a `QuantizedBitmask`: scales times integers, which are not rounded to the layer's dtype.
+
+    The weight is not trained; gradients pass through the layer. Its scales stay in bfloat16 when the module is moved to another
+    dtype. `state_dict` returns the stored form (`sparsellm.sparse.quantized_encoding`), and `load_state_dict` accepts it.
+
+    Args:
+        in_features: Number of inputs.
+        out_features: Number of outputs.
+        bias: Whether the layer has a bias.
+        bits: Bits of an integer: 8, 4 or 3.
+        group_size: Columns that share a scale; 0 for whole rows.
+        kept: Bytes of integers for which `values` has room.
+        transposed: Whether `weight` is (in, out), as in GPT-2.
+        dtype: Dtype of `weight` and of the bias.
+        device: Device of the weight.
+    """
+
+    scales: Tensor
+    running = (*RUNNING, "scales")
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        bits: int,
+        group_size: int,
+        kept: int = 0,
+        transposed: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, transposed=transposed, dtype=dtype, device=device)
+        self.bits, self.group_size, self._dtype = bits, group_size, dtype or torch.get_default_dtype()
+        kind = torch.int8 if bits == 8 else torch.uint8
+        self.values = torch.zeros(kept + PADDING, dtype=kind, device=device)
+        groups = group_count(in_features, group_size)
+        self.register_buffer("scales", torch.zeros(out_features, groups, dtype=torch.bfloat16, device=device))
+
+    @classmethod
+    def from_bitmask(
+        cls, weight: QuantizedBitmask, bias: Tensor | None = None, *, dtype: torch.dtype, transposed: bool = False
+    ) -> QuantizedLinear:
+        """Build a layer of a weight."""
+        outputs, inputs = weight.shape
+        module = cls(
+            inputs,
+            outputs,
+            bias is not None,
+            bits=weight.bits,
+            group_size=weight.group_size,
+            transposed=transposed,
+            dtype=dtype,
+        )
+        module.assign_quantized(weight)
+        if bias is not None:
+            module.bias = torch.nn.Parameter(bias.detach().clone())
+        return module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of `weight`."""
+        return self._dtype
+
+    @property
+    def quantized(self) -> QuantizedBitmask:
+        """The weight, (out, in)."""
+        shape = self.out_features, self.in_features
+        return QuantizedBitmask(
+            shape, self.mask, self.values, self.row_starts, self.scales, bits=self.bits, group_size=self.group_size
+        )
+
+    def assign_quantized(self, weight: QuantizedBitmask) -> None:
+        """Replace the weight by one of the same shape and format."""
+        self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Return the decoded weight in a dtype, (out, in)."""
+        return self.quantized.to_dense(dtype=dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out) without the bias."""
+        return quantized_linear(
+            x,
+            self.mask,
+            self.values,
+            self.row_starts,
+            self.scales,
+            columns=self.in_features,
+            bits=self.bits,
+            group_size=self.group_size,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        trained = torch.is_grad_enabled() and x.requires_grad
+        outputs: Tensor = Product.apply(x, self) if trained else self.product(x)  # type: ignore[no-untyped-call]
+        return outputs if self.bias is None else outputs + self.bias
+
+    def extra_repr(self) -> str:
+        """Describe the layer."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text = f"{text}, bits={self.bits}, group_size={self.group_size}"
+        if not (size := self.in_features * self.out_features) or self.values.is_meta:
+            return text
+        return f"{text}, sparsity={1 - self.quantized.kept / size:.2%}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move the module. Another dtype is that of `weight`: the scales keep theirs, in which kernels read them."""
+        scales = self.scales
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scales.device)).dtype
+        self.scales = self.scales.bfloat16() if self.scales.is_meta else scales.to(self.scales.device)
+        return self
+
+    def packed_entry(self) -> PackedEntry:
+        """Return what the metadata of a weight file say of the weight."""
+        return PackedEntry.of(self.weight, self.bits, self.group_size, transposed=self.transposed)
+
+    def _encode(self) -> dict[str, Tensor]:
+        """Return the parts of the stored form."""
+        return encode_quantized(self.quantized)
+
+    def _decode(self, parts: Mapping[str, Tensor]) -> None:
+        """Replace the weight by that of parts of the stored form."""
+        if "weight_scales" not in parts and "weight_scales_deflated" not in parts:
+            raise InvalidSetting(
+                f"The layer has integers of {self.bits} bits, and the state has none. Load the state of such a layer."
+            )
+        shape = self.out_features, self.in_features
+        self.assign_quantized(decode_quantized(parts, shape, self.dtype, bits=self.bits, group_size=self.group_size))
+
+
+def quantized_linear(
+    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, scales: Tensor, *, columns: int, bits: int, group_size: int
+) -> Tensor:
+    """Multiply tokens by the matrix that the parts of a `QuantizedBitmask` are: (..., in) to (..., out) of x's dtype."""
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.sparsellm.quantized_linear(
+            x, mask, values, row_starts, scales, columns=columns, bits=bits, group_size=group_size
+        )
+        return result
+    if x.shape[-1] != columns:
+        raise InvalidSetting(f"x has {x.shape[-1]} columns, and the packed matrix {columns}.")
+    rows = len(mask)
+    weight = QuantizedBitmask((rows, columns), mask, values, row_starts, scales, bits=bits, group_size=group_size)
+    step = max(1, TILE // max(columns, 1))
+    tokens = x.reshape(-1, columns)
+    out = x.new_empty((len(tokens), rows))
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        dense = weight.to_dense(start, stop)
+        out[:, start:stop] = torch.nn.functional.linear(tokens.float(), dense)
+    return out.view(*x.shape[:-1], rows)
+
+
+def _quantized_linear_shape(
+    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, scales: Tensor, **sizes: Any
+) -> Tensor:
+    """The result of `quantized_linear` without its numbers, for tracing."""
+    return x.new_empty((*x.shape[:-1], mask.shape[0]))
+
+
+torch.library.define(
+    "sparsellm::quantized_linear",
+    "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, Tensor scales, *, "
+    "SymInt columns, SymInt bits, SymInt group_size) -> Tensor",
+)
+torch.library.impl("sparsellm::quantized_linear", "default", quantized_linear)
+torch.library.register_fake("sparsellm::quantized_linear", _quantized_linear_shape)

@@ -1,0 +1,131 @@
+"""The stored form of quantized weights: every integer and scale survives, sizes are as computed, damaged parts are refused."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsellm.errors import BadCheckpoint
+from sparsellm.solvers.quantization import bits_per_weight, group_count, round_to_nearest
+from sparsellm.sparse.parts import PARTS
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
+from tests.unit.sparse.test_encoding import mutate, size
+
+SHAPES = [(1, 1), (1, 9), (3, 64), (7, 65), (16, 24), (5, 127), (33, 40), (2, 1000)]
+
+
+def random_weight(random: Random) -> QuantizedBitmask:
+    """A weight of any shape, format and density, with zeros among the kept integers, and rows that are empty or full."""
+    shape, bits, group_size = random.choice(SHAPES), random.choice((8, 4, 3)), random.choice((0, 64, 128))
+    generator = torch.Generator().manual_seed(random.randrange(2**32))
+    largest = 2 ** (bits - 1) - 1
+    integers = torch.randint(-largest, largest + 1, shape, dtype=torch.int8, generator=generator)
+    keep = torch.rand(shape, generator=generator) >= random.choice([0, 0, 0.3, 0.5, 0.7, 0.9, 0.99, 1])
+    if random.random() < 0.3:
+        keep[random.randrange(shape[0])] = random.choice([False, True])
+    scales = torch.randn(shape[0], group_count(shape[1], group_size), generator=generator).bfloat16()
+    return QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=group_size, keep=keep)
+
+
+def decoded(parts: dict[str, Tensor], weight: QuantizedBitmask) -> QuantizedBitmask:
+    """What the parts of a weight decode to."""
+    return decode_quantized(parts, weight.shape, torch.bfloat16, bits=weight.bits, group_size=weight.group_size)
+
+
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
+@given(st.randoms(use_true_random=True))
+def test_every_integer_and_scale_survives(random: Random) -> None:
+    weight = random_weight(random)
+    for archive in (False, True):
+        parts = encode_quantized(weight, archive)
+        assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in parts.values())
+        assert "weight" in parts
+        assert set(parts) <= set(PARTS)
+        again = decoded(parts, weight)
+        assert torch.equal(again.to_integers(), weight.to_integers())
+        assert torch.equal(again.scales, weight.scales)
+        has_mask = not parts.keys().isdisjoint({"weight_mask", "weight_mask_deflated", "weight_groups"})
+        assert again.kept == (weight.kept if has_mask else weight.shape[0] * weight.shape[1])
+        if has_mask:
+            assert torch.equal(again.mask, weight.mask)
+
+
+def test_parts_are_as_documented() -> None:
+    """A small weight, encoded by hand."""
+    integers = torch.zeros(2, 36, dtype=torch.int8)
+    integers[0, 0], integers[0, 1], integers[1, 35] = 3, -3, -1
+    keep = integers != 0
+    keep[0, 3] = True
+    scales = torch.tensor([[1.0], [-2.5]], dtype=torch.bfloat16)  # 0x3F80, 0xC020
+    expected = {
+        8: [3, 256 - 3, 0, 255],
+        4: [3 | 13 << 4, 0 | 15 << 4],
+        3: [0b1011, 0b1001, 0b1010],  # planes of 3, 5, 0 and 7
+    }
+    for bits, numbers in expected.items():
+        weight = QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=0, keep=keep)
+        assert {name: part.tolist() for name, part in encode_quantized(weight).items()} == {
+            "weight": numbers,
+            "weight_groups": [1, 0, 2],
+            "weight_mask": [0b1011 | 0b1000 << 4],
+            "weight_scales": [0x80, 0x20, 0x3F, 0xC0],
+        }
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("density", [1.0, 0.5, 0.3, 0.1])
+def test_sizes_are_those_of_the_formula(bits: int, density: float) -> None:
+    """Of a Gaussian matrix; an archive is never larger."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 1024, generator=generator)
+    keep = torch.rand(weight.shape, generator=generator) < density
+    group_size = 0 if bits == 8 else 128
+    rounded = round_to_nearest(weight, bits, group_size, mask=keep)
+    quantized = QuantizedBitmask.from_integers(rounded.integers, rounded.scales, bits=bits, group_size=group_size, keep=keep)
+    stored = 8 * size(encode_quantized(quantized)) / weight.numel()
+    assert stored == pytest.approx(bits_per_weight(density, bits, group_size, 1024), rel=0.01)
+    assert 8 * size(encode_quantized(quantized, archive=True)) / weight.numel() < stored
+
+
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
+@given(st.randoms(use_true_random=True))
+def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None:
+    """Nothing else is raised, and what is decoded has the shape and integers of its bits."""
+    weight = random_weight(random)
+    parts = mutate(encode_quantized(weight, random.random() < 0.5), random)
+    try:
+        again = decoded(parts, weight)
+    except BadCheckpoint as error:
+        text = str(error)
+        assert text.endswith(".")
+        assert "\n" not in text
+    else:
+        assert again.to_dense().shape == weight.shape
+        assert int(again.to_integers().abs().max()) < 2 ** (weight.bits - 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": [8]}, "beyond 7"),
+        ({"weight": [1, 1]}, "weight has 2 bytes and should have 1"),
+        ({"weight_deflated": [1]}, "both hold integers"),
+        ({"weight_scales": [0x80, 0x80, 0x7F, 0x3F]}, "NaN or infinity"),
+        ({"weight_scales": [0, 0]}, "weight_scales has 2 bytes"),
+        ({"weight_mask": [255]}, "behind the last one"),
+    ],
+)
+def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
+    weight = QuantizedBitmask.from_integers(
+        torch.tensor([[1], [2]], dtype=torch.int8), torch.ones(2, 1).bfloat16(), bits=4, group_size=0
+    )
+    parts = encode_quantized(weight) | {name: torch.tensor(part, dtype=torch.uint8) for name, part in changes.items()}
+    with pytest.raises(BadCheckpoint, match=message):
+        decoded(parts, weight)
