@@ -113,7 +113,16 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
 
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
-        patterns = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", *(["*.py"] if with_code else [])]
+        patterns = [
+            "*.json",
+            "*.safetensors",
+            "*.bin",
+            "*.scales",
+            "*.model",
+            "*.txt",
+            "*.jinja",
+            *(["*.py"] if with_code else []),
+        ]
         patterns += ["README.md", *(f"{prefix}*" for name in LICENCES for prefix in (name, name.capitalize(), name.lower()))]
         ignored = ["*.msgpack", "*.h5", "original/*"]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))

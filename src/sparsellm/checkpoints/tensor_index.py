@@ -76,6 +76,13 @@ Stored = TensorLocation | ConvertedTensor
 """A tensor stored in one piece or several."""
 
 
+def locations_of(stored: Stored | Tensor) -> list[TensorLocation]:
+    """Return the locations of a tensor's pieces; none of one in memory."""
+    if isinstance(stored, Tensor):
+        return []
+    return [stored] if isinstance(stored, TensorLocation) else [location for location, _ in stored.sources]
+
+
 class NotStreamable(Exception):
     """The checkpoint cannot be read block by block, and is loaded as a whole instead. The message says why."""
 

@@ -263,6 +263,24 @@ UnpackedOut = Annotated[str, typer.Argument(metavar="MODEL", help="Folder to wri
 Archive = Annotated[
     bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
 ]
+PackedValues = Annotated[
+    str | None,
+    typer.Option(
+        "--values",
+        metavar="int8|int4|int3",
+        help="Round the layers of the blocks to integers with scales, dense layers too.",
+        show_default="not rounded",
+    ),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        help="With --values: columns that share a scale, a multiple of 64, or 0 for whole rows.",
+        show_default="whole rows for int8, otherwise about 64 kept weights",
+    ),
+]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
     bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")

@@ -20,6 +20,8 @@ def pack(
     model: options.ToPack,
     packed: options.PackedOut,
     *,
+    values: options.PackedValues = None,
+    group_size: options.GroupSize = None,
     archive: options.Archive = False,
     allow_dense: options.AllowDense = False,
     positive_zeros: options.PositiveZeros = False,
@@ -27,7 +29,7 @@ def pack(
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Write a pruned model without its zeros. Nothing is lost.
+    """Write a pruned model without its zeros. Nothing is lost, unless --values rounds the weights.
 
     If it is interrupted, the same command continues it.
 
@@ -41,6 +43,8 @@ def pack(
             result = pack_model(
                 model,
                 packed,
+                values=values,
+                group_size=group_size,
                 archive=archive,
                 overwrite=overwrite,
                 allow_dense=allow_dense,
@@ -62,7 +66,7 @@ def print_packed(console: Console, result: Packed) -> None:
     size = f"{human_bytes(result.packed_bytes)}, {percent:.0f} % of {human_bytes(result.dense_bytes)}"
     count = len(result.packed)
     matrices = "1 matrix takes" if count == 1 else f"{count:,} matrices take"
-    print_text(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.form} form).")
+    print_text(f"{result.output}: {size}; {matrices} {result.bits:.2f} bits a weight ({result.description}).")
     if dense := [matrix.name for matrix in result.dense]:
         names = ", ".join(dense[:3]) + (f" and {len(dense) - 3} more" if len(dense) > 3 else "")
         stay = "1 matrix with few zeros stays" if len(dense) == 1 else f"{len(dense)} matrices with few zeros stay"
@@ -73,7 +77,8 @@ def print_packed(console: Console, result: Packed) -> None:
         )
     if result.skipped:
         print_text(f"Not copied: {', '.join(result.skipped)}.")
-    print_text(f"Wrote {result.output}, read back and compared with the model bit by bit.")
+    compared = "read back. Its weights are rounded" if result.rounded else "read back and compared with the model bit by bit"
+    print_text(f"Wrote {result.output}, {compared}.")
 
 
 def unpack(

@@ -115,7 +115,7 @@ def unpacked(model: nn.Module) -> nn.Module:
     for name, module in list(copied.named_modules()):
         if isinstance(module, PackedLinear):
             dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.weight = nn.Parameter(module.bitmask.to_dense(), requires_grad=False)
+            dense.weight = nn.Parameter(module.matrix(module.dtype), requires_grad=False)
             dense.register_parameter("bias", module.bias)
             copied.set_submodule(name, dense)
         elif isinstance(module, DenseLinear):

@@ -27,7 +27,7 @@ from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.memory import available, human_bytes
 from sparsellm.runtime.offload import OffloadManager
-from sparsellm.sparse import encoding as encoding  # so that packed tensors are decoded where they are read
+from sparsellm.sparse import packed_tensors as packed_tensors  # so that packed tensors are decoded where they are read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

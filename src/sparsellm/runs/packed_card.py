@@ -41,10 +41,13 @@ def packed_card(text: str, result: Packed) -> str:
         head, rest = (text[: matter.end()], text[matter.end() :]) if matter else ("", text)
     percent = 100 * result.packed_bytes / max(result.dense_bytes, 1)
     matrices = f"{len(result.packed)} of {len(result.matrices)} matrices"
+    lossless = "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit."
+    if result.rounded:
+        lossless = "The weights were rounded as they were packed: `sparsellm unpack` gives the rounded ones."
     paragraph = (
         f"The zeros are not stored: the weights take {human_bytes(result.packed_bytes)}, {percent:.0f} % of the\n"
-        f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight.\n"
-        "Nothing is lost: `sparsellm unpack` gives every tensor back bit by bit. To load the model, `import sparsellm` first.\n"
+        f"{human_bytes(result.dense_bytes)} before. {matrices} are packed, at {result.bits:.2f} bits a weight\n"
+        f"({result.description}). {lossless} To load the model, `import sparsellm` first.\n"
     )
     return f"{head}{mark}\n{paragraph}{END}\n{rest}"
 

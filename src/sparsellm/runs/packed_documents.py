@@ -17,6 +17,7 @@ from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.runs.outputs import read_finished
+from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.records import CARD, REPORT
 from sparsellm.runtime.memory import human_bytes
 
@@ -78,6 +79,7 @@ class MatrixSize:
         dense_bytes: Its bytes as an ordinary tensor.
         packed_bytes: Its bytes in the packed model; the same if it is not packed.
         packed: Whether it is packed.
+        value_bits: Bits of an integer of a quantized matrix; None for another.
     """
 
     name: str
@@ -88,6 +90,7 @@ class MatrixSize:
     dense_bytes: int
     packed_bytes: int
     packed: bool
+    value_bits: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,6 +104,7 @@ class Packed(Summarized):
         packed_bytes: Bytes of the packed weight files.
         matrices: Every matrix.
         skipped: Files of the model that were not copied.
+        rounded: Whether the weights were rounded as they were packed, so that they are others than the model's.
     """
 
     output: str
@@ -109,6 +113,13 @@ class Packed(Summarized):
     packed_bytes: int
     matrices: tuple[MatrixSize, ...]
     skipped: tuple[str, ...] = ()
+    rounded: bool = False
+
+    @property
+    def description(self) -> str:
+        """The form, and the integers of the quantized matrices, if there are any."""
+        kinds = sorted({matrix.value_bits for matrix in self.packed if matrix.value_bits is not None})
+        return f"{self.form} form" + (f", {' and '.join(f'int{bits}' for bits in kinds)} values" if kinds else "")
 
     @property
     def packed(self) -> list[MatrixSize]:
@@ -130,7 +141,7 @@ class Packed(Summarized):
         """The sizes, what is packed and what stays dense, each in one line."""
         percent = 100 * self.packed_bytes / max(self.dense_bytes, 1)
         return {
-            "output": f"{PurePath(self.output).name}, {self.form} form",
+            "output": f"{PurePath(self.output).name}, {self.description}",
             "size": f"{human_bytes(self.packed_bytes)}, {percent:.0f} % of {human_bytes(self.dense_bytes)}",
             "packed": f"{len(self.packed)} of {len(self.matrices)} matrices, {self.bits:.2f} bits a weight",
             "dense": ", ".join(matrix.name for matrix in self.dense[:3]) + (", …" if len(self.dense) > 3 else "")
@@ -185,9 +196,9 @@ def matrix_sizes(files: Sequence[Path], digests: Mapping[str, TensorDigest], *, 
             size = sum(stored[part][0].numel for part in parts) if parts else digests[name].nbytes
             digest = digests[name]
             negative = 0 if positive_zeros else digest.negative_zeros
-            sizes.append(
-                MatrixSize(name, digest.shape, digest.dtype, digest.zeros, negative, digest.nbytes, size, packed=bool(parts))
-            )
+            bits = entries[name].bits if parts else None
+            dense = digest.dtype, digest.zeros, negative, digest.nbytes
+            sizes.append(MatrixSize(name, digest.shape, *dense, size, packed=bool(parts), value_bits=bits))
     return tuple(sorted(sizes, key=lambda matrix: matrix.name))
 
 
@@ -224,7 +235,7 @@ def copy_files(folder: Path, work: Path) -> tuple[str, ...]:
     """Copy what a model's folder holds besides weights, configuration, card and report; return the names of the rest."""
     skipped = []
     for file in sorted(folder.iterdir()):
-        if file.name in (*SHARDS, "config.json", CARD, REPORT):
+        if file.name in (*SHARDS, "config.json", CARD, REPORT, SCALES_FILE):
             continue
         if file.is_dir() and file.name == TEMPLATES:
             shutil.copytree(file, work / file.name)

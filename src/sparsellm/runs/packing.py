@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +17,13 @@ from sparsellm.runs.conversion import Observe, converted, finish, write_json
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
+from sparsellm.runs.packed_values import Values, check_plain, values_of
+from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
 from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.verification import raise_if_any, tensor_differences
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.sparse.packed_tensors import encode_tensor
+from sparsellm.sparse.packed_tensors import encode_tensor, pack_quantized
 
 PACKABLE = ("float32", "float16", "bfloat16")
 """Dtypes that are packed."""
@@ -34,10 +38,61 @@ CODED_BITS = {"bfloat16": 11.2, "float16": 14.2, "float32": 27.2}
 """Bits that a kept number of a Gaussian matrix takes in the plain form, for estimates."""
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How the tensors of a model are packed."""
+
+    archive: bool
+    allow_dense: bool
+    positive_zeros: bool
+    values: Mapping[str, Values]
+    digests: Mapping[str, TensorDigest]
+    vocabulary: int | None
+
+    def encode(self, name: str, tensor: Tensor) -> tuple[dict[str, Tensor], PackedEntry | None]:
+        """Return the tensors that are stored for a tensor, and its entry; None if it is stored as it is."""
+        digest = self.digests[name]
+        if self.positive_zeros and digest.negative_zeros:
+            tensor = tensor + 0.0
+        parts, entry = self._parts(name, tensor, digest) if digest.dtype in PACKABLE and tensor.dim() > 1 else ({}, None)
+        is_smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
+        if entry is None or not is_smaller or any(part in self.digests for part in parts if part != name):
+            return {name: tensor}, None
+        return parts, entry
+
+    def _parts(self, name: str, tensor: Tensor, digest: TensorDigest) -> tuple[dict[str, Tensor], PackedEntry | None]:
+        """Return the parts and the entry of a matrix; none if it is not packed."""
+        if name in self.values and tensor.numel():
+            return pack_quantized(name, *self.values[name].quantize(name, tensor), self.archive)
+        enough = _removed(digest, self.positive_zeros) >= SPARSE * digest.numel
+        enough |= self.allow_dense and tensor.shape[0] != self.vocabulary
+        if tensor.numel() and (self.archive or enough):
+            return encode_tensor(name, tensor, self.archive), PackedEntry.of(tensor)
+        return {}, None
+
+    def convert(self, file: Path, writer: FileWriter) -> None:
+        """Write the tensors of a file, packed or as they are."""
+        entries: dict[str, PackedEntry] = {}
+        for name in read_headers(file):
+            parts, entry = self.encode(name, read_stored(TensorLocation(file, name)))
+            entries |= {} if entry is None else {name: entry}
+            for part, encoded in parts.items():
+                writer.add(part, encoded)
+        writer.metadata = metadata_of(entries)
+
+    def changed(self) -> set[str]:
+        """Return the names of the tensors that may differ from the model's once they are packed."""
+        rounded = {name for name, values in self.values.items() if values.scales is None}
+        zeros = {name for name in self.digests if self.positive_zeros or name in self.values}
+        return rounded | {name for name in zeros if self.digests[name].negative_zeros}
+
+
 def pack(
     model: str | Path,
     packed: str | Path,
     *,
+    values: str | None = None,
+    group_size: int | None = None,
     archive: bool = False,
     overwrite: bool = False,
     allow_dense: bool = False,
@@ -52,6 +107,10 @@ def pack(
     Args:
         model: Folder of the pruned model, hub name, or "demo:opt".
         packed: Folder to write.
+        values: Round the layers of the blocks to "int8", "int4" or "int3" with scales, dense layers too. By default nothing is
+            rounded: the weights of a model that `prune` quantized are stored as their integers.
+        group_size: Columns that share a scale, a multiple of 64, or 0 for whole rows. By default whole rows for int8, otherwise
+            about 64 kept weights.
         archive: Compress further, for storage: loading takes longer, and dense matrices are packed too.
         overwrite: Replace an existing folder that sparsellm wrote.
         allow_dense: Pack a model with few zeros, and matrices with few zeros.
@@ -63,9 +122,10 @@ def pack(
         The sizes, in all and by matrix.
 
     Raises:
-        InvalidSetting: The model holds few zeros, or is packed.
+        InvalidSetting: The model holds few zeros, is packed or quantized, or `values` and `group_size` are impossible.
         OutputExists: The folder exists.
         BadCheckpoint: The model is missing, incomplete or damaged, or holds NaN or infinity.
+        UnsupportedModel: `values` is set, and the model's layers are unknown.
         VerificationFailed: The model is not what the run that pruned it wrote, or the result differs from the model.
     """
     source = Source.open(model)
@@ -73,54 +133,29 @@ def pack(
         raise InvalidSetting(
             f"{model} is packed already. To change its form, unpack it first: sparsellm unpack {model} FOLDER."
         )
+    check_plain(source)
     path = check_output(packed, overwrite, source.folder)
+    quantized = values_of(source, values, group_size)
     observe(f"reading {model}")
     digests = _read_digests(source)
     report = report_of(source, digests)
-    raise_if_any(
-        model, tensor_differences(report.get("digests", {}).get("tensors", {}), digests) if "digests" in report else []
-    )
-    if not allow_dense:
+    raise_if_any(model, _differences(report, digests))
+    if not allow_dense and not quantized:
         _check_zeros(source, digests, positive_zeros)
-
-    def parts_of(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Encode a tensor; return nothing if it is not packed."""
-        header = digests[name]
-        if header.dtype not in PACKABLE or len(header.shape) < 2:
-            return {}
-        enough = _removed(header, positive_zeros) >= SPARSE * header.numel
-        enough |= allow_dense and header.shape[0] != source.vocabulary
-        parts = encode_tensor(name, tensor, archive) if tensor.numel() and (archive or enough) else {}
-        is_smaller = sum(part.nbytes for part in parts.values()) < tensor.nbytes
-        return parts if is_smaller and not any(part in digests for part in parts if part != name) else {}
-
-    def convert(file: Path, writer: FileWriter) -> None:
-        """Write the tensors of a file, packed or as they are."""
-        entries: dict[str, PackedEntry] = {}
-        for name in read_headers(file):
-            tensor = read_stored(TensorLocation(file, name))
-            if positive_zeros and digests[name].negative_zeros:
-                tensor = tensor + 0.0
-            parts = parts_of(name, tensor)
-            if parts:
-                entries[name] = PackedEntry.of(tensor)
-            for part, encoded in (parts or {name: tensor}).items():
-                writer.add(part, encoded)
-        writer.metadata = metadata_of(entries)
-
+    packing = _Form(archive, allow_dense, positive_zeros, quantized, digests, source.vocabulary)
     form = "archive" if archive else "plain"
     settings = {"form": form, "allow_dense": allow_dense, "positive_zeros": positive_zeros}
-    with converted(source, path, convert, settings=settings, verb="packing", observe=observe) as work:
+    settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
+    with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
         sizes = matrix_sizes([work / x for x in source.targets()], digests, positive_zeros=positive_zeros)
         weights = sum(file.stat().st_size for file in source.files), sum((work / x).stat().st_size for x in source.targets())
         skipped = copy_files(source.folder, work)
-        result = Packed(str(packed), form, *weights, sizes, skipped)
+        result = Packed(str(packed), form, *weights, sizes, skipped, rounded=values is not None)
         fields = source.fields | {"quantization_config": {"quant_method": METHOD, "version": VERSION, "form": form}}
         write_json(work / "config.json", fields)
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(packed_card((source.folder / CARD).read_text(encoding="utf-8"), result), encoding="utf-8")
-        changed = {name for name, digest in digests.items() if positive_zeros and digest.negative_zeros}
-        expected = {name: digest.to_dict() for name, digest in digests.items() if name not in changed}
+        expected = {name: digests[name].to_dict() for name in digests.keys() - packing.changed()}
         difference = "differs from the model's after writing. Check memory and disk."
         finish(work, report | {"packing": result.to_dict()}, expected, difference=difference)
     return result
@@ -128,6 +163,8 @@ def pack(
 
 def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, observe: Observe = lambda text: None) -> Unpacked:
     """Write a packed model as an ordinary one, with the same tensors bit by bit as before it was packed.
+
+    Those that were rounded to integers as they were packed come back as the rounded ones.
 
     Args:
         packed: Folder that `pack` wrote, or hub name.
@@ -160,6 +197,8 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
 
     with converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work:
         copy_files(source.folder, work)
+        if scales := stored_scales(source.files):
+            write_scales(work, scales)
         fields = dict(source.fields)
         del fields["quantization_config"]
         write_json(work / "config.json", fields)
@@ -207,6 +246,11 @@ def _read_digests(source: Source) -> dict[str, TensorDigest]:
     if bad := [name for name, digest in digests.items() if not digest.finite]:
         raise BadCheckpoint(f"{source.name} holds NaN or infinity in {bad[0]}. Get a sound copy of the checkpoint.")
     return digests
+
+
+def _differences(report: Mapping[str, Any], digests: Mapping[str, TensorDigest]) -> list[str]:
+    """Return how the tensors of a model differ from those in its report, if that has any."""
+    return tensor_differences(report["digests"].get("tensors", {}), digests) if "digests" in report else []
 
 
 def _removed(digest: TensorDigest, positive_zeros: bool) -> int:

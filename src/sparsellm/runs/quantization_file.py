@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from sparsellm.checkpoints.comparison import Tensors
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of, read_stored
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.solvers.quantization import check_format
+from sparsellm.sparse.quantized_encoding import decode_scales
 
 SCALES_FILE = "quantization.scales"
 """Its name. It has the format of safetensors, but another suffix: vLLM takes every file with that suffix for weights."""
@@ -33,11 +38,13 @@ class Scales:
         scales: (out, groups) bfloat16.
         bits: Bits of an integer.
         group_size: Columns that share a scale; 0 for whole rows.
+        transposed: Whether the weight is stored as (in, out), as in GPT-2.
     """
 
     scales: Tensor
     bits: int
     group_size: int
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class _Entry:
 
     bits: int
     group_size: int
+    transposed: bool = False
 
 
 def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
@@ -55,7 +63,7 @@ def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
         folder: Its folder.
         scales: Those of each quantized weight, by the stored name of the weight, such as "model.layers.0.mlp.up_proj.weight".
     """
-    entries = {name: {"bits": x.bits, "group_size": x.group_size} for name, x in sorted(scales.items())}
+    entries = {name: asdict(_Entry(x.bits, x.group_size, x.transposed)) for name, x in sorted(scales.items())}
     tensors = {name + _SUFFIX: x.scales.detach().cpu().contiguous() for name, x in sorted(scales.items())}
     durable(folder / SCALES_FILE, save(tensors, {"format": "pt", _METADATA: json.dumps(entries)}))
 
@@ -89,8 +97,43 @@ def read_scales(folder: Path) -> dict[str, Scales]:
             check_format(entry.bits, entry.group_size)
         except InvalidSetting as error:
             raise _damaged(f"{name[:80]}: {error}") from None
-        scales[name] = Scales(tensor, entry.bits, entry.group_size)
+        scales[name] = Scales(tensor, entry.bits, entry.group_size, entry.transposed)
     return scales
+
+
+def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
+    """Return the scales of the quantized tensors in packed weight files, by stored name."""
+    found = {}
+    for file in files:
+        stored, entries = locate_all(file)
+        for name in (name for name, entry in entries.items() if entry.bits is not None and name in stored):
+            names = {part: key for part, key in parts_of(name, stored).items() if "scales" in part}
+            parts = {part: read_stored(TensorLocation(file, key)).numpy() for part, key in names.items()}
+            entry = entries[name]
+            scales = decode_scales(parts, entry.matrix, entry.group_size)
+            found[name] = Scales(scales, entry.bits or 0, entry.group_size, entry.transposed)
+    return found
+
+
+def quantized_tensors(tensors: Tensors) -> set[str]:
+    """Return the names in the model of the tensors that a packed file or a side file says are quantized."""
+    listed: dict[Path, set[str]] = {}
+    names = set()
+    for name, stored in tensors.files.items():
+        for location in locations_of(stored):
+            if location.file not in listed:
+                entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}
+                quantized = {key for key, entry in entries.items() if entry.bits is not None}
+                listed[location.file] = quantized | read_scales(location.file.parent).keys()
+            if location.key in listed[location.file]:
+                names.add(name)
+    return names
+
+
+def stamp(folder: Path) -> list[int] | None:
+    """Return size and time of change of the side file; None if there is none."""
+    file = folder / SCALES_FILE
+    return [file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else None
 
 
 def _damaged(reason: str) -> BadCheckpoint:

@@ -98,8 +98,8 @@ def _packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 def _dense_form(model: nn.Module, packed: str | Path, against: str | Path | None) -> nn.Module:
     """The dense model: the packed one decoded, or another one of the same shape and dtype."""
     layers = _packed_layers(model)
-    dtypes = {layer.values.dtype for layer in layers.values()}
-    needed = sum(layer.in_features * layer.out_features * layer.values.element_size() for layer in layers.values())
+    dtypes = {layer.dtype for layer in layers.values()}
+    needed = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in layers.values())
     memory.check_fits(needed, torch.device("cpu"), stage="The dense model", advice="Measure on a machine with more memory.")
     if against is None:
         return unpacked(model)

@@ -81,15 +81,21 @@ def decode_quantized(
     else:
         mask = np.packbits(np.ones(rows * columns, dtype=np.bool_), bitorder="little")
     integers = _decode_integers(stored, bits, int(np.bitwise_count(mask).sum(dtype=np.int64)))
-    groups = group_count(columns, group_size)
-    low, high = read_part(stored, "weight_scales", 2 * rows * groups).reshape(2, -1).astype(np.uint16)
-    scales = torch.from_numpy((low | high << 8).view(np.int16)).view(torch.bfloat16).view(rows, groups)
-    if not bool(scales.isfinite().all()):
-        raise BadCheckpoint("weight_scales holds NaN or infinity: the packed weight is damaged.")
+    scales = decode_scales(stored, shape, group_size)
     in_rows = torch.from_numpy(mask_in_rows(mask, shape))
     return QuantizedBitmask.from_parts(
         in_rows, torch.from_numpy(integers), scales, columns=columns, bits=bits, group_size=group_size
     )
+
+
+def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], group_size: int) -> Tensor:
+    """Return the scales in the parts of a weight of a shape: (out, groups) bfloat16. Raises BadCheckpoint for damaged ones."""
+    groups = group_count(shape[1], group_size)
+    low, high = read_part(stored, "weight_scales", 2 * shape[0] * groups).reshape(2, -1).astype(np.uint16)
+    scales = torch.from_numpy((low | high << 8).view(np.int16)).view(torch.bfloat16).view(shape[0], groups)
+    if not bool(scales.isfinite().all()):
+        raise BadCheckpoint("weight_scales holds NaN or infinity: the packed weight is damaged.")
+    return scales
 
 
 def _encode_integers(integers: Integers, bits: int, archive: bool) -> dict[str, Bytes]:

@@ -1,0 +1,114 @@
+"""Which weights of a model are packed as integers with scales: those that its side file lists, or its layers, rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
+from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.checkpoints.packed_files import PackedEntry
+from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of
+from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.runs.loading import open_source
+from sparsellm.runs.packed_documents import Source
+from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
+from sparsellm.solvers.quantization import check_format, default_group_size, round_to_nearest
+from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
+
+VALUES = {"int8": 8, "int4": 4, "int3": 3}
+"""Bits of an integer, by the name of what is stored."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """How a weight is packed as integers.
+
+    Attributes:
+        bits: Bits of an integer.
+        group_size: Columns that share a scale, 0 for whole rows; None to choose by the fraction of kept weights.
+        transposed: Whether the weight is (in, out).
+        scales: Those of a weight that is quantized already; None for one that is rounded.
+    """
+
+    bits: int
+    group_size: int | None
+    transposed: bool
+    scales: Tensor | None = None
+
+    def quantize(self, name: str, tensor: Tensor) -> tuple[QuantizedBitmask, PackedEntry]:
+        """Return the matrix of a tensor, and what is stored of it besides; raise BadCheckpoint if its scales do not fit."""
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        density = float((tensor != 0).float().mean())
+        size = default_group_size(self.bits, density) if self.group_size is None else self.group_size
+        entry = PackedEntry(shape, dtype, "", self.bits, size, self.transposed)
+        weight = entry.matrix_of(tensor)
+        if self.scales is None:
+            rounded = round_to_nearest(weight, self.bits, size, mask=weight != 0)
+            form = {"bits": self.bits, "group_size": size}
+            return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=weight != 0, **form), entry
+        exact = None
+        if len(self.scales) == len(weight):
+            exact = exact_form(weight, self.scales, bits=self.bits, group_size=size)
+        if exact is None:
+            raise BadCheckpoint(
+                f"{name} is not what {SCALES_FILE} says, its scales times integers: it was changed since. "
+                f"Remove {SCALES_FILE} to pack the weights as they are."
+            )
+        return exact, entry
+
+
+def values_of(source: Source, values: str | None, group_size: int | None) -> dict[str, Values]:
+    """Return the weights of a model that are packed as integers, by stored name.
+
+    Args:
+        source: The model.
+        values: "int8", "int4" or "int3": round the layers of the blocks. None packs what is quantized already.
+        group_size: Columns that share a scale, a multiple of 64, or 0 for whole rows; None chooses it for each layer.
+
+    Raises:
+        InvalidSetting: The format is impossible, or the model is quantized already.
+        BadCheckpoint: The side file is damaged.
+        UnsupportedModel: The model's layers are unknown.
+    """
+    scales = read_scales(source.folder)
+    if values is None:
+        if group_size is not None:
+            raise InvalidSetting("`group_size` goes with `values`. Name the integers, as in `values='int4'`, or leave it out.")
+        return {name: Values(x.bits, x.group_size, x.transposed, x.scales) for name, x in scales.items()}
+    if values not in VALUES:
+        raise InvalidSetting(f"`values` got {values!r}; it must be {', '.join(VALUES)}.")
+    check_format(VALUES[values], group_size or 0)
+    if scales:
+        kinds = ", ".join(sorted({f"int{x.bits}" for x in scales.values()}))
+        raise InvalidSetting(
+            f"{source.name} is quantized already, to {kinds}, and `values` would round it again. Leave it out."
+        )
+    return {name: Values(VALUES[values], group_size, transposed) for name, transposed in _layer_weights(source).items()}
+
+
+def check_plain(source: Source) -> None:
+    """Raise InvalidSetting for a model that other software quantized."""
+    settings = source.fields.get("quantization_config", source.fields.get("compression_config"))
+    if settings is not None:
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
+        raise InvalidSetting(
+            f"{source.name} is quantized already ({str(method)[:40]}). Pack the plain checkpoint that it was made from."
+        )
+
+
+def _layer_weights(source: Source) -> dict[str, bool]:
+    """Return the stored names of the weights of the linear layers in the blocks, and whether each is (in, out)."""
+    skeleton = open_source(source.name, None, trusted=False).skeleton()
+    tensors = Tensors(source.folder, skeleton)
+    weights: dict[str, bool] = {}
+    for parameter, ((block, name), *_) in layers_by_parameter(skeleton, ()).items():
+        stored = tensors.files.get(parameter)
+        if isinstance(stored, TensorLocation):
+            view = block.views.get(name)
+            weights[stored.key] = view is not None and view.transposed
+        elif stored is not None:
+            weights |= {location.key: False for location in locations_of(stored)}
+    return weights
