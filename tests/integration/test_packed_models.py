@@ -24,6 +24,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.runs.packing import pack, unpack
 from sparsellm.sparse import transformers_quantizer
 from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.quantized_linear import QuantizedLinear
 from tests.conftest import TEXT, byte_tokenizer, long_unless
 from tests.integration.test_families import CONFIGS
 
@@ -51,14 +52,21 @@ def packed_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tup
     """Folders of a tiny pruned model, dense and packed, by family and dtype; not to be written to."""
     root = tmp_path_factory.mktemp("packed")
 
-    def folders(family: str = "llama", dtype: torch.dtype = torch.float32, archive: bool = False) -> tuple[Path, Path]:
+    def folders(
+        family: str = "llama", dtype: torch.dtype = torch.float32, archive: bool = False, values: str | None = None
+    ) -> tuple[Path, Path]:
         dense = root / f"{family}-{dtype}"
-        packed = root / f"{family}-{dtype}-{'archive' if archive else 'plain'}"
+        packed = root / f"{family}-{dtype}-{'archive' if archive else 'plain'}-{values}"
         if not dense.exists():
             save_pruned(dense, family, dtype)
         if not packed.exists():
-            pack(dense, packed, archive=archive)
-        return dense, packed
+            pack(dense, packed, archive=archive, values=values)
+        if values is None:
+            return dense, packed
+        rounded = packed.with_name(f"{packed.name}-rounded")
+        if not rounded.exists():
+            unpack(packed, rounded)
+        return rounded, packed
 
     return folders
 
@@ -337,3 +345,75 @@ def test_import_registers_the_format_in_any_order(packed_models: Callable[..., t
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "PackedLinear"
+
+
+QUANTIZED = {"llama": "int4", "opt": "int3", "gpt2": "int8", "mixtral": "int4", "phi3": "int3", "gemma": "int8"}
+"""A format for each family."""
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("family", [long_unless(name in ("llama", "opt", "gpt2", "mixtral"), name) for name in QUANTIZED])
+def test_quantized_model_computes_as_the_unpacked_one(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str
+) -> None:
+    """In transformers: outputs, dtypes, saving, the state, and decoding the weights."""
+    rounded, folder = packed_models(family, torch.float32, values=QUANTIZED[family])
+    dense = AutoModelForCausalLM.from_pretrained(rounded)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    layers = packed_layers(model)
+    assert len(layers) == FORMS[family]
+    assert all(isinstance(layer, QuantizedLinear) for layer in layers)
+    inputs = prompts()
+    with torch.no_grad():
+        expected = dense(inputs).logits
+        torch.testing.assert_close(model(inputs).logits, expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    first, second = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
+    unpack(tmp_path / "saved", tmp_path / "unpacked")
+    assert sparsellm.inspect(tmp_path / "unpacked", against=rounded).changed == ()
+    if family != "mixtral":  # decoded experts do not know which of their zeros were kept
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    again = sparsellm.load(folder)
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(again(inputs).logits, model(inputs).logits)
+    model.dequantize()
+    assert not packed_layers(model)
+    assert all(torch.equal(x, dict(dense.named_parameters())[name]) for name, x in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_stay_in_bfloat16(packed_models: Callable[..., tuple[Path, Path]], dtype: torch.dtype) -> None:
+    """A model that is loaded in another dtype, or moved to it, multiplies with the same scales."""
+    _, folder = packed_models("llama", torch.float32, values="int4")
+    model, loaded, moved = sparsellm.load(folder), sparsellm.load(folder, dtype=dtype), sparsellm.load(folder).to(dtype)
+    for other in (loaded, moved):
+        for layer, same in zip(packed_layers(model), packed_layers(other), strict=True):
+            assert same.dtype == same.weight.dtype == dtype
+            assert torch.equal(layer.scales, same.scales)
+            assert torch.equal(layer.values, same.values)
+            assert torch.equal(layer.weight.to(dtype), same.weight)
+        with torch.no_grad():
+            torch.testing.assert_close(other(prompts()).logits.float(), model(prompts()).logits, rtol=0.1, atol=0.1)
+
+
+def test_quantized_layers_pass_gradients_and_are_compiled(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    rounded, folder = packed_models("llama", torch.float32, values="int4")
+    model, dense = sparsellm.load(folder), AutoModelForCausalLM.from_pretrained(rounded)
+    gradients = []
+    for form in (model, dense):
+        inputs = form.get_input_embeddings()(prompts()).detach().requires_grad_()
+        form(inputs_embeds=inputs).logits.square().sum().backward()
+        gradients.append(inputs.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(prompts()).logits, model(prompts()).logits)
+
+
+def test_dense_weights_are_not_put_into_a_quantized_layer(packed_models: Callable[..., tuple[Path, Path]]) -> None:
+    rounded, folder = packed_models("llama", torch.float32, values="int4")
+    with pytest.raises(InvalidSetting, match="integers of 4 bits"):
+        sparsellm.load(folder).load_state_dict(AutoModelForCausalLM.from_pretrained(rounded).state_dict())

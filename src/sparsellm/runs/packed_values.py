@@ -47,8 +47,9 @@ class Values:
         weight = entry.matrix_of(tensor)
         if self.scales is None:
             rounded = round_to_nearest(weight, self.bits, size, mask=weight != 0)
-            form = {"bits": self.bits, "group_size": size}
-            return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=weight != 0, **form), entry
+            # A kept weight that is rounded to 0 is removed: with an integer it would be the same number in more bits.
+            keep, form = rounded.integers != 0, {"bits": self.bits, "group_size": size}
+            return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, keep=keep, **form), entry
         exact = None
         if len(self.scales) == len(weight):
             exact = exact_form(weight, self.scales, bits=self.bits, group_size=size)

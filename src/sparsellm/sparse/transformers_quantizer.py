@@ -137,6 +137,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name, once the model was saved
         for path, module in list(model.named_modules()):
             if isinstance(module, DenseLinear):
                 module.__class__ = nn.Linear  # type: ignore[assignment]
