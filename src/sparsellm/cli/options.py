@@ -239,9 +239,7 @@ MaxIncrease = Annotated[
 MinAccuracy = Annotated[
     list[str] | None, _target(metavar="TASK:ACCURACY", help="Smallest accuracy on a zero-shot task, as boolq:0.60.")
 ]
-MaxSize = Annotated[
-    str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, if stored as a bitmask and nonzero values.")
-]
+MaxSize = Annotated[str | None, _target(metavar="SIZE", help="Size of the weights, as 500MB, once `pack` has packed them.")]
 Step = Annotated[str, _target(metavar="PERCENT", help="Distance between the sparsities to choose from.")]
 
 Finished = Annotated[str, typer.Argument(metavar="OUT", help="Folder of a pruned model, as written by `prune`.")]

@@ -136,8 +136,8 @@ def search(
         output: Folder to write.
         max_perplexity_increase: Largest relative increase of the perplexity on every text in `evaluate`, as "5%" or 0.05.
         min_accuracy: Smallest accuracy by zero-shot task, as {"boolq": 0.6}.
-        max_size: Size of the weights, as "500MB", if each pruned layer is stored as a bitmask and its remaining values. The
-            smallest sparsity that meets it is computed, not searched.
+        max_size: Size of the weights, as "500MB", once `pack` has packed them, by an estimate. The smallest sparsity that
+            meets it is computed, not searched.
         step: Distance between the sparsities to choose from, up to 95 %.
         method: As for `prune`; methods other than sparsellm have no efforts.
         calibration: A text file, or the name of a text (c4, wikitext2, ptb, demo).

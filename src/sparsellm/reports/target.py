@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
 from sparsellm.models.output_head import blocks_and_head
@@ -14,7 +15,8 @@ from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
 from sparsellm.runs.recipe import Recipe, parse_size
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.patterns import Unstructured, packed_bytes
+from sparsellm.solvers.patterns import Unstructured
+from sparsellm.sparse.packed_tensors import estimated_bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Target:
 
     def __str__(self) -> str:
         if self.size is not None:
-            return f"weights of at most {human_bytes(self.size)} (bitmask and values)"
+            return f"weights of at most {human_bytes(self.size)} once packed"
         if self.accuracy:
             return "an accuracy of at least " + ", ".join(f"{value:g} on {task}" for task, value in self.accuracy.items())
         return f"a perplexity increase of at most {100 * (self.perplexity_increase or 0.0):.10g} %"
@@ -103,7 +105,7 @@ class Point:
 
 
 def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
-    """Upper estimate of the bytes of a pruned model's weights, with each pruned layer stored as bitmask and values.
+    """Upper estimate of the bytes of a pruned model's weights once they are packed.
 
     Args:
         recipe: Selects the layers and the dtype.
@@ -112,11 +114,11 @@ def packed_size(recipe: Recipe, opened: OpenedModel, sparsity: float) -> int:
     blocks = blocks_and_head(opened.skeleton, plan)
     counts = [x.in_features * x.out_features for b in blocks for n, x in b.layers.items() if b.full_name(n) in plan]
     assert isinstance(opened.source, Checkpoint)
-    itemsize: int = opened.source.dtype(recipe.dtype).itemsize
+    dtype = opened.source.dtype(recipe.dtype)
     pruned = sum(counts)
     zeros: int = Unstructured(sparsity).count_removed(pruned) - len(counts)  # each layer rounds its count
     others: int = sum(tensor.numel() for tensor in opened.skeleton.parameters()) - pruned
-    return others * itemsize + packed_bytes(pruned, max(zeros, 0), itemsize)
+    return others * dtype.itemsize + estimated_bytes(pruned, max(zeros, 0), dtype_name(dtype))
 
 
 def _fraction(field: str, value: str | float) -> float:

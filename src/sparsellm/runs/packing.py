@@ -23,19 +23,13 @@ from sparsellm.runs.recipe import Recipe, RecoveryRecipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.verification import raise_if_any, tensor_differences
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.sparse.packed_tensors import encode_tensor, pack_quantized
+from sparsellm.sparse.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 
 PACKABLE = ("float32", "float16", "bfloat16")
 """Dtypes that are packed."""
 
 PAYS = 0.3
 """Fraction of zeros from which a model is packed. With fewer, a compressor of files does nearly as well."""
-
-SPARSE = 0.1
-"""Fraction of zeros from which a matrix is packed for running. With fewer, decoding costs more time than its bytes."""
-
-CODED_BITS = {"bfloat16": 11.2, "float16": 14.2, "float32": 27.2}
-"""Bits that a kept number of a Gaussian matrix takes in the plain form, for estimates."""
 
 
 @dataclass(frozen=True)
@@ -265,11 +259,8 @@ def _check_zeros(source: Source, digests: Mapping[str, TensorDigest], positive_z
     if zeros >= PAYS * count:
         return
     dense = sum(digest.nbytes for digest in digests.values())
-    saved = sum(
-        digest.nbytes - (digest.numel + (digest.numel - removed) * CODED_BITS[digest.dtype]) / 8
-        for digest, removed in ((x, _removed(x, positive_zeros)) for x in matrices)
-        if removed >= SPARSE * digest.numel
-    )
+    packed = sum(estimated_bytes(x.numel, _removed(x, positive_zeros), x.dtype) for x in matrices)
+    saved = sum(digest.nbytes for digest in matrices) - packed
     negative = 0 if positive_zeros else sum(digest.negative_zeros for digest in matrices)
     advice = (
         f"{negative:,} more zeros are -0.0: `positive_zeros=True` stores them as 0.0" if negative else "Name a pruned model"

@@ -196,15 +196,6 @@ def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
     return flat.kthvalue(k).values
 
 
-def packed_bytes(count: int, zeros: int, itemsize: int) -> int:
-    """Estimate the bytes of a pruned weight stored as a bitmask (one bit a weight) and its other values, or dense if smaller.
-
-    Args:
-        itemsize: Bytes of a value.
-    """
-    return min(count * itemsize, -(-count // 8) + (count - zeros) * itemsize)
-
-
 def parse_pattern(text: str | float) -> Pattern:
     """Parse a sparsity pattern.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
 from sparsellm.sparse.encoding import decode, encode
+from sparsellm.sparse.packed_tensors import estimated_bytes
 from sparsellm.sparse.parts import DTYPES, PARTS
 
 SPECIAL = {
@@ -132,6 +133,19 @@ def test_sizes_of_gaussian_weights(sparsity: float, most: float, by_magnitude: b
     bound = mask + density * (8 + entropy(torch.bincount(kept >> 7 & 0xFF)))
     assert 8 * size(encode(weight)) / weight.numel() < most
     assert 8 * size(encode(weight, archive=True)) / weight.numel() < 1.03 * bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
+def test_sizes_are_estimated_from_above(dtype: torch.dtype, sparsity: float) -> None:
+    """Of weights that are removed by their size, within 15 %."""
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    removed = int(sparsity * weight.numel())
+    if removed:
+        weight[weight.abs() <= weight.abs().flatten().kthvalue(removed).values] = 0
+    stored = size(encode(weight.to(dtype))) if sparsity else weight.to(dtype).nbytes
+    estimated = estimated_bytes(weight.numel(), removed, str(dtype).removeprefix("torch."))
+    assert stored <= estimated < 1.15 * stored
 
 
 def mutate(parts: dict[str, Tensor], random: Random) -> dict[str, Tensor]:
