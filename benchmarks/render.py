@@ -13,6 +13,7 @@ from collections.abc import Callable
 import decode
 import excess
 import layer_costs
+import masked_lora
 import memory_budget
 import packing
 import planning
@@ -41,6 +42,7 @@ PAGES = (
     "docs/report.md",
     "docs/search.md",
     "docs/deploying.md",
+    "docs/fine-tuning.md",
     "dev/RESULTS.md",
 )
 CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
@@ -81,6 +83,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "layer costs": layer_costs.table,
     "costs in short": layer_costs.summary_table,
     "layers excluded": layer_costs.excluded_table,
+    "masked lora": masked_lora.table,
     "solvers": solvers.tables,
     "speed": speed_tables.tables,
     "all patterns": results.perplexity_tables,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from sparsellm.methods.layerwise import LayerWise as LayerWise
     from sparsellm.methods.sparsellm import SparseLLM as SparseLLM
     from sparsellm.pruning.sequential import prune_blocks as prune_blocks
+    from sparsellm.recovery.fixed_masks import SparsityCallback as SparsityCallback
+    from sparsellm.recovery.fixed_masks import fixed_masks as fixed_masks
     from sparsellm.reports.interface import bench as bench
     from sparsellm.reports.interface import compare as compare
     from sparsellm.reports.interface import report as report
@@ -67,12 +69,14 @@ _CONTENTS = {
     "SparseGPT": "solvers.sparsegpt",
     "SparseLLM": "methods.sparsellm",
     "SparseLLMError": "errors",
+    "SparsityCallback": "recovery.fixed_masks",
     "Tracked": "runs.tracking",
     "Unstructured": "solvers.patterns",
     "Wanda": "solvers",
     "bench": "reports.interface",
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
+    "fixed_masks": "recovery.fixed_masks",
     "inspect": "runs.inspection",
     "load": "sparse.transformers_quantizer",
     "load_report": "runs.records",

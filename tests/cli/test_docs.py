@@ -90,6 +90,9 @@ def test_every_example_runs(
     """Shell examples exit with 0, Python examples raise nothing, no connection is tried; examples may build on earlier ones."""
     if "--report-to tensorboard" in page.read_text(encoding="utf-8"):
         pytest.importorskip("tensorboard", reason="the page uses it: pip install tensorboard")
+    if "from trl import" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("trl", reason="the page uses it: pip install 'sparsellm[train]'")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)  # as the page says
     monkeypatch.chdir(tmp_path)
     as_written = bundled and page in AS_WRITTEN
     if not bundled:

@@ -32,6 +32,7 @@ OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 
 OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
+OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lora_weights", "modules_to_save", "target_modules"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
 OTHER_PROGRAMS = {"hf auth login", "import sparsellm", "wandb login"} | {

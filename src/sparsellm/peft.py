@@ -1,0 +1,228 @@
+r"""LoRA that keeps zeros, through PEFT: $W = M \odot (W_0 + s B A)$.
+
+M is the mask of the pruned weight $W_0$, A and B are the matrices of an ordinary adapter of PEFT (Hu et al., LoRA, ICLR 2022),
+and s is its scale. The mask inside the product is that of Zimmer et al., PERP (2023).
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, UnsupportedModel, first_line
+from sparsellm.recovery.fixed_masks import pruned_masks
+
+try:
+    from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+    from peft.tuners import lora
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
+
+    from sparsellm.recovery.masked_lora import MASKED
+except ImportError:
+    raise MissingPackage("LoRA needs PEFT, which is not installed: pip install 'sparsellm[train]'.") from None
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INITIAL = (True, False, "gaussian")
+"""Values of `init_lora_weights` that leave the base weights as they are; PiSSA, OLoRA and others change them."""
+
+
+def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> PeftModel:
+    r"""Add a LoRA adapter to a pruned model that changes only the weights that pruning left.
+
+    A targeted layer computes with $M \odot (W_0 + s B A)$, rounded to the dtype of $W_0$: exactly the weight that `merge`
+    writes. The result is an ordinary `PeftModel`: any trainer trains it, and `save_pretrained` writes an ordinary adapter.
+    Layers without zeros get an ordinary adapter.
+
+    Cost: more time than training the weights themselves, since their gradient is computed and B A is formed, twice a step.
+    Memory: the adapter with its gradients and moments, and a few copies of one weight at a time. With `lora_dropout` above 0,
+    a layer takes a second product with its inputs.
+
+    Args:
+        model: A pruned model, in which the layers are replaced as `peft.get_peft_model` does.
+        config: The configuration of a new adapter, or the folder of a saved one, which is trained further.
+
+    Returns:
+        The model with the adapter.
+
+    Raises:
+        InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA.
+        UnsupportedModel: The model is quantised or packed.
+    """
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedModel(
+            "Masks cannot be held in quantised or packed weights. Load the pruned model in a floating-point dtype; "
+            "`sparsellm unpack` turns a packed model back."
+        )
+    if isinstance(model, PeftModel):
+        raise InvalidSetting("The model has an adapter already: merge it, or pass the model without it.")
+    if isinstance(config, LoraConfig):
+        if config.init_lora_weights not in INITIAL:
+            raise InvalidSetting(
+                f"`init_lora_weights={config.init_lora_weights!r}` changes the pruned weights before training. "
+                "Pass True, False or 'gaussian'."
+            )
+        try:
+            adapted = get_peft_model(model, config)
+        except ValueError as error:
+            raise InvalidSetting(f"The adapter cannot be added ({first_line(error)}). Change `target_modules`.") from error
+    else:
+        adapted = _load_adapter(model, Path(config))
+    problem = _mask_layers(adapted)
+    if problem:
+        adapted.unload()
+        raise InvalidSetting(problem)
+    return adapted
+
+
+def merge(model: PeftModel) -> PreTrainedModel:
+    r"""Merge the active adapters into the pruned weights; every zero stays.
+
+    An adapter that `sparse_lora` made is merged without loss: the merged model computes what the trained one does. An adapter
+    that was trained without masks, of any kind that PEFT can merge, loses what it adds to pruned weights. A warning says
+    how much that is.
+
+    Args:
+        model: A pruned model with an adapter; its layers are merged in place.
+
+    Returns:
+        The model without the adapter, in the dtype of the pruned model.
+
+    Warns:
+        UserWarning: The masks remove part of the update, as a fraction of its squared Frobenius norm.
+
+    Raises:
+        InvalidSetting: The adapter is merged already, or cannot be merged.
+        UnsupportedModel: The model is quantised or packed.
+    """
+    base = model.get_base_model()
+    if getattr(base, "is_quantized", False):
+        raise UnsupportedModel(
+            "Masks cannot be held in quantised or packed weights. Merge into the pruned model in floating point."
+        )
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
+    if not layers:
+        raise InvalidSetting(
+            f"Adapters of the kind {_kind(model)} have no weights to merge. Keep the adapter beside the model."
+        )
+    if any(layer.merged for layer in layers.values()):
+        raise InvalidSetting("The adapter is merged already. Load the pruned model and the adapter again.")
+    if changed := _copies_without_zeros(model):
+        raise InvalidSetting(f"The trained copy of {changed} has lost zeros: train it with sparsellm.SparsityCallback.")
+    removed = {name: _merge_layer(layer) for name, layer in layers.items()}
+    lost, total = (sum(part) for part in zip(*removed.values(), strict=True))
+    if lost > 0:
+        worst = max(removed, key=lambda name: removed[name][0] / (removed[name][1] or 1))
+        share = removed[worst][0] / removed[worst][1]
+        warnings.warn(
+            f"The adapter was not trained with the masks: they remove {lost / total:.1%} of the squared norm of its update, at "
+            f"most {share:.1%}, in {worst}. Evaluate the merged model, or train the adapter with sparsellm.peft.sparse_lora.",
+            stacklevel=2,
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        merged: PreTrainedModel = model.merge_and_unload()
+    return merged
+
+
+def _weight(layer: BaseTunerLayer) -> Tensor | None:
+    """The parameter that an adapter changes; None for an embedding, which is not pruned."""
+    if isinstance(layer, lora.ParamWrapper):
+        parameter: Tensor = layer.get_param()
+        return parameter
+    base = layer.get_base_layer()
+    return None if isinstance(base, nn.Embedding) else getattr(base, "weight", None)
+
+
+def _mask_layers(model: PeftModel) -> str | None:
+    """Make the adapters of pruned layers keep zeros; returns what is wrong, if anything is."""
+    masked = 0
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and pruned_masks(module.original_module):
+            return f"`modules_to_save` would train a dense copy of {name}, which was pruned. Name it in `target_modules`."
+        if not isinstance(module, lora.LoraLayer) or (weight := _weight(module)) is None or not bool((weight == 0).any()):
+            continue
+        if module.lora_variant:
+            return "Masks are held for plain LoRA only, not for DoRA and other variants: leave out their settings."
+        if type(module) not in MASKED:
+            return f"Masks are held in linear layers and experts, but {name} is a {type(module).__name__}. Do not target it."
+        module.__class__ = MASKED[type(module)]
+        masked += 1
+    return None if masked else "None of the targeted layers has zeros to keep. Target pruned layers, or use PEFT alone."
+
+
+@torch.no_grad()
+def _merge_layer(layer: BaseTunerLayer) -> tuple[float, float]:
+    """Merge a layer's adapters with its mask; the squared norms of what the mask removes, and of the whole update."""
+    weight = _weight(layer)
+    if weight is None:
+        layer.merge()
+        return 0.0, 0.0
+    before = weight.clone()
+    layer.merge()
+    pruned = before == 0
+    update = weight.float() - before.float()
+    weight.masked_fill_(pruned, 0)  # after rounding to the dtype
+    return float(update[pruned].square().sum()), float(update.square().sum())
+
+
+def _copies_without_zeros(model: PeftModel) -> str | None:
+    """The first module of `modules_to_save` whose trained copy has lost a zero."""
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            masks = pruned_masks(module.original_module)
+            copies = [dict(copy.named_parameters()) for copy in module.modules_to_save.values()]
+            if any(bool((copy[weight][mask] != 0).any()) for copy in copies for weight, mask in masks.items()):
+                return str(name)
+    return None
+
+
+def _kind(model: PeftModel) -> str:
+    """The kind of the first adapter, as PEFT names it."""
+    return str(next(iter(model.peft_config.values())).peft_type.value)
+
+
+def _load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
+    """Load a saved adapter for further training, after a check that it is for this model's layers."""
+    if not (folder / CONFIG_NAME).is_file():
+        raise BadCheckpoint(f"{folder} is not the folder of an adapter: it has no {CONFIG_NAME}.")
+    config = PeftConfig.from_pretrained(folder)
+    if not isinstance(config, LoraConfig) or config.init_lora_weights not in INITIAL:
+        raise InvalidSetting(f"The adapter {folder} is not plain LoRA, the only kind that is trained with masks.")
+    if (file := folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  (it is not a mapping)
+                if problem := _mismatch(model, key, tensors.get_slice(key).get_shape()):
+                    raise InvalidSetting(
+                        f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for."
+                    )
+    try:
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    except (ValueError, RuntimeError) as error:
+        raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
+
+
+def _mismatch(model: PreTrainedModel, key: str, shape: list[int]) -> str | None:
+    """How a tensor of an adapter differs from the layer that it is for; None if it fits."""
+    path, part, rest = key.removeprefix("base_model.model.").partition(".lora_")
+    if not part:
+        return None
+    try:
+        module = model.get_submodule(path.removesuffix(".base_layer"))
+    except AttributeError:
+        return f"the model has no {path}"
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, (nn.Linear, Conv1D)) or weight is None or len(shape) != 2:
+        return None
+    outputs, inputs = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
+    got, expected = (shape[1], inputs) if rest.startswith("A") else (shape[0], outputs)
+    side = "inputs" if rest.startswith("A") else "outputs"
+    return None if got == expected else f"{path} has {expected} {side}, the adapter {got}"

@@ -1,0 +1,257 @@
+"""Fixed masks in any training: zeros that stay while an optimizer, of any kind, updates the other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import TrainerCallback
+
+from sparsellm.errors import InvalidSetting, UnsupportedModel, VerificationFailed
+from sparsellm.runtime import collectives
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+"""Parts of a parameter's name that DDP, torch.compile and activation checkpointing add."""
+
+DEEPSPEED = (
+    "The masks cannot be held under DeepSpeed, which keeps the weights in copies of its own. Train with DDP or with FSDP, "
+    "`fsdp=True`."
+)
+"""Message for every kind of training under DeepSpeed."""
+
+
+def pruned_masks(model: nn.Module) -> dict[str, Tensor]:
+    """Find the pruned weights of a model: the zeros of its matrices.
+
+    Embeddings, and output heads tied to them, are not pruned; their zeros are padding. A matrix of zeros alone, such as B of
+    LoRA before training, is not pruned either.
+
+    Returns:
+        By the name of the parameter, a mask of its shape, True where a weight is pruned; only parameters with zeros.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    masks = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and parameter.is_floating_point() and id(parameter) not in embeddings:
+            mask = parameter.detach() == 0
+            if 0 < _count(mask) < mask.numel():
+                masks[_unwrapped(name)] = mask
+    return masks
+
+
+class FixedMasks:
+    """The masks of a model's pruned weights, and the hooks that hold them during training.
+
+    Gradients of pruned weights are set to zero before they are accumulated and reduced, so that the norm for gradient clipping
+    and the optimizer's moments are those of the remaining weights. `apply` then undoes what an optimizer writes nevertheless,
+    such as momentum from before, or an orthogonalised update.
+
+    Memory: one byte for each weight of the matrices that have zeros.
+
+    Args:
+        model: The pruned model, before or after DDP, FSDP2 or torch.compile wrap it.
+
+    Raises:
+        InvalidSetting: The model has no zeros, or other zeros in another process.
+        UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _check_supported(model)
+        self._masks = pruned_masks(model)
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}  # parameter and mask, both of this process's shard
+        self._hooks: list[Any] = []
+        if not self._masks:
+            raise InvalidSetting("The model has no zeros to keep: none of its layers was pruned. Prune the model first.")
+        counts = {name: _count(mask) for name, mask in self._masks.items()}
+        if any(other != counts for other in collectives.all_gather_object(counts)):
+            raise InvalidSetting(
+                "The processes hold models with different zeros, or some hold none. Load the pruned model in every process: "
+                "with FSDP, set `cpu_ram_efficient_loading=False`."
+            )
+
+    def attach(self, model: nn.Module) -> None:
+        """Begin to hold the masks in a model that training may have wrapped or sharded since they were found."""
+        self.detach()
+        _check_supported(model)
+        parameters = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+        if missing := sorted(self._masks.keys() - parameters.keys()):
+            raise InvalidSetting(f"The trained model is not the one that the masks are of: it has no parameter {missing[0]}.")
+        for name, mask in self._masks.items():
+            parameter = parameters[name]
+            local = _local(_sharded_like(mask, parameter)).to(parameter.device)
+            self._held[name] = _local(parameter.detach()), local
+            if parameter.requires_grad:
+                self._hooks.append(_hold_gradient(parameter, local))
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the pruned weights to zero; to be called after each step of the optimizer."""
+        for weight, mask in self._held.values():
+            weight.masked_fill_(mask, 0)
+
+    def check(self) -> None:
+        """Check that every pruned weight is zero, in all processes.
+
+        Raises:
+            VerificationFailed: A pruned weight is not zero.
+        """
+        lost: dict[str, int] = {}
+        for name, (weight, mask) in self._held.items():
+            if count := collectives.all_reduce_count(int((weight[mask] != 0).sum()), weight.device):
+                lost[name] = count
+        if lost:
+            worst = max(lost, key=lost.__getitem__)
+            raise VerificationFailed(
+                f"{sum(lost.values())} pruned weights are not zero after training, {lost[worst]} of them in {worst}. Something "
+                "besides the optimizer changed them: apply the masks after it, too.",
+                tuple(f"{name}: {count} pruned weights are not zero" for name, count in lost.items()),
+            )
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._held.clear()
+
+
+@contextmanager
+def fixed_masks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[FixedMasks]:
+    """Keep a model's zeros within the context, while any training loop updates its weights.
+
+    The zeros are those of the model's matrices as the context begins. They are restored after each step of the optimizer, and
+    checked at the end. With several optimizers, nest the contexts.
+
+    >>> with sparsellm.fixed_masks(model, optimizer):
+    ...     for batch in batches:
+    ...         model(**batch).loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+
+    Args:
+        model: A pruned model, which DDP, FSDP2 or torch.compile may have wrapped.
+        optimizer: The optimizer of its parameters, possibly prepared by accelerate.
+
+    Yields:
+        The masks, whose `apply` restores the zeros at any other time.
+
+    Raises:
+        InvalidSetting: The model has no zeros.
+        UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
+        VerificationFailed: A zero was lost.
+    """
+    masks = FixedMasks(model)
+    masks.attach(model)
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # within accelerate's AcceleratedOptimizer
+    hook = inner.register_step_post_hook(lambda *_: masks.apply())
+    try:
+        yield masks
+        masks.check()
+    finally:
+        hook.remove()
+        masks.detach()
+
+
+class SparsityCallback(TrainerCallback):  # type: ignore[misc]
+    """Keeps the zeros of a pruned model while transformers' `Trainer`, or TRL's SFT or DPO trainer, trains it.
+
+    The zeros are those of the model that the trainer is created with, so a resumed run keeps the same ones. They hold with any
+    optimizer, weight decay, gradient accumulation and clipping, in one process, under DDP and under FSDP2. They are checked
+    at the end of the training.
+
+    >>> trainer = Trainer(model, arguments, train_dataset=data, callbacks=[sparsellm.SparsityCallback()])
+
+    Memory: one byte for each weight of the matrices that have zeros.
+
+    Raises:
+        InvalidSetting: The model has no zeros.
+        UnsupportedModel: The training uses DeepSpeed or version 1 of FSDP.
+        VerificationFailed: A zero was lost.
+    """
+
+    def __init__(self) -> None:
+        self._masks: FixedMasks | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
+        """Find the zeros, before a checkpoint is loaded or the model is wrapped."""
+        if getattr(args, "deepspeed_plugin", None) is not None:
+            raise UnsupportedModel(DEEPSPEED)
+        if isinstance(model := objects.get("model"), nn.Module):
+            self._masks = FixedMasks(model)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
+        """Begin to hold the zeros."""
+        model: PreTrainedModel = objects["model"]
+        self._masks = self._masks or FixedMasks(model)  # the callback was added after the trainer was created
+        self._masks.attach(model)
+
+    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
+        """Restore the zeros after a step."""
+        if self._masks is not None:
+            self._masks.apply()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any) -> None:
+        """Check the zeros."""
+        if self._masks is not None:
+            self._masks.check()
+            self._masks.detach()
+
+
+def _check_supported(model: nn.Module) -> None:
+    """Refuse models whose parameters are not the tensors that an optimizer updates."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModel(DEEPSPEED)
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedModel(
+            "The masks cannot be held under version 1 of FSDP, which concatenates the weights. Use version 2, "
+            "which is the default of `fsdp` in training arguments, or torch's fully_shard."
+        )
+
+
+def _unwrapped(name: str) -> str:
+    """The name of a parameter without what wrappers add."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's shard of a tensor, of the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _count(mask: Tensor) -> int:
+    """Number of True entries."""
+    total = mask.sum()
+    return int(total.full_tensor() if isinstance(total, DTensor) else total)
+
+
+def _sharded_like(mask: Tensor, parameter: Tensor) -> Tensor:
+    """A mask of the whole parameter, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor) or isinstance(mask, DTensor):
+        return mask
+    whole = mask.to(parameter.device)
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _hold_gradient(parameter: Tensor, mask: Tensor) -> Any:
+    """Set the gradient of pruned weights to zero, from now on; returns the hook's handle.
+
+    A hook of the parameter runs before DDP reduces the gradient. The parameters that FSDP2 shards get theirs after that.
+    """
+    if isinstance(parameter, DTensor):
+
+        def fill(sharded: Tensor) -> None:
+            if sharded.grad is not None:
+                _local(sharded.grad).masked_fill_(mask, 0)
+
+        return parameter.register_post_accumulate_grad_hook(fill)
+    return parameter.register_hook(lambda gradient: gradient.masked_fill(mask, 0))

@@ -1,0 +1,291 @@
+"""LoRA with masks: the layers against a direct formula, merging, saved adapters, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import sparsellm
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from tests.conftest import byte_tokenizer
+from tests.training import arguments, kept_zeros, pruned_model, same_zeros, sequences, token_batches, zeros_of
+
+pytest.importorskip("peft", reason="LoRA needs PEFT: pip install 'sparsellm[train]'")
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import Trainer
+
+from sparsellm.peft import merge, sparse_lora
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": ["q_proj", "down_proj"]},
+    "gpt2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    "mixtral": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+BATCH = token_batches()[0]
+
+
+def config(family: str, **changes: Any) -> LoraConfig:
+    """An adapter of rank 4 and scale 2."""
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, **TARGETS[family], **changes})
+
+
+def trained(model: PeftModel, steps: int = 3) -> PeftModel:
+    """Train an adapter in a plain loop, with nothing besides."""
+    optimizer = torch.optim.AdamW([part for part in model.parameters() if part.requires_grad], lr=2e-2)
+    for _ in range(steps):
+        model(input_ids=BATCH, labels=BATCH).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=BATCH).logits
+
+
+def merged_quietly(model: PeftModel) -> PreTrainedModel:
+    """Merge; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return merge(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", TARGETS)
+def test_the_merged_model_is_the_trained_one(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit by bit, also from the saved adapter, and after saving, loading and packing; transposed layers and experts too."""
+    zeros = zeros_of(pruned_model(family, dtype))
+    model = trained(sparse_lora(pruned_model(family, dtype), config(family)))
+    expected = logits(model)
+    assert not torch.equal(expected, logits(pruned_model(family, dtype)))
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(sparse_lora(pruned_model(family, dtype), tmp_path / "adapter").eval()), expected)
+    merged = merged_quietly(model)
+    assert type(merged) is type(pruned_model(family))
+    assert torch.equal(logits(merged), expected)
+    assert same_zeros(zeros, zeros_of(merged))
+    assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()), expected)
+    byte_tokenizer().save_pretrained(tmp_path / "merged")
+    sparsellm.pack(tmp_path / "merged", tmp_path / "packed", allow_dense=True)
+    sparsellm.unpack(tmp_path / "packed", tmp_path / "unpacked")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "unpacked").eval()), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_dropout": 0.5}, {"use_rslora": True, "lora_bias": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_layer_against_the_direct_formula(family: str, changes: dict[str, Any]) -> None:
+    """Output and gradients, in training, of x (M * (W0 + s B A))^T + b, by autograd through the dense product."""
+    adapted = sparse_lora(pruned_model(family), config(family, **changes)).train()
+    layer = next(module for module in adapted.modules() if type(module).__name__ == "SparseLinear")
+    nn.init.normal_(layer.lora_B["default"].weight)
+    if changes.get("lora_bias"):
+        nn.init.normal_(layer.lora_B["default"].bias)
+    layer.base_layer.weight.requires_grad_(True)
+    weight, scale = layer.base_layer.weight, 8 / 4 ** (0.5 if "use_rslora" in changes else 1)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = torch.randn(3, 5, a.shape[1], requires_grad=True)
+    torch.manual_seed(0)
+    output = layer(x)
+    torch.manual_seed(0)
+    dropped = nn.functional.dropout(x, changes.get("lora_dropout", 0.0))
+    product = (b @ a).T if family == "gpt2" else b @ a
+    update = torch.where(weight != 0, product * scale, torch.zeros(()))
+    sides = (weight, update) if family == "gpt2" else (weight.T, update.T)
+    expected = x @ sides[0] + dropped @ sides[1]
+    for bias in (layer.base_layer.bias, *([layer.lora_B["default"].bias * scale] if "lora_bias" in changes else [])):
+        expected = expected if bias is None else expected + bias
+    torch.testing.assert_close(output, expected)
+    direction = torch.randn_like(output)
+    for got, wanted in zip(
+        torch.autograd.grad(output, (x, a, b), direction), torch.autograd.grad(expected, (x, a, b), direction), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_through_experts_are_those_of_the_direct_formula() -> None:
+    """The loss of the whole model as a function of A and B, against the model with the merged weights put in by hand."""
+    adapted = sparse_lora(pruned_model("mixtral"), config("mixtral", target_modules=None))
+    factors = {name: part for name, part in adapted.named_parameters() if part.requires_grad}
+    for part in factors.values():
+        nn.init.normal_(part, std=0.1)
+    loss = adapted(input_ids=BATCH, labels=BATCH).loss
+    loss.backward()
+    plain = pruned_model("mixtral")
+    merged: dict[str, Tensor] = {}
+    for name in (name for name in factors if "lora_A" in name):
+        a, b = factors[name].detach().requires_grad_(), factors[name.replace("lora_A", "lora_B")].detach().requires_grad_()
+        layer = name.split(".layers.")[1][0]
+        key = f"model.layers.{layer}.mlp.experts." + ("gate_up_proj" if a.shape[1] == 16 and b.shape[0] == 48 else "down_proj")
+        weight = plain.get_parameter(key).detach()
+        delta = torch.stack([b[:, number::3] @ a[4 * number : 4 * number + 4] for number in range(3)])
+        merged[key] = torch.where(weight != 0, weight + 2 * delta, torch.zeros(()))
+        merged[f"{key} factors"] = (a, b, factors[name].grad, factors[name.replace("lora_A", "lora_B")].grad)
+    weights = {key: value for key, value in merged.items() if not key.endswith(" factors")}
+    expected = torch.func.functional_call(plain, weights, (), {"input_ids": BATCH, "labels": BATCH}).loss
+    torch.testing.assert_close(loss, expected)
+    for key in weights:
+        a, b, *got = merged[f"{key} factors"]
+        for one, other in zip(got, torch.autograd.grad(expected, (a, b), retain_graph=True), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_merging_a_dense_adapter_says_what_it_loses(dtype: torch.dtype) -> None:
+    """The part of B A outside of the masks, as a fraction of its squared norm."""
+    zeros = zeros_of(pruned_model(dtype=dtype))
+    adapted = trained(get_peft_model(pruned_model(dtype=dtype), LORA))
+    layers = {name: module for name, module in adapted.named_modules() if hasattr(module, "get_delta_weight")}
+    update = {name: layer.get_delta_weight("default").float() for name, layer in layers.items()}
+    outside = {name: part[layers[name].base_layer.weight == 0].square().sum() for name, part in update.items()}
+    share = float(sum(outside.values()) / sum(part.square().sum() for part in update.values()))
+    with pytest.warns(UserWarning, match="was not trained with the masks") as caught:
+        merged = merge(adapted)
+    stated = float(str(caught[0].message).split("remove ")[1].split("%")[0]) / 100
+    assert stated == pytest.approx(share, abs=2e-3)
+    assert kept_zeros(zeros, merged)
+    assert dtype is torch.bfloat16 or same_zeros(zeros, zeros_of(merged))
+    reference = pruned_model(dtype=dtype).get_parameter("model.layers.0.self_attn.q_proj.weight")
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    expected = torch.where(reference != 0, (reference + update[name]).to(dtype), torch.zeros((), dtype=dtype))
+    assert torch.equal(merged.get_parameter("model.layers.0.self_attn.q_proj.weight"), expected)
+
+
+def test_other_adapters_of_peft_merge_with_masks() -> None:
+    """IA3 scales rows, so its zeros stay without a warning; DoRA changes all weights."""
+    zeros = zeros_of(pruned_model())
+    scaled = IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])
+    assert same_zeros(zeros, zeros_of(merged_quietly(trained(get_peft_model(pruned_model(), scaled)))))
+    dora = LoraConfig(r=4, use_dora=True, target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match="was not trained with the masks"):
+        merged = merge(trained(get_peft_model(pruned_model(), dora)))
+    assert same_zeros(zeros, zeros_of(merged))
+
+
+def test_adapters_can_be_switched_and_disabled() -> None:
+    model = sparse_lora(pruned_model(), LORA).eval()
+    with torch.no_grad():
+        for name, part in model.named_parameters():
+            if "lora_B" in name:
+                part.normal_()
+    before = logits(model)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(pruned_model()))
+    model.merge_adapter()
+    assert same_zeros(
+        zeros_of(pruned_model()),
+        {
+            name.split("model.", 2)[2].replace(".base_layer", ""): mask
+            for name, mask in zeros_of(model).items()
+            if "lora" not in name
+        },
+    )
+    assert torch.equal(logits(model), before)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model), before)
+    with pytest.raises(InvalidSetting, match="leave out `adapter_names`"):
+        model(input_ids=BATCH, adapter_names=["default"] * len(BATCH))
+
+
+def test_trainer_trains_saves_and_resumes_an_adapter(tmp_path: Path) -> None:
+    """A checkpoint at the second step of four continues to the same bytes."""
+
+    def run(folder: Path, steps: int, resume: bool) -> dict[str, Tensor]:
+        settings = arguments(folder, max_steps=steps, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+        trainer = Trainer(sparse_lora(pruned_model(), LORA), settings, train_dataset=sequences())
+        trainer.train(resume_from_checkpoint=resume or None)
+        return merged_quietly(trainer.model).state_dict()
+
+    whole = run(tmp_path / "whole", 4, False)
+    run(tmp_path / "broken", 2, False)
+    resumed = run(tmp_path / "broken", 4, True)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    model = pruned_model()
+    model.load_state_dict(resumed)
+    assert same_zeros(zeros_of(pruned_model()), zeros_of(model))
+
+
+@pytest.mark.long
+def test_a_compiled_adapter_trains() -> None:
+    model = sparse_lora(pruned_model(), LORA)
+    compiled = torch.compile(model, backend="aot_eager")
+    loss = compiled(input_ids=BATCH, labels=BATCH).loss
+    loss.backward()
+    torch.testing.assert_close(loss, model(input_ids=BATCH, labels=BATCH).loss)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such layer": ({"target_modules": ["query"]}, r"The adapter cannot be added \(Target modules .* not found"),
+    "dense layers only": ({"target_modules": ["embed_tokens"]}, "None of the targeted layers has zeros to keep"),
+    "DoRA": ({"use_dora": True}, "Masks are held for plain LoRA only"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, "`init_lora_weights='pissa'` changes the pruned weights"),
+    "a whole layer": ({"modules_to_save": ["o_proj"]}, "`modules_to_save` would train a dense copy of .*o_proj"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsuitable_settings_are_refused(case: str) -> None:
+    """In one message, and the model is left without an adapter."""
+    changes, message = REFUSED[case]
+    model = pruned_model()
+    with pytest.raises(InvalidSetting, match=message):
+        sparse_lora(model, config("llama", **changes))
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_adapters_for_other_layers_are_refused(tmp_path: Path) -> None:
+    sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path / "llama")
+    with pytest.raises(InvalidSetting, match=r"is for other layers: the model has no model\.layers\.0"):
+        sparse_lora(pruned_model("gpt2"), tmp_path / "llama")
+    with pytest.raises(InvalidSetting, match=r"layers\.0\.mlp\.down_proj|q_proj has 16 inputs, the adapter 24"):
+        sparse_lora(other_width(), tmp_path / "llama")
+    with pytest.raises(BadCheckpoint, match=r"it has no adapter_config\.json"):
+        sparse_lora(pruned_model(), tmp_path)
+    get_peft_model(pruned_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])).save_pretrained(
+        tmp_path / "ia3"
+    )
+    with pytest.raises(InvalidSetting, match="is not plain LoRA"):
+        sparse_lora(pruned_model(), tmp_path / "ia3")
+
+
+def other_width() -> PreTrainedModel:
+    """The Llama with a narrower feed-forward part."""
+    settings = pruned_model().config
+    settings.intermediate_size = 20
+    model = AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight[:, ::2] = 0
+    return model
+
+
+def test_models_that_cannot_hold_masks_are_refused() -> None:
+    model = pruned_model()
+    model.is_quantized = True
+    for call in (lambda: sparse_lora(model, LORA), lambda: merge(get_peft_model(model, LORA))):
+        with pytest.raises(UnsupportedModel, match="Masks cannot be held in quantised or packed weights"):
+            call()
+    adapted = sparse_lora(pruned_model(), LORA)
+    with pytest.raises(InvalidSetting, match="has an adapter already"):
+        sparse_lora(adapted, LORA)
+    adapted.merge_adapter()
+    with pytest.raises(InvalidSetting, match="is merged already"):
+        merge(adapted)
+    prompts = get_peft_model(pruned_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(InvalidSetting, match="Adapters of the kind PROMPT_TUNING have no weights to merge"):
+        merge(prompts)
+
+
+def test_a_trained_copy_that_lost_zeros_is_refused() -> None:
+    adapted = get_peft_model(pruned_model(), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["o_proj"]))
+    with pytest.raises(InvalidSetting, match=r"The trained copy of .*o_proj has lost zeros"):
+        merge(trained(adapted))

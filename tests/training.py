@@ -1,0 +1,144 @@
+"""Shared by the tests of training with fixed masks: tiny pruned models, data, and trainers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from sparsellm import SparsityCallback, fixed_masks
+from sparsellm.recovery.fixed_masks import pruned_masks
+
+VOCABULARY = 96
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, intermediate_size=24, num_key_value_heads=1, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=24, num_key_value_heads=1, num_local_experts=3),
+}
+DENSE = ("embed", "lm_head", "wte", "wpe", "gate.weight")
+
+
+def pruned_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model, the same one each time, with 2 of every 4 weights along a row removed at random."""
+    torch.manual_seed(0)
+    config = CONFIGS[family]
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and not any(part in name for part in DENSE):
+                order = torch.rand(parameter.numel() // 4, 4, generator=generator).argsort(1)
+                parameter.masked_fill_((order < 2).view_as(parameter), 0)
+    return model.eval()
+
+
+def zeros_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The positions of the zeros of each pruned matrix."""
+    masks = pruned_masks(model)
+    assert len(masks) >= 8
+    return masks
+
+
+def kept_zeros(before: Mapping[str, Tensor], model: torch.nn.Module) -> bool:
+    """Whether every zero of before is there; an optimizer in bfloat16 can round other weights to zero."""
+    return all(bool((model.get_parameter(name)[mask] == 0).all()) for name, mask in before.items())
+
+
+def same_zeros(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether two models have zeros in the same places."""
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def sequences(count: int = 16, length: int = 12) -> list[dict[str, Tensor]]:
+    """Random token ids."""
+    tokens = torch.randint(VOCABULARY, (count, length), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def token_batches() -> list[Tensor]:
+    """The same token ids in batches of four sequences."""
+    return list(torch.stack([sequence["input_ids"] for sequence in sequences()]).split(4))
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Settings of a short training without a network or a GPU."""
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **settings | changes)
+
+
+def train(model: PreTrainedModel, settings: TrainingArguments, *callbacks: TrainerCallback, resume: bool = False) -> Trainer:
+    """Train with masks held."""
+    trainer = Trainer(model, settings, train_dataset=sequences(), callbacks=[SparsityCallback(), *callbacks])
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Tensor]) -> None:
+    """A plain loop with clipped gradients."""
+    for batch in batches:
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_process(rank: int, count: int, folder: Path) -> None:
+    """Train under DDP and under FSDP2 as one of several processes, and save the results of the first one.
+
+    accelerate leaves FSDP out on CPUs, so the callback's events are called here, in the order of the Trainer's.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them; the group below is the one used
+    store = torch.distributed.FileStore(str(folder / "store"), count)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    settings = arguments(folder, per_device_train_batch_size=4 // count, ddp_backend="gloo")
+    results = {"ddp": train(pruned_model(), settings).model.state_dict()}
+    batches = [batch.chunk(count)[rank] for batch in token_batches()]
+    for name in ("fsdp callback", "fsdp loop"):
+        model, callback = pruned_model(), SparsityCallback()
+        callback.on_init_end(settings, TrainerState(), TrainerControl(), model=model)
+        for block in (*model.model.layers, model):
+            fully_shard(block)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if name == "fsdp callback":
+            callback.on_train_begin(settings, TrainerState(), TrainerControl(), model=model)
+            for batch in batches:
+                steps(model, optimizer, [batch])
+                callback.on_optimizer_step(settings, TrainerState(), TrainerControl())
+            callback.on_train_end(settings, TrainerState(), TrainerControl())
+        else:
+            with fixed_masks(model, optimizer):
+                steps(model, optimizer, batches)
+        results[name] = {key: tensor.full_tensor() for key, tensor in model.state_dict().items()}
+    if rank == 0:
+        for name, tensors in results.items():
+            save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / f"{name}.safetensors")
+    torch.distributed.destroy_process_group()
