@@ -56,7 +56,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.feedforward_problem:FeedForwardProblem.curvatures",
     ),
     "sensitivities of the layers": ("activations.sensitivity:layer_sensitivities",),
-    "refinement": ("recovery.masked_training:refine_block",),
+    "refinement": ("recovery.block_training:refine_block",),
     "files": (
         "runtime.offload:DiskList.__getitem__",
         "runtime.offload:DiskList._write",

@@ -20,8 +20,9 @@ from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
 from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.recovery.block_training import split_batches
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
-from sparsellm.recovery.masked_training import MaskedAdam, split_batches
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runtime import collectives, devices, watchdog

@@ -21,7 +21,8 @@ from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import Step
-from sparsellm.recovery.masked_training import MaskedAdam, Pieces, refine_block, split_batches, windows_a_step
+from sparsellm.recovery.block_training import refine_block, split_batches, windows_a_step
+from sparsellm.recovery.masked_training import MaskedAdam, Pieces
 from sparsellm.solvers import Magnitude
 from sparsellm.solvers.patterns import parse_pattern
 from tests.pruning import prune_blocks

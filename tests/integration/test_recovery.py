@@ -19,6 +19,7 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.recovery import distillation
+from sparsellm.recovery.block_training import split_batches
 from sparsellm.recovery.distillation import (
     count_held_out,
     distill,
@@ -27,7 +28,7 @@ from sparsellm.recovery.distillation import (
     last_states,
     model_training,
 )
-from sparsellm.recovery.masked_training import MaskedAdam, split_batches
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
 from sparsellm.runs.inspection import inspect

@@ -23,7 +23,8 @@ from sparsellm.cli.allocator import manage_memory
 from sparsellm.errors import InvalidSetting, SparseLLMError, TooLarge
 from sparsellm.models.blocks import blocks_of
 from sparsellm.recovery import distillation
-from sparsellm.recovery.masked_training import COPIES, MaskedAdam, predictions_bytes, trained_bytes
+from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.recovery.memory import COPIES, predictions_bytes, trained_bytes
 from sparsellm.runs.events import Begun
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runtime.memory import (

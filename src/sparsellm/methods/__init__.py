@@ -108,6 +108,21 @@ class EpochResult:
 
 
 @dataclass(frozen=True)
+class CurvePoint:
+    """A validation during gradient steps.
+
+    Attributes:
+        step: Number of the last step before it; 0 for the initial weights.
+        training: Mean loss of the steps since the validation before, each at the weights that it changes; None at step 0.
+        held_out: Mean loss on the held-out sequences.
+    """
+
+    step: int
+    training: float | None
+    held_out: float
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """The result of gradient steps.
 
@@ -115,12 +130,15 @@ class TrainingResult:
         before: Loss on the held-out sequences before training; relative if it is an error.
         after: The same loss after training.
         steps: Number of steps at the best evaluation. 0 if no step lowered the loss: the weights are then unchanged.
+        note: Why the training ended early, or an empty string.
+        curve: Every validation, in order; empty if there was no training.
     """
 
     before: float
     after: float
     steps: int
     note: str = ""
+    curve: tuple[CurvePoint, ...] = ()
 
 
 @dataclass(frozen=True)

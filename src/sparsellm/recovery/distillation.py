@@ -1,30 +1,38 @@
-r"""Distillation of the dense model into the whole pruned model, with fixed masks.
+r"""Training of the whole pruned model with fixed masks, toward the dense model or on text.
 
 The paper's global objective is the distance of the pruned model's outputs from the dense model's, $\mathcal L(z_L, y)$. Here it
-is the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
+is, by default, the KL divergence of the predictions, minimised by gradient steps over all pruned blocks at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from sparsellm.data.samples import sequence_lengths, unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode, gradient_checkpointing, require_grad_only
-from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
+from sparsellm.recovery.trained_weights import Train, pruned_blocks, trained_names
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Loss = Literal["kl", "hidden", "text"]
+"""What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
+
 TRAINING = MaskedAdam(300, 4e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
+
+RATES: dict[Train, float] = {"full": 1.0, "lora": 1.0, "norms": 1.0}
+"""Learning rate of each set of trained parameters, relative to that of all."""
 
 TRAINING_WIDTH = 256
 """Width of the models on which the learning rate was chosen."""
@@ -92,10 +100,13 @@ def generate_samples(
     return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
 
 
-def model_training(model: PreTrainedModel, steps: int) -> MaskedAdam:
+def model_training(
+    model: PreTrainedModel, steps: int, *, train: Train = "full", rank: int = 16, patience: int | None = None
+) -> MaskedAdam:
     """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
-    return replace(TRAINING, steps=steps, rate=TRAINING.rate * min(1.0, TRAINING_WIDTH / width))
+    rate = TRAINING.rate * RATES[train] * min(1.0, TRAINING_WIDTH / width)
+    return replace(TRAINING, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
 
 
 def count_held_out(windows: Tensor) -> int:
@@ -147,57 +158,111 @@ def distill(
     *,
     plan: Plan,
     adam: MaskedAdam,
+    train: Train = "full",
+    targets: Iterable[str] | None = None,
+    loss: Loss = "kl",
+    bf16: bool = False,
     head: nn.Module | None = None,
     held_out: int | None = None,
     progress: Callable[[float, int], None] | None = None,
+    store: TrainingStore | None = None,
 ) -> tuple[TrainingResult, tuple[str, ...]]:
-    r"""Minimise $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ over the planned blocks' parameters, in place.
+    r"""Minimise a loss of the whole pruned model over the planned blocks' parameters, in place.
 
-    The loss is the mean over tokens, in nats. The blocks' activations are recomputed in the backward pass. Memory: see
-    `sparsellm.recovery.masked_training.predictions_bytes`.
+    - "kl": $\mathrm{KL}(\text{dense} \,\|\, \text{pruned})$ of the predictions, in nats per token.
+    - "hidden": $E\lVert h - \hat h \rVert^2 / E\lVert h \rVert^2$ of the inputs of the output head. SquareHead (Kurtic et al.,
+      Sparse Fine-tuning for Inference Acceleration of Large Language Models, 2023) sums it over all blocks.
+    - "text": cross entropy of the next token, in nats per token; does not use the dense model.
+
+    The blocks' activations are recomputed in the backward pass. Memory: see `sparsellm.recovery.memory`.
 
     Args:
         groups: Token ids, (batch, seq) each, from `group_batches`.
-        states: Hidden states of the dense model for the same batches, from `last_states`.
+        states: Hidden states of the dense model for the same batches, from `last_states`; may be empty for the loss "text".
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
+        train: The parameters that are trained, as in `trained_names`.
+        targets: Full names of the layers that "lora" trains; None for all pruned ones.
+        bf16: Whether to compute products in bfloat16; weights, sums and the optimiser's state are float32.
         head: The output head of the dense model; None where it is the pruned model's.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
         progress: Called after each step with its number and that of all steps.
+        store: As for `MaskedAdam.run`.
 
     Returns:
         The losses before and after, and the full names of the biases, norms and routers that changed.
     """
-    blocks = [block for block in blocks_of(model) if any(block.full_name(name) in plan for name in block.layers)]
+    blocks = pruned_blocks(blocks_of(model), plan)
     parameters: dict[str, nn.Parameter] = {}
     keep: dict[str, Tensor] = {}
     for block in blocks:
-        frozen = block.parameters_of(name for name in block.layers if block.full_name(name) not in plan)
-        trained = {name: parameter for name, parameter in block.module.named_parameters() if name not in frozen}
-        masks = block.masks({name: block.layer(name).weight != 0 for name in planned_layers(block, plan)})
-        parameters |= {block.full_name(name): parameter for name, parameter in trained.items()}
+        layers = planned_layers(block, plan)
+        trained = trained_names(block, layers, train, targets)
+        masks = block.masks({name: block.layer(name).weight != 0 for name in layers})
+        parameters |= {block.full_name(name): x for name, x in block.module.named_parameters() if name in trained}
         keep |= {block.full_name(name): mask for name, mask in masks.items() if name in trained}
     unpruned = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in unpruned}
-    counts = collectives.all_gather_object([sum(batch.numel() for batch in group) for group in groups])
-    sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
-    dense_head = model.get_output_embeddings() if head is None else head.float()
     with (
         eval_mode(model),
         compute_dtype_context(model, torch.float32),
         require_grad_only(model, parameters.values()),
         gradient_checkpointing(block.module for block in blocks),
     ):
-
-        def loss(number: int) -> Iterator[Tensor]:
-            for batch, state in zip(groups[number], states[number], strict=True):
-                logits = model(input_ids=batch.to(model.device), use_cache=False).logits
-                yield _divergence(dense_head(state.float()), logits) * (batch.numel() / sizes[number])
-
-        result = adam.run(parameters, keep, loss, groups=len(groups), seed=0, held_out=held_out, progress=progress)
+        terms = loss_terms(model, groups, states, loss=loss, bf16=bf16, head=head)
+        result = adam.run(
+            parameters, keep, terms, groups=len(groups), seed=0, held_out=held_out, progress=progress, store=store
+        )
         for block in blocks:
             block.round_to_storage_dtype()
     changed = (name for name, old in initial.items() if not torch.equal(old.to(parameters[name].dtype), parameters[name]))
     return result, tuple(changed)
+
+
+def loss_terms(
+    model: PreTrainedModel,
+    groups: Sequence[Group],
+    states: Sequence[Group],
+    *,
+    loss: Loss,
+    bf16: bool = False,
+    head: nn.Module | None = None,
+) -> Pieces:
+    """The loss of each group, in a term for each of this process's batches. Arguments as for `distill`."""
+    skipped = 1 if loss == "text" else 0  # the first token of a sequence is not predicted
+    counts = collectives.all_gather_object([sum(len(x) * (x.shape[1] - skipped) for x in group) for group in groups])
+    sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
+    dense_head = model.get_output_embeddings() if head is None else head.float()
+    energy = _mean_energy(states, sum(sizes)) if loss == "hidden" else 1.0
+
+    def of_batch(batch: Tensor, state: Tensor | None) -> Tensor:
+        """The mean loss of a batch over its tokens."""
+        if loss == "hidden":
+            hidden = model.base_model(input_ids=batch, use_cache=False).last_hidden_state
+            assert state is not None
+            error: Tensor = (hidden.float() - state.float()).square().sum(-1).mean() / energy
+            return error
+        logits = model(input_ids=batch, use_cache=False).logits
+        if loss == "text":
+            return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+        assert state is not None
+        return _divergence(dense_head(state.float()), logits)
+
+    def of_group(number: int) -> Iterator[Tensor]:
+        batches = groups[number]
+        for batch, state in zip(batches, states[number] if states else [None] * len(batches), strict=True):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+                value = of_batch(batch.to(model.device), state)
+            yield value * (len(batch) * (batch.shape[1] - skipped) / sizes[number])
+
+    return of_group
+
+
+def _mean_energy(states: Sequence[Group], tokens: int) -> float:
+    """The mean over tokens, of all processes, of the squared norm of the dense model's hidden states."""
+    total = sum(float(state.float().square().sum()) for group in states for state in group)
+    summed = torch.tensor(total, dtype=torch.float64)
+    collectives.all_reduce_(summed)
+    return float(summed) / tokens
 
 
 def _divergence(teacher: Tensor, student: Tensor) -> Tensor:

@@ -1,46 +1,37 @@
-"""Gradient steps with fixed masks: the optimiser, and its use on the outputs of one block."""
+"""Gradient steps with fixed masks: the optimiser, its early stop, and the durable state of an interrupted training."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sparsellm.activations.walk import Activations
-from sparsellm.data.samples import unpadded_batches
 from sparsellm.errors import InvalidSetting
-from sparsellm.methods import TrainingResult
-from sparsellm.models.blocks import Block
-from sparsellm.models.contexts import compute_dtype_context, require_grad_only
+from sparsellm.methods import CurvePoint, TrainingResult
+from sparsellm.recovery.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 from sparsellm.runtime import collectives, devices
-from sparsellm.solvers.linalg import eigh
 
 VALIDATIONS = 10
 """Number of validations during training."""
-
-TOKENS_A_STEP = 4096
-"""Approximate number of tokens per gradient step of a block."""
 
 Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
 
 
-def windows_a_step(samples: int, length: int) -> int:
-    """Number of sequences per gradient step of a block; at most an eighth of all, so that some can be held out."""
-    return max(1, min(TOKENS_A_STEP // length, samples // 8))
+class TrainingStore(Protocol):
+    """Keeps the state of a training on disk, so that a killed one continues to the same bytes. All processes call both."""
 
+    def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Replace what is stored by these tensors and this JSON-serialisable data."""
+        ...
 
-def split_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
-    """Divide sequences, (samples, seq), into batches of at most `batch` that do not cross the boundaries of gradient steps.
-
-    The sequences of a step then do not depend on the batch size, unless a batch is larger than a step. Batches have no padding.
-    """
-    step = max(batch, windows_a_step(*windows.shape))
-    return tuple(part for group in windows.split(step) for part in unpadded_batches(group, batch))
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was stored last; None if nothing was."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +40,16 @@ class MaskedAdam:
 
     Attributes:
         held: Fraction of the groups held out for validation; at least one group is.
+        rank: Rank of the factors that are trained in place of the parameters (`MaskedLoRA`); None trains the parameters.
+        patience: Number of validations in a row, of `VALIDATIONS`, without a new best one that end the training; None for no
+            early stop.
     """
 
     steps: int
     rate: float
     held: float = 0.125
+    rank: int | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 0 or not self.rate > 0 or not 0 < self.held < 1:
@@ -71,6 +67,7 @@ class MaskedAdam:
         seed: int,
         held_out: int | None = None,
         progress: Callable[[float, int], None] | None = None,
+        store: TrainingStore | None = None,
     ) -> TrainingResult:
         """Train the parameters in place and keep the state with the smallest mean loss of the held-out groups.
 
@@ -80,9 +77,10 @@ class MaskedAdam:
             keep: Masks by parameter name, of the parameters' shapes; entries that are False stay zero.
             loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
             groups: Number of groups; with fewer than two there is no training.
-            seed: Seed of the order of the groups.
+            seed: Seed of the order of the groups, and of the first factors.
             held_out: Number of held-out groups, the last ones; by default the fraction `held`.
             progress: Called after each step with its number and that of all steps.
+            store: Keeps the state after each validation; a training that it holds is continued.
 
         Returns:
             The validation losses before and after, the number of the step whose state is kept, and a note on failures.
@@ -92,176 +90,165 @@ class MaskedAdam:
             too_few = self.steps > 0 and groups < 2
             note = "not refined: there is only one group of sequences, and none can be held out" if too_few else ""
             return TrainingResult(0.0, 0.0, 0, note)
-        generator = torch.Generator().manual_seed(seed)
-        training_groups = groups - held_out
-        before = best = self._validation_loss(loss, training_groups, groups)
-        best_state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        if not math.isfinite(before):
-            return TrainingResult(before, before, 0, "not refined: the loss is not finite")
-        optimizer = torch.optim.Adam(parameters.values(), lr=self.rate, betas=(0.9, 0.95))
-        best_step, note = 0, ""
-        order: list[int] = []
+        weights: TrainedWeights = MaskedParameters(parameters, keep)
+        if self.rank is not None:
+            weights = MaskedLoRA(parameters, keep, rank=self.rank, seed=seed)
+        state = _State(weights, list(parameters.values()), self.rate, seed=seed)
+        stored = store.load() if store else None
+        if stored:
+            state.restore(*stored)
+        else:
+            state.curve = [CurvePoint(0, None, _validation_loss(loss, groups - held_out, groups))]
+            if not math.isfinite(state.curve[0].held_out):
+                return TrainingResult(*2 * (state.curve[0].held_out,), 0, "not refined: the loss is not finite")
+        note = self._train(state, loss, held_out=held_out, groups=groups, progress=progress, store=store)
+        state.keep_best()
+        best = state.best
+        return TrainingResult(state.curve[0].held_out, best.held_out, best.step, note, tuple(state.curve))
+
+    def _train(
+        self,
+        state: _State,
+        loss: Pieces,
+        *,
+        held_out: int,
+        groups: int,
+        progress: Callable[[float, int], None] | None,
+        store: TrainingStore | None,
+    ) -> str:
+        """Take the steps that are left; return a note on why they ended early, or an empty string."""
         validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
-        for step in range(1, self.steps + 1):
-            order = order or torch.randperm(training_groups, generator=generator).tolist()
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * (1 - (step - 1) / self.steps)
-            value = _compute_gradients(loss(order.pop()), list(parameters.values()))
-            if not math.isfinite(value):
-                note = f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
-                break
-            optimizer.step()
-            _apply_masks(parameters, keep)
-            if step in validation_steps and (current := self._validation_loss(loss, training_groups, groups)) < best:
-                best, best_step = current, step
-                best_state = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        losses: list[float] = []  # since the last validation
+        for step in range(state.curve[-1].step + 1, self.steps + 1):
+            losses.append(state.step(loss, self.rate * (1 - (step - 1) / self.steps), groups=groups - held_out))
+            if not math.isfinite(losses[-1]):
+                return f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
+            if step in validation_steps:
+                held_out_loss = _validation_loss(loss, groups - held_out, groups)
+                state.add_point(CurvePoint(step, sum(losses) / len(losses), held_out_loss))
+                losses.clear()
+                later = sum(point.step > state.best.step for point in state.curve)
+                if self.patience is not None and later >= self.patience and step < self.steps:
+                    return f"stopped at step {step} of {self.steps}: the held-out loss was lowest at step {state.best.step}"
+                if store and step < self.steps:
+                    store.save(*state.stored())
             if progress is not None:
                 progress(step, self.steps)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(best_state[name])
-        return TrainingResult(before, best, best_step, note)
+        return ""
 
-    @staticmethod
+
+class _State:
+    """A training between two steps.
+
+    Attributes:
+        curve: The validations so far; the first is that of the initial weights.
+    """
+
+    def __init__(self, weights: TrainedWeights, parameters: Sequence[nn.Parameter], rate: float, *, seed: int) -> None:
+        self._weights, self._parameters = weights, parameters
+        self._best_state = {name: tensor.detach().clone() for name, tensor in weights.trained.items()}
+        self._optimizer = torch.optim.Adam(weights.trained.values(), lr=rate, betas=(0.9, 0.95))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._order: list[int] = []
+        self.curve: list[CurvePoint] = []
+
+    @property
+    def best(self) -> CurvePoint:
+        """The first validation with the smallest loss."""
+        best = self.curve[0]
+        for point in self.curve[1:]:
+            best = point if point.held_out < best.held_out else best  # no NaN is smaller
+        return best
+
+    def step(self, loss: Pieces, rate: float, *, groups: int) -> float:
+        """Take one step on the next of the groups and return its loss; none is taken if that is not finite."""
+        self._order = self._order or torch.randperm(groups, generator=self._generator).tolist()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        value = _compute_gradients(loss(self._order.pop()), self._parameters, self._weights)
+        if math.isfinite(value):
+            self._optimizer.step()
+            self._weights.apply()
+        return value
+
+    def add_point(self, point: CurvePoint) -> None:
+        """Record a validation, and the weights if it is the best so far."""
+        self.curve.append(point)
+        if self.best is point:
+            self._best_state = {name: tensor.detach().clone() for name, tensor in self._weights.trained.items()}
+
     @torch.no_grad()
-    def _validation_loss(loss: Pieces, start: int, end: int) -> float:
-        """The mean loss of the groups from `start` to `end` - 1, over all processes."""
-        total = torch.tensor(sum(float(term) for number in range(start, end) for term in loss(number)), dtype=torch.float64)
-        collectives.all_reduce_(total)
-        return float(total) / (end - start)
+    def keep_best(self) -> None:
+        """Set the parameters to the best state."""
+        for name, tensor in self._weights.trained.items():
+            tensor.copy_(self._best_state[name])
+        self._weights.apply()
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The state as tensors and data."""
+        tensors = {f"trained/{name}": tensor.detach() for name, tensor in self._weights.trained.items()}
+        tensors |= {f"best/{name}": tensor for name, tensor in self._best_state.items()}
+        for name, tensor in self._weights.trained.items():
+            moments: Mapping[str, Tensor] = self._optimizer.state.get(tensor, {})
+            tensors |= {f"adam/{field}/{name}": value for field, value in moments.items()}
+        tensors["generator"] = self._generator.get_state()
+        return tensors, {"order": self._order, "curve": [asdict(point) for point in self.curve]}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Continue from a state that was stored."""
+        for name, tensor in self._weights.trained.items():
+            tensor.copy_(tensors[f"trained/{name}"])
+            self._best_state[name].copy_(tensors[f"best/{name}"])
+            moments = {field: tensors.get(f"adam/{field}/{name}") for field in ("step", "exp_avg", "exp_avg_sq")}
+            self._optimizer.state[tensor] = {  # empty for a parameter that got no gradient yet
+                field: value.clone() if field == "step" else value.to(tensor, copy=True)
+                for field, value in moments.items()
+                if value is not None
+            }
+        self._weights.apply()
+        self._generator.set_state(tensors["generator"])
+        self._order = list(values["order"])
+        self.curve = [CurvePoint(**point) for point in values["curve"]]
 
 
-def _compute_gradients(terms: Iterator[Tensor], parameters: Sequence[nn.Parameter]) -> float:
-    """Set the gradients of the sum of all terms over all processes, None for parameters without one; return the sum.
+@torch.no_grad()
+def _validation_loss(loss: Pieces, start: int, end: int) -> float:
+    """The mean loss of the groups from `start` to `end` - 1, over all processes."""
+    total = torch.tensor(sum(float(term) for number in range(start, end) for term in loss(number)), dtype=torch.float64)
+    collectives.all_reduce_(total)
+    return float(total) / (end - start)
+
+
+def _compute_gradients(terms: Iterator[Tensor], parameters: Sequence[nn.Parameter], weights: TrainedWeights) -> float:
+    """Set the gradients of the sum of all terms over all processes, None for tensors without one; return the sum.
 
     Accumulates in float64, as `sparsellm.solvers.statistics` does.
     """
-    value = 0.0
-    sums: list[Tensor | None] = [None] * len(parameters)
-    for parameter in parameters:
-        parameter.grad = None  # releases the memory of the previous step's gradient
+    value, trained = 0.0, list(weights.trained.values())
+    sums: list[Tensor | None] = [None] * len(trained)
+    for tensor in trained:
+        tensor.grad = None  # releases the memory of the previous step's gradient
     with torch.enable_grad():
         for term in terms:
             value += float(term.detach())
-            for number, gradient in enumerate(torch.autograd.grad(term, parameters, allow_unused=True)):
+            gradients = weights.gradients(torch.autograd.grad(term, parameters, allow_unused=True))
+            for number, gradient in enumerate(gradients):
                 total = sums[number]
                 if gradient is not None:
                     wide = devices.widest_float(gradient.device)
                     sums[number] = gradient.to(wide) if total is None else total.add_(gradient)
+            del gradients
     if collectives.world() > 1:
-        # the loss, and for each parameter whether this process has a gradient
+        # the loss, and for each tensor whether this process has a gradient
         message = torch.tensor([value, *(float(total is not None) for total in sums)], dtype=torch.float64)
         filled = [
-            torch.zeros_like(parameter, dtype=devices.widest_float(parameter.device)) if total is None else total
-            for total, parameter in zip(sums, parameters, strict=True)
+            torch.zeros_like(tensor, dtype=devices.widest_float(tensor.device)) if total is None else total
+            for total, tensor in zip(sums, trained, strict=True)
         ]
         collectives.all_reduce_(message, *filled)
         value, *counts = message.tolist()
         sums = [total if count else None for total, count in zip(filled, counts, strict=True)]
-    for parameter, total in zip(parameters, sums, strict=True):
-        parameter.grad = None if total is None else total.to(parameter.dtype)
+    for tensor, total in zip(trained, sums, strict=True):
+        tensor.grad = None if total is None else total.to(tensor.dtype)
     return value
-
-
-@torch.no_grad()
-def _apply_masks(parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) -> None:
-    """Set the pruned weights to zero, not to -0.0 as a product would."""
-    for name, mask in keep.items():
-        parameters[name].masked_fill_(~mask, 0)
-
-
-def refine_block(
-    block: Block,
-    inputs: Activations,
-    keep: Mapping[str, Tensor],
-    *,
-    names: Sequence[str],
-    metric: Tensor | None,
-    adam: MaskedAdam,
-) -> TrainingResult:
-    r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
-
-    h is the dense block's output and $\hat x$ the pruned stream's input. A step uses `windows_a_step` sequences, or one batch
-    if that is more. Memory: seven float32 copies of the block (`trained_bytes`), and the activations of
-    one batch.
-
-    Args:
-        inputs: The activations at the block, with a dense stream.
-        keep: Masks by layer name, (out, in).
-        names: Names of the trained parameters, within the block.
-        metric: F, (model, model), positive semi-definite; None for the identity.
-
-    Returns:
-        The result; losses are relative to $E\lVert h \rVert_F^2$.
-
-    Raises:
-        TypeError: If the activations have no dense stream.
-    """
-    inputs.advance_dense()
-    targets = inputs.dense
-    if targets is None:
-        raise TypeError("There is no dense stream: ask for one with needs_dense_stream=True.")
-    root = None if metric is None else _square_root(metric)
-    energy = torch.tensor(sum(float(_apply_root(root, state.float()).square().sum()) for state in targets), dtype=torch.float64)
-    collectives.all_reduce_(energy)
-    longest = max(length for _, length in inputs.shapes)
-    sizes = [sequences * (length / longest) for sequences, length in inputs.shapes]  # of every batch, over all processes
-    numel = longest * targets[0].shape[-1]
-    power = float(energy) / (sum(sizes) * numel)
-    groups = _group_batches(sizes, windows_a_step(round(sum(sizes)), longest))
-    local = {batch: index for index, batch in enumerate(collectives.shard(range(len(sizes))))}
-    with ExitStack() as context:
-        context.enter_context(compute_dtype_context(block.module, torch.float32))
-        parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
-        context.enter_context(require_grad_only(block.module, parameters.values()))
-        calls = inputs.calls(block, torch.float32)
-
-        def loss(number: int) -> Iterator[Tensor]:
-            scale = 1 / (power * sum(sizes[batch] for batch in groups[number]) * numel)
-            for index in (local[batch] for batch in groups[number] if batch in local):
-                error = block(inputs.pruned[index].float(), calls[index]) - targets[index].float()
-                yield _apply_root(root, error).square().sum() * scale
-
-        masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
-        return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index)
-
-
-def _group_batches(sizes: Sequence[float], step: int) -> list[list[int]]:
-    """Divide batches into groups of at least `step` sequences of the full length; returns the batch numbers of each group.
-
-    A shorter sequence counts for as much of one as it has tokens.
-    """
-    groups: list[list[int]] = [[]]
-    for number, _ in enumerate(sizes):
-        if sum(sizes[batch] for batch in groups[-1]) >= step:
-            groups.append([])
-        groups[-1].append(number)
-    return groups
-
-
-def _square_root(metric: Tensor) -> Tensor:
-    """L with F = L Lᵀ for a positive semi-definite F; eigenvalues are at least a thousandth of their mean."""
-    eigenvalues, vectors = eigh(metric)
-    root: Tensor = vectors * eigenvalues.clamp(min=1e-3 * float(eigenvalues.mean())).sqrt()
-    return root
-
-
-def _apply_root(root: Tensor | None, states: Tensor) -> Tensor:
-    """Hidden states, (..., model), times the root of the metric, if there is one."""
-    return states if root is None else states @ root
-
-
-COPIES = 7
-"""float32 copies of the trained parameters: the weights, Adam's two moments, the best state so far, the gradient of a batch,
-and the float64 sum of all batches' gradients, which counts as two."""
-
-
-def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
-    """Bytes for the training of the largest block, or of all blocks at once if `together`."""
-    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
-    return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
-
-
-def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
-    """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs."""
-    return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)

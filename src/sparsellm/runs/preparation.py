@@ -22,7 +22,8 @@ from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.pruning.selection import layer_names, select_blocks
-from sparsellm.recovery.masked_training import predictions_bytes, trained_bytes, windows_a_step
+from sparsellm.recovery.block_training import windows_a_step
+from sparsellm.recovery.memory import predictions_bytes, trained_bytes
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names

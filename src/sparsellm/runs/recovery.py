@@ -17,7 +17,8 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block
-from sparsellm.recovery.masked_training import MaskedAdam, refine_block
+from sparsellm.recovery.block_training import refine_block
+from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.outputs import read_finished
 from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated

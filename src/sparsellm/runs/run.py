@@ -19,7 +19,7 @@ from sparsellm.errors import NonFinite
 from sparsellm.methods import BlockMethod
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.journal import Journal
-from sparsellm.recovery.masked_training import split_batches
+from sparsellm.recovery.block_training import split_batches
 from sparsellm.runs.events import (
     GENERATING,
     LOADING,

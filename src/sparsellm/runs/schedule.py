@@ -13,8 +13,9 @@ from sparsellm.errors import SparseLLMError
 from sparsellm.evaluation.measurements import TOKENS
 from sparsellm.methods import planned_layers
 from sparsellm.models.output_head import blocks_and_head
+from sparsellm.recovery.block_training import windows_a_step
 from sparsellm.recovery.distillation import AT_A_TIME
-from sparsellm.recovery.masked_training import VALIDATIONS, windows_a_step
+from sparsellm.recovery.masked_training import VALIDATIONS
 from sparsellm.runs import layer_costs
 from sparsellm.runs.costs import BlockShapes, Work, block_shapes, rates, work
 from sparsellm.runs.events import (

@@ -1,0 +1,125 @@
+r"""What gradient steps train, with fixed masks: the parameters themselves, or low-rank factors of a change to them.
+
+Both follow Zimmer et al., PERP: Rethinking the Prune-Retrain Paradigm in the Era of LLMs (2023), which retrains pruned models
+by few parameters: biases and norms, or LoRA (Hu et al., 2022) with the mask inside the product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.methods import Plan
+from sparsellm.models.blocks import Block
+
+Train = Literal["full", "lora", "norms"]
+"""Which parameters of the pruned blocks are trained: all, low-rank changes of the pruned layers, or biases and norms."""
+
+
+class TrainedWeights(Protocol):
+    """The tensors that the optimiser changes, and how they set the model's parameters."""
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """The trained tensors by name."""
+        ...
+
+    def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Turn gradients for the parameters into gradients for the trained tensors; None for those without one."""
+        ...
+
+    def apply(self) -> None:
+        """Set the parameters from the trained tensors; pruned weights become zero."""
+        ...
+
+
+class MaskedParameters:
+    """The parameters themselves; entries that are False in their mask stay zero."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor]) -> None:
+        self.trained, self._keep = parameters, keep
+
+    def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients as they are."""
+        return gradients
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set the pruned weights to zero, not to -0.0 as a product would."""
+        for name, mask in self._keep.items():
+            self.trained[name].masked_fill_(~mask, 0)
+
+
+class MaskedLoRA:
+    r"""$W = M \odot (W_0 + B A)$ with fixed mask M and weight $W_0$; B, (out, rank), and A, (rank, in), are trained.
+
+    A starts as in LoRA (uniform within $\pm 1/\sqrt{\mathrm{in}}$), B as zero. LoRA's scale s is 1: with Adam it only changes
+    the learning rate. Weights that stand in one tensor, such as those of experts, have factors of their own.
+
+    Memory: beside the parameters a copy of each, $W_0$, and their gradients, but not the optimiser's moments.
+
+    Args:
+        parameters: The weights by name, each (…, out, in).
+        keep: Masks by name, of the parameters' shapes.
+        rank: Rank of B A, at most the smaller side of each weight.
+        seed: Seed of A.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor], *, rank: int, seed: int) -> None:
+        self._parameters, self._keep = parameters, keep
+        self._initial = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        generator = torch.Generator().manual_seed(seed)
+        self.trained: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            *stacked, outputs, inputs = parameter.shape
+            size = min(rank, outputs, inputs)
+            uniform = 2 * torch.rand(*stacked, size, inputs, generator=generator) - 1
+            self.trained[f"{name}.A"] = nn.Parameter((uniform / math.sqrt(inputs)).to(parameter))
+            self.trained[f"{name}.B"] = nn.Parameter(parameter.new_zeros(*stacked, outputs, size))
+
+    @torch.no_grad()
+    def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        r"""Of $G = M \odot \partial_W L$: $\partial_A L = B^\top G$ and $\partial_B L = G A^\top$."""
+        result: list[Tensor | None] = []
+        for name, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                result += [None, None]
+                continue
+            masked = gradient.masked_fill(~self._keep[name], 0) if name in self._keep else gradient
+            result += [self.trained[f"{name}.B"].mT @ masked, masked @ self.trained[f"{name}.A"].mT]
+        return result
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write the masked sums into the parameters."""
+        for name, parameter in self._parameters.items():
+            weight = self._initial[name] + self.trained[f"{name}.B"] @ self.trained[f"{name}.A"]
+            parameter.copy_(weight.masked_fill_(~self._keep[name], 0) if name in self._keep else weight)
+
+
+def trained_names(block: Block, layers: Sequence[str], train: Train, targets: Iterable[str] | None = None) -> list[str]:
+    """Names, within a block, of the parameters that are trained; those of layers that were not pruned never are.
+
+    Args:
+        layers: The pruned layers, by name within the block.
+        train: Biases and norms leave out routers.
+        targets: Full names of the layers that get low-rank changes; None for all pruned ones.
+    """
+    fixed = block.parameters_of(set(block.layers) - set(layers))
+    names = [name for name, _ in block.module.named_parameters() if name not in fixed]
+    unpruned = block.unpruned_parameters()
+    if train == "norms":
+        return [name for name in names if name in unpruned and (unpruned[name].ndim == 1 or name.endswith("bias"))]
+    if train == "lora":
+        chosen = {block.parameter(name) for name in layers if targets is None or block.full_name(name) in targets}
+        return [name for name in names if name in chosen]
+    return names
+
+
+def pruned_blocks(blocks: Iterable[Block], plan: Plan) -> list[Block]:
+    """The blocks that have a layer in the plan."""
+    return [block for block in blocks if any(block.full_name(name) in plan for name in block.layers)]
