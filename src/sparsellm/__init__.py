@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from sparsellm.runs.packing import pack as pack
     from sparsellm.runs.packing import unpack as unpack
     from sparsellm.runs.recipe import Recipe as Recipe
-    from sparsellm.runs.recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.records import load_report as load_report
+    from sparsellm.runs.recovery_recipe import RecoveryRecipe as RecoveryRecipe
     from sparsellm.runs.report import Report as Report
     from sparsellm.runs.tracking import Tracked as Tracked
     from sparsellm.runs.verification import verify as verify
@@ -63,7 +63,7 @@ _CONTENTS = {
     "NM": "solvers.patterns",
     "PublishedSparseLLM": "methods.algorithm1",
     "Recipe": "runs.recipe",
-    "RecoveryRecipe": "runs.recipe",
+    "RecoveryRecipe": "runs.recovery_recipe",
     "Report": "runs.report",
     "Result": "runs.export",
     "SparseGPT": "solvers.sparsegpt",

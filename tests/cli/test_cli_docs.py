@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from sparsellm.cli.app import app
 from sparsellm.cli.options import recipe_options
 from sparsellm.methods.sparsellm import SparseLLM
-from sparsellm.runs.recipe import SOLVERS, Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import SOLVERS, Recipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS, METHODS, MethodName, SolverName
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]

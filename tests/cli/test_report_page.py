@@ -26,9 +26,10 @@ from sparsellm.reports.page import report_page, verdict
 from sparsellm.reports.run_plots import at_bound, convergence, run_plots
 from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import saved_sweep
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import SavedReport, load_report
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 
 Command = Callable[..., Result]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

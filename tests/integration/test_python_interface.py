@@ -20,7 +20,8 @@ import sparsellm
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, MissingPackage, OutputExists, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult
 from sparsellm.runs.events import NextRun, Note, Stage
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.settings import EvaluationSettings, PruneSettings, RecoverySettings
 
 

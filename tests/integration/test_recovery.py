@@ -32,9 +32,9 @@ from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
 from sparsellm.runs.inspection import inspect
-from sparsellm.runs.preparation import model_step
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery import RATE
+from sparsellm.runs.training import model_step
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -309,7 +309,7 @@ def test_what_the_command_refuses(
     refused(command("recover", sound, tiny["llama"], *words, *text, "--overwrite"), "sparsellm did not write")
     refused(command("recover", sound, tmp_path / "out", *words), "Recovery needs a calibration text", "--calibration")
     refused(command("recover", sound, tmp_path / "out", *words, *text, "--offload"), "whole model must be in memory")
-    assert command("recover", sound, tmp_path / "out", *text).exit_code == 2
+    refused(command("recover", sound, tmp_path / "out", *text), "--loss kl needs the dense model", "--against", "--loss text")
     assert not (tmp_path / "out").exists()
     ran = command("recover", sound, tmp_path / "out", *words, *text, "--json")
     assert ran.exit_code == 0, ran.stderr

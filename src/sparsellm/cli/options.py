@@ -166,7 +166,10 @@ ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=Recip
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-PrunedFrom = Annotated[str, typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from.")]
+PrunedFrom = Annotated[
+    str | None,
+    typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from; not needed with --loss text."),
+]
 Text = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."),

@@ -25,7 +25,8 @@ from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
     from sparsellm.runs.display import Mode
-    from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+    from sparsellm.runs.recipe import Recipe
+    from sparsellm.runs.recovery_recipe import RecoveryRecipe
     from sparsellm.runs.report import Report
 
 
@@ -75,7 +76,7 @@ def recover(
     pruned: options.Pruned,
     output: options.Recovered,
     *,
-    model: options.PrunedFrom,
+    model: options.PrunedFrom = None,
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,23 @@ class Journal:
         """
         stored = self.fact(name)
         return None if stored is None else self._load(stored)
+
+    def replace(self, name: str, tensors: Mapping[str, Tensor], value: Any) -> None:
+        """Store tensors and JSON-serialisable data under a name, in place of what was stored there before."""
+        previous = self.fact(name)
+        number = 1 + (previous["number"] if previous else 0)  # the file before stays until the new line is durable
+        self.note(name, {"number": number, "value": value, **self._store(f"{name}-{number}", tensors)})
+        if previous and collectives.is_main():
+            (self.folder / str(previous["file"])).unlink(missing_ok=True)
+
+    def latest(self, name: str) -> tuple[dict[str, Tensor], Any] | None:
+        """Return the tensors and data stored by `replace`; None if there are none, or if their file is damaged."""
+        stored, data = self.fact(name), b""
+        if stored is not None and collectives.is_main():
+            with suppress(BadCheckpoint):
+                data = self._read(stored)
+        data = collectives.broadcast_bytes(data)
+        return (load(data), stored["value"]) if data else None
 
     def finished(self, index: int) -> BlockResult | None:
         """Return the result of a finished block, or None."""

@@ -5,16 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparsellm.models.blocks import Block
+from sparsellm.recovery.trained_weights import Train, trained_names
 
 COPIES = 7
-"""float32 copies of the trained parameters: the weights, Adam's two moments, the best state so far, the gradient of a batch,
+"""float32 copies of the trained tensors: the weights, Adam's two moments, the best state so far, the gradient of a batch,
 and the float64 sum of all batches' gradients, which counts as two."""
 
+LORA_COPIES = 3
+"""float32 copies of weights with low-rank factors: the weights, what they were, and the gradient of a batch."""
 
-def trained_bytes(blocks: Sequence[Block], together: bool) -> int:
+
+def trained_bytes(blocks: Sequence[Block], together: bool, *, train: Train = "full", rank: int = 0) -> int:
     """Bytes for the training of the largest block, or of all blocks at once if `together`."""
-    sizes = [sum(tensor.numel() for tensor in block.module.parameters()) for block in blocks]
-    return COPIES * 4 * (sum(sizes) if together else max(sizes, default=0))
+    sizes = [_trained_floats(block, train, rank) for block in blocks]
+    return 4 * (sum(sizes) if together else max(sizes, default=0))
+
+
+def _trained_floats(block: Block, train: Train, rank: int) -> int:
+    """float32 numbers for the training of a block; those of its other parameters, which are cast, are counted too."""
+    parameters = dict(block.module.named_parameters())
+    total = sum(tensor.numel() for tensor in parameters.values())
+    if train == "full":
+        return COPIES * total
+    trained = [parameters[name] for name in trained_names(block, list(block.layers), train)]
+    if train == "norms":
+        return total + (COPIES - 1) * sum(tensor.numel() for tensor in trained)
+    factors: int = sum(
+        (tensor.numel() // (tensor.shape[-1] * tensor.shape[-2])) * min(rank, *tensor.shape[-2:]) * sum(tensor.shape[-2:])
+        for tensor in trained
+    )
+    return LORA_COPIES * total + COPIES * factors
 
 
 def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:

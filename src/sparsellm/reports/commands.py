@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from sparsellm.reports.sweep_file import Published, Sweep
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 
 
 def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
@@ -23,7 +24,7 @@ def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
     lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}
     if isinstance(recipe, RecoveryRecipe):  # `recover` takes the dtype of the pruned checkpoint
         lines, without = (
-            [["sparsellm", "recover", recipe.pruned, output], ["--against", recipe.model]],
+            [["sparsellm", "recover", recipe.pruned, output], *([["--against", recipe.model]] if recipe.has_teacher else [])],
             {"model", "pruned", "dtype"},
         )
     for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():

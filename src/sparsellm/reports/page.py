@@ -34,9 +34,10 @@ from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, sav
 from sparsellm.runs.export import Result
 from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.publication import Paths, local_files
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import REPORT, SavedReport, read_record
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.patterns import NM
 
 

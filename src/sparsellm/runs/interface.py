@@ -140,8 +140,8 @@ def plan(
 @recipe_keywords(RecoverySettings, RecoveryFields)
 def recover(
     pruned: str | Path,
-    against: str | Path | PreTrainedModel,
-    calibration: str | Path | CalibrationData,
+    against: str | Path | PreTrainedModel | None = None,
+    calibration: str | Path | CalibrationData | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     scope: Literal["block", "model"] = "model",
@@ -150,13 +150,13 @@ def recover(
     observe: Observer | None = None,
     **settings: Unpack[RecoverySettings],
 ) -> Result:
-    """Train the remaining weights of a pruned checkpoint toward the dense model; every zero stays zero.
+    """Train the remaining weights of a pruned checkpoint, toward the dense model or on text; every zero stays zero.
 
     Args:
         pruned: Folder that `prune` or `recover` wrote. It is not changed.
         against: The dense model that it was made from: a folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory,
-            which becomes the recovered model.
-        calibration: As for `prune`.
+            which becomes the recovered model. Only the loss "text" does without it.
+        calibration: As for `prune`; required.
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
             "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
@@ -173,7 +173,7 @@ def recover(
         SparseLLMError: See `sparsellm.errors`; before any heavy work where possible.
     """
     folder_path(pruned)  # refuses anything but a path
-    fields, source = named_model(against, tokenizer)
+    fields, source = ({}, None) if against is None else named_model(against, tokenizer)
     text, given = _calibration(calibration)
     own = {"pruned": str(pruned), "calibration": text, "scope": scope, "steps": steps}
     recipe = read_recovery({**fields, **settings, **own})

@@ -23,6 +23,7 @@ from sparsellm.runs.events import (
     CONTINUING,
     LOADING,
     MEASURING,
+    MEASURING_CHECKPOINT,
     OPENING,
     READING_TEXTS,
     Advance,
@@ -35,7 +36,7 @@ from sparsellm.runs.events import (
     phase,
 )
 from sparsellm.runs.fingerprint import DenseCache, cache_key
-from sparsellm.runs.loading import check_runs, load, named_model, open_model
+from sparsellm.runs.loading import OpenedModel, Placement, check_runs, load, named_model, open_model
 from sparsellm.runs.preparation import Prepared, check_tokens, read_test, window_length
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
@@ -117,6 +118,30 @@ def _accuracies(
     """The accuracies on the recipe's tasks."""
     folder, limit = recipe.task_data, recipe.task_limit
     return evaluate_tasks(loaded, tokenizer, recipe.task, folder=folder, limit=limit, progress=advance)
+
+
+def measure_checkpoint(
+    report: Report, opened: OpenedModel, *, ready: Prepared, placement: Placement, observer: Observer, folder: Path | None
+) -> dict[str, Perplexity]:
+    """The perplexity, by text, of the pruned checkpoint that a recovery starts from.
+
+    What its own report says about the same sequences is not measured again.
+
+    Args:
+        opened: The pruned checkpoint.
+        placement: Where it is held.
+        folder: Folder for the files of this measurement.
+    """
+    results: dict[str, Perplexity] = {}
+    loaded: LoadedModel | None = None
+    for text, test in ready.tests.items():
+        with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
+            known = report.before(text)
+            if known is None or (known.windows, known.length) != tuple(test.shape):
+                loaded = loaded or load(report.recipe, opened, folder=folder, placement=placement)
+                known = measure_perplexity(loaded, test, text, progress=advance)
+            results[text] = known
+    return results
 
 
 def measure_into(

@@ -64,6 +64,16 @@ def read_finished(output: str | Path) -> Output:
     return finished
 
 
+def changed_before(folder: Path | None) -> set[str]:
+    """The parameters besides pruned layers that the runs changed which wrote a model, as its report says; usually none.
+
+    A model that is made from such an output differs in them from the dense model too.
+    """
+    if folder is None or not (folder / REPORT).is_file():
+        return set()
+    return read_output(folder).report.changed_parameters
+
+
 def foreign_file(folder: Path, kept: Collection[str]) -> str:
     """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
     if not kept:

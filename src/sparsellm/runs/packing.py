@@ -19,8 +19,9 @@ from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
 from sparsellm.runs.packed_values import Values, check_plain, values_of
 from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import CARD
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.verification import raise_if_any, tensor_differences
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.sparse.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized

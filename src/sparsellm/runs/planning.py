@@ -24,19 +24,11 @@ from sparsellm.runs.costs import BlockShapes, Cost, Work, block_cost, block_shap
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
 from sparsellm.runs.events import ALLOCATION, MEASURING, PRUNING, SENSITIVITIES, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
-from sparsellm.runs.preparation import (
-    Prepared,
-    make_plan,
-    model_bytes,
-    model_step,
-    model_written,
-    prepare,
-    recipe_layers,
-    window_length,
-)
+from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers, window_length
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.report import Report
+from sparsellm.runs.training import model_bytes, model_step, model_written
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
 
 FREED_SHARE, FREED_BYTES = 0.4, 128 * 2**20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,12 +18,10 @@ from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
 from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
-from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head, output_head
 from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.block_training import windows_a_step
-from sparsellm.recovery.memory import predictions_bytes, trained_bytes
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
@@ -31,7 +29,7 @@ from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
-from sparsellm.runtime.memory import check_fits, human_bytes
+from sparsellm.runs.training import check_memory
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
 
@@ -45,9 +43,6 @@ USUAL_LENGTH = 2048
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
-
-MODEL_TOKENS = 2048
-"""Tokens per gradient step over the whole model: more steps work better than larger ones, and the logits are large."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,47 +178,6 @@ def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
     head = output_head(opened.skeleton, len(opened.blocks)) if recipe.include else None
     blocks, chosen = [*opened.blocks, *filter(None, [head])], select_blocks(recipe.blocks, len(opened.blocks))
     return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
-
-
-def model_step(samples: int, length: int) -> int:
-    """Sequences per gradient step over the whole model: about 2,048 tokens, at most an eighth of all sequences."""
-    return max(1, min(MODEL_TOKENS // length, samples // 8))
-
-
-def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
-    """Sequences that the dense model generates for whole-model training; by default enough to use each about twice."""
-    reads = recipe.model_steps * model_step(samples, length)
-    return max(0, reads // 2 - samples) if recipe.model_written is None else recipe.model_written
-
-
-def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *, windows: Tensor, vocabulary: int) -> str:
-    """Describe the memory that the training stages take; empty without such stages.
-
-    Raises:
-        TooLarge: The device has less memory than a stage takes.
-    """
-    blocks, device, parts = opened.blocks, opened.device, []
-    if isinstance(method, BlockRecovery) and method.training.steps:
-        width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        needed = trained_bytes(blocks, together=False) + 2 * 4 * windows.numel() * width  # two streams
-        parts.append(f"training a block takes {human_bytes(needed)}")
-        check_fits(needed, device, stage="Training a block", advice="Pass fewer `samples`.")
-    if recipe.model_steps:
-        needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
-        parts.append(f"training the whole model takes {human_bytes(needed)}")
-        advice = "Pass `scope='block'` to recover, or a smaller `batch_size`."
-        check_fits(needed, device, stage="Training the whole model", advice=advice)
-    return ", ".join(parts)
-
-
-def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
-    """Bytes that gradient steps over the whole model take in addition to the model."""
-    width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-    batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
-    tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
-    return trained_bytes(blocks, together=True) + predictions_bytes(
-        tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
-    )
 
 
 def window_length(recipe: RunRecipe, longest: int) -> int:

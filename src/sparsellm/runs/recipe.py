@@ -6,7 +6,6 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import PurePath
 
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError, field_validator, model_validator
@@ -17,7 +16,7 @@ from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
-from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RecoveryFields, RunFields, SolverName
+from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RunFields, SolverName
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -49,7 +48,7 @@ _SIZE = TypeAdapter(ByteSize)
 SCOPE_STEPS = {"block": 100, "model": 300}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
-_NEEDS_TEXT = (
+NEEDS_TEXT = (
     "needs a calibration text: pass a .txt, .csv, .json, .jsonl or .parquet file as `calibration`, "
     "or one of c4, wikitext2, ptb, demo."
 )
@@ -175,7 +174,7 @@ class Recipe(RunRecipe, RecipeFields):
             raise InvalidSetting(f"`allocation_bounds` {self.allocation_bounds} do not include the sparsity {self.sparsity}.")
         if self.reads_text and self.calibration is None:
             subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
-            raise InvalidSetting(f"{subject} {_NEEDS_TEXT}")
+            raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
         return self
 
     def _first_changed(self, *names: str) -> str:
@@ -256,34 +255,3 @@ class Recipe(RunRecipe, RecipeFields):
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         return f"{self.method}{detail}, {self.pattern.describe()}"
-
-
-class RecoveryRecipe(RunRecipe, RecoveryFields):
-    """All settings of a recovery. `model` is the dense model whose outputs the pruned one is trained to match."""
-
-    @model_validator(mode="after")
-    def _has_text(self) -> RecoveryRecipe:
-        if self.calibration is None:
-            raise InvalidSetting(f"Recovery {_NEEDS_TEXT}")
-        return self
-
-    @property
-    def resolved_steps(self) -> int:
-        """Number of gradient steps, for each block or for the whole model."""
-        return self.steps or SCOPE_STEPS[self.scope]
-
-    @property
-    def calibration_written(self) -> int:
-        return (self.written or 0) if self.scope == "block" else 0
-
-    @property
-    def model_steps(self) -> int:
-        return self.resolved_steps if self.scope == "model" else 0
-
-    @property
-    def model_written(self) -> int | None:
-        return self.written if self.scope == "model" else None
-
-    def describe(self) -> str:
-        trained = "each block" if self.scope == "block" else "the whole model"
-        return f"recovered from {PurePath(self.pruned).name} by {self.resolved_steps} gradient steps over {trained}"

@@ -1,4 +1,4 @@
-"""Recovery: train the remaining weights of a pruned checkpoint, with fixed masks, to match its dense model."""
+"""Recovery: train the remaining weights of a pruned checkpoint with fixed masks, to match its dense model or on text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.models.architecture_file import read_architecture
-from sparsellm.models.blocks import Block
+from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.pruning.selection import layer_names, matching, unmatched
 from sparsellm.recovery.block_training import refine_block
+from sparsellm.recovery.distillation import RATES
 from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.recovery.trained_weights import Train, trained_names
 from sparsellm.runs.outputs import read_finished
-from sparsellm.runs.recipe import RecoveryRecipe
 from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount
@@ -44,11 +47,17 @@ class BlockRecovery:
             With 0 steps the weights are only copied, as those of the output head always are.
         read: Reads a tensor of the pruned checkpoint by its name.
         layers: Results of pruning each layer, by block name.
+        train: The parameters that are trained, as in `trained_names`.
+        targets: Full names of the layers that "lora" trains; None for all pruned ones.
+        bf16: Whether to compute products in bfloat16.
     """
 
     training: MaskedAdam
     read: Callable[[str], Tensor] = field(repr=False)
     layers: Mapping[str, Sequence[LayerResult]] = field(repr=False)
+    train: Train = "full"
+    targets: frozenset[str] | None = None
+    bf16: bool = False
 
     @property
     def needs(self) -> type[TokenCount]:
@@ -71,9 +80,9 @@ class BlockRecovery:
                 parameter.copy_(self.read(block.full_name(name)))
         if self.training.steps and not block.is_head:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
-            fixed = block.parameters_of(set(block.layers) - set(keep))
-            names = [name for name, _ in block.module.named_parameters() if name not in fixed]
-            yield refine_block(block, inputs, keep, names=names, metric=inputs.output_fisher(block), adam=self.training)
+            names = trained_names(block, list(keep), self.train, self.targets)
+            metric = inputs.output_fisher(block)
+            yield refine_block(block, inputs, keep, names=names, metric=metric, adam=self.training, bf16=self.bf16)
             block.round_to_storage_dtype()
         weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
         for layer in self.layers[block.name]:
@@ -81,14 +90,15 @@ class BlockRecovery:
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
-    """Read the recipe of a recovery; its dtype is that of the pruned run.
+    """Read the recipe of a recovery; its dtype is that of the pruned run. Without a dense model, `model` is the pruned folder.
 
     Raises:
         InvalidSetting: A setting is invalid, or the pruned folder is not a finished output.
         BadCheckpoint: The pruned folder is damaged.
     """
-    recipe = validated(RecoveryRecipe, settings)
-    return recipe.model_copy(update={"dtype": read_finished(recipe.pruned).report.recipe.get("dtype", "auto")})
+    finished = read_finished(settings["pruned"])
+    recipe = validated(RecoveryRecipe, {**settings, "model": settings.get("model") or settings["pruned"]})
+    return recipe.model_copy(update={"dtype": finished.report.recipe.get("dtype", "auto")})
 
 
 def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) -> tuple[BlockRecovery, Plan, dict[str, Any]]:
@@ -115,15 +125,56 @@ def recovery_plan(recipe: RecoveryRecipe, source: Checkpoint | InMemoryModel) ->
             f"model and {dense_shapes.get(first, 'missing')} in the dense one. "
             "Pass the dense model that it was made from as `against`."
         )
+    _check_tokenizers(recipe, pruned, source)
     dense = source.folder or source.skeleton()
     verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
-    training = MaskedAdam(recipe.resolved_steps if recipe.scope == "block" else 0, RATE)
-    read = _reader(pruned, source.dtype(recipe.dtype))
-    method = BlockRecovery(training, read, {block.name: block.layers for block in blocks})
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
+    rank = recipe.lora_rank if recipe.train == "lora" else None
+    steps = recipe.resolved_steps if recipe.scope == "block" else 0
+    method = BlockRecovery(
+        MaskedAdam(steps, RATE * RATES[recipe.train], rank=rank, patience=recipe.patience),
+        _reader(pruned, source.dtype(recipe.dtype)),
+        {block.name: block.layers for block in blocks},
+        train=recipe.train,
+        targets=lora_targets(recipe, blocks_of(source.skeleton()), plan),
+        bf16=recipe.bf16,
+    )
     kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
     return method, plan, kept
+
+
+def lora_targets(recipe: RecoveryRecipe, blocks: Sequence[Block], plan: Plan) -> frozenset[str] | None:
+    """Full names of the pruned layers that `lora_targets` names; None without it.
+
+    Raises:
+        InvalidSetting: A name matches no pruned layer.
+    """
+    layers = [layer for layer in layer_names(blocks) if layer.full_name in plan]
+    found: set[str] = set()
+    for pattern in recipe.lora_targets:
+        matched = matching(layers, pattern, "`lora_targets`")
+        if not matched:
+            raise unmatched(pattern, "`lora_targets`", layers)
+        found |= matched
+    return frozenset(found) or None
+
+
+def _check_tokenizers(recipe: RecoveryRecipe, pruned: Checkpoint, source: Checkpoint | InMemoryModel) -> None:
+    """Raise InvalidSetting if the tokenizers of the pruned and the dense model differ in a token."""
+    if not recipe.has_teacher or (isinstance(source, InMemoryModel) and source.own_tokenizer is None):
+        return
+    try:
+        tokens = pruned.tokenizer().get_vocab()
+    except BadCheckpoint:  # the pruned folder has none, and the dense model's is used
+        return
+    dense_tokens = source.tokenizer().get_vocab()
+    if tokens != dense_tokens:
+        first = min(token for token in {**tokens, **dense_tokens} if tokens.get(token) != dense_tokens.get(token))
+        raise InvalidSetting(
+            f"The tokenizers of {recipe.pruned} and {recipe.model} differ: the token {first!r} is {tokens.get(first)} in the "
+            f"first and {dense_tokens.get(first)} in the second. Pass the dense model that it was made from as `against`."
+        )
 
 
 def _shapes(checkpoint: Checkpoint | InMemoryModel) -> dict[str, list[int]]:

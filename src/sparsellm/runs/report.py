@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +18,9 @@ from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.recipe import RecoveryRecipe, RunRecipe
+from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.records import layer_frame
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -96,6 +97,30 @@ class Report(Summarized):
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
         return sum(layer.zeros for layer in self.layers) / count if count else 0.0
 
+    def add_before(self, perplexity: Mapping[str, Perplexity]) -> None:
+        """Record the perplexity, by text, of the pruned checkpoint that a recovery starts from."""
+        if self.pruned is not None:
+            recorded = self.pruned.get("perplexity", {})
+            measured = {text: {**self.perplexity.get(text, {}), "pruned": value} for text, value in perplexity.items()}
+            self.pruned = {**self.pruned, "perplexity": {**recorded, **_results_to_dict(measured)}}
+
+    def before(self, text: str) -> Perplexity | None:
+        """The perplexity of the pruned checkpoint that a recovery starts from; None if it was not measured."""
+        pair = (self.pruned or {}).get("perplexity", {}).get(text) or {}
+        return Perplexity(**{**pair["pruned"], "value": float(pair["pruned"]["value"])}) if pair.get("pruned") else None
+
+    def in_order(self, text: str) -> list[Perplexity]:
+        """What was measured on a text: before pruning, after it, and, for a recovery, after that."""
+        pair = self.perplexity[text]
+        return [x for x in (pair.get("dense"), self.before(text), pair.get("pruned")) if x is not None]
+
+    def add_changes(self, names: Collection[str]) -> None:
+        """Record parameters that were changed before this run, with their blocks."""
+        for number, block in enumerate(self.blocks):
+            local = {name for name in names if name.startswith(f"{block.name}.")}
+            changed = tuple(sorted({*block.changed_parameters, *local})) if local else block.changed_parameters
+            self.blocks[number] = replace(block, changed_parameters=changed)
+
     def totals(self) -> dict[str, Any]:
         """Layer, parameter and zero counts, and the sparsities that follow."""
         return {
@@ -109,10 +134,7 @@ class Report(Summarized):
     def summary(self) -> dict[str, str]:
         """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
-        measured = (
-            f"{' → '.join(plus_minus(pair[when]) for when in WHEN if when in pair)} on {PurePath(text).name}"
-            for text, pair in self.perplexity.items()
-        )
+        measured = (f"{' → '.join(map(plus_minus, self.in_order(text)))} on {PurePath(text).name}" for text in self.perplexity)
         return {
             "model": f"{PurePath(self.recipe.model).name}, {how} {self.recipe.describe()}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals['pruned_layers']} pruned layers, "

@@ -16,6 +16,7 @@ from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import NonFinite
+from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.methods import BlockMethod
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.journal import Journal
@@ -39,11 +40,13 @@ from sparsellm.runs.events import (
 from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache, cache_key, environment
 from sparsellm.runs.layer_costs import dense_outputs, measure_layers
-from sparsellm.runs.loading import check_runs, load, open_model
-from sparsellm.runs.measuring import measure_into
+from sparsellm.runs.loading import Placement, check_runs, load, open_model
+from sparsellm.runs.measuring import measure_checkpoint, measure_into
+from sparsellm.runs.outputs import changed_before
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recovery import recovery_plan
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.schedule import expected_stages
 from sparsellm.runs.stages import cached_samples, prune_model
@@ -103,11 +106,15 @@ def run(
     estimate = partial(expected_stages, recipe, ready, placement, batch=batch, restored=restored, written=work is not None)
     observer(Schedule(lambda: [estimate()]))
     load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
+    before = _measure_before(ready, placement, report=report, observer=observer, work=work)
     loaded = _load(load_model, ready, report=report, observer=observer)
-    measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
+    if not isinstance(recipe, RecoveryRecipe) or recipe.has_teacher:
+        measure_into(report, "dense", loaded, ready=ready, observer=observer, shared=shared)
+    report.add_before(before)
     dense = dense_outputs(loaded, ready, report, observer)
     ready = _add_generated(ready, loaded, report=report, observer=observer, shared=shared)
     loaded = _prune(loaded, ready, batch, report=report, observer=observer, journal=journal, shared=shared, reload=load_model)
+    report.add_changes(changed_before(opened.source.folder))
     for text in report.warnings(damping=getattr(getattr(method, "solver", None), "damping", None)):
         add_note(text, report, observer)
     try:
@@ -121,6 +128,20 @@ def run(
     report.peak_memory = peak_memory()
     observer(Ended(report.totals(), report.seconds["total"]))
     return _result(loaded, ready.source, report=report, log=log)
+
+
+def _measure_before(
+    ready: Prepared, placement: Placement, *, report: Report, observer: Observer, work: WorkDirectory | None
+) -> dict[str, Perplexity]:
+    """The perplexity of a recovery's pruned checkpoint, by text; empty for a pruning run."""
+    recipe = report.recipe
+    if not isinstance(recipe, RecoveryRecipe) or not ready.tests:
+        return {}
+    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None}))
+    folder = work.folder if work else None
+    before = measure_checkpoint(report, opened, ready=ready, placement=placement, observer=observer, folder=folder)
+    gc.collect()  # frees the checkpoint's weights
+    return before
 
 
 def _load(load_model: Callable[[], LoadedModel], ready: Prepared, *, report: Report, observer: Observer) -> LoadedModel:

@@ -26,6 +26,7 @@ from sparsellm.runs.events import (
     LAYERS,
     LOADING,
     MEASURING,
+    MEASURING_CHECKPOINT,
     PREDICTING,
     PRUNING,
     RECOVERING,
@@ -36,10 +37,12 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.loading import OpenedModel, Placement, choose_placement, open_model
 from sparsellm.runs.planning import estimate
-from sparsellm.runs.preparation import Prepared, make_plan, model_step, model_written, prepare
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe, RunRecipe
+from sparsellm.runs.preparation import Prepared, make_plan, prepare
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
+from sparsellm.runs.training import model_step, model_written
 
 READ_SECONDS, WRITTEN_SECONDS = 0.7e-9, 6e-9
 """Seconds for each byte that is read, or written, read back and digested, from a disk that the system caches."""
@@ -73,7 +76,10 @@ def expected_stages(
     """
     speed = rates(ready.device)
     seconds = {stage.name: stage.seconds for stage in estimate(recipe, ready, placement, batch=batch, speed=speed).stages}
-    stages = [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
+    stages = []
+    if isinstance(recipe, RecoveryRecipe) and ready.tests:
+        stages.append(ExpectedStage(MEASURING_CHECKPOINT, seconds[MEASURING] / 2, MEASURING))
+    stages += [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
     stages += _measurements("dense", recipe, ready, placement, seconds=seconds)
     stages += _layer_costs(1, recipe, ready, placement, seconds=seconds)
     generated, samples, length = recipe.calibration_written, len(ready.windows), ready.length

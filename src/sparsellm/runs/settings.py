@@ -72,6 +72,12 @@ class PruneSettings(RunSettings, total=False):
 class RecoverySettings(RunSettings, total=False):
     """The fields that `recover` takes besides its named arguments; the pruned run sets the dtype."""
 
+    train: Literal["full", "lora", "norms"]
+    loss: Literal["kl", "hidden", "text"] | None
+    patience: int | None
+    lora_rank: int
+    lora_targets: str | Sequence[str]
+    bf16: bool
     written: int | None
 
 

@@ -13,8 +13,9 @@ from sparsellm.pruning.journal import JOURNAL
 from sparsellm.runs.events import WRITING, Observer, Stage
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import DenseCache
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import recover_output, work_directory

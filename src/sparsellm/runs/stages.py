@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,13 @@ from sparsellm.runs.events import (
     add_note,
     phase,
 )
-from sparsellm.runs.preparation import Prepared, model_step, model_written
-from sparsellm.runs.recipe import Recipe, RecoveryRecipe
+from sparsellm.runs.preparation import Prepared
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
+from sparsellm.runs.training import model_step, model_written
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Unstructured
 
@@ -94,12 +97,39 @@ def prune_model(
                 report.blocks.append(step)
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
-            adam = model_training(loaded.model, recipe.model_steps)
-            report.recovered, changed = distill(loaded.model, plan=plan, adam=adam, progress=advance, **vars(training))
+            store = JournalStore(journal) if journal else None
+            settings = _training_settings(recipe, loaded, ready)
+            report.recovered, changed = distill(
+                loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training)
+            )
             report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
         observer(report.recovered)
         if report.recovered.note:
             add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
+
+
+def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared) -> dict[str, Any]:
+    """The arguments of `distill` that the recipe sets."""
+    if not isinstance(recipe, RecoveryRecipe):
+        return {"adam": model_training(loaded.model, recipe.model_steps)}
+    adam = model_training(loaded.model, recipe.model_steps, train=recipe.train, rank=recipe.lora_rank, patience=recipe.patience)
+    targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
+    return {"adam": adam, "train": recipe.train, "targets": targets, "loss": recipe.resolved_loss, "bf16": recipe.bf16}
+
+
+class JournalStore:
+    """A `TrainingStore` in the journal of a run."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Replace the stored state."""
+        self._journal.replace("training", {name: x.detach().cpu().contiguous() for name, x in tensors.items()}, dict(values))
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The stored state, or None."""
+        return self._journal.latest("training")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +158,11 @@ def _training_data(
         prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
         count = model_written(recipe, *windows.shape)
         generated = cached_samples(loaded, prompts, count, seed=recipe.seed, cache=cache, advance=advance)
+    per_step = model_step(*windows.shape)
+    groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
+    if isinstance(recipe, RecoveryRecipe) and recipe.resolved_loss == "text":
+        return TrainingData(groups, [], held_out, None)
     with phase(PREDICTING, report, observer) as advance:
-        per_step = model_step(*windows.shape)
-        groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
         states = last_states(loaded.model, groups, loaded.compute)
         # A head that is pruned too is copied.
         head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None

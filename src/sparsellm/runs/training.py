@@ -1,0 +1,70 @@
+"""Gradient steps of a run over the whole model: how many sequences they read, and the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparsellm.methods import BlockMethod
+from sparsellm.models.blocks import Block
+from sparsellm.recovery.memory import predictions_bytes, trained_bytes
+from sparsellm.recovery.trained_weights import Train
+from sparsellm.runs.loading import OpenedModel
+from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runtime.memory import check_fits, human_bytes
+
+MODEL_TOKENS = 2048
+"""Tokens per gradient step over the whole model: more steps work better than larger ones, and the logits are large."""
+
+
+def trained_of(recipe: RunRecipe) -> tuple[Train, int]:
+    """Which parameters a run trains, and the rank of their changes for "lora"."""
+    return (recipe.train, recipe.lora_rank) if isinstance(recipe, RecoveryRecipe) else ("full", 0)
+
+
+def model_step(samples: int, length: int) -> int:
+    """Sequences per gradient step over the whole model: about 2,048 tokens, at most an eighth of all sequences."""
+    return max(1, min(MODEL_TOKENS // length, samples // 8))
+
+
+def model_written(recipe: RunRecipe, samples: int, length: int) -> int:
+    """Sequences that the dense model generates for whole-model training; by default enough to use each about twice."""
+    reads = recipe.model_steps * model_step(samples, length)
+    return max(0, reads // 2 - samples) if recipe.model_written is None else recipe.model_written
+
+
+def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *, windows: Tensor, vocabulary: int) -> str:
+    """Describe the memory that the training stages take; empty without such stages.
+
+    Raises:
+        TooLarge: The device has less memory than a stage takes.
+    """
+    blocks, device, parts = opened.blocks, opened.device, []
+    if isinstance(method, BlockRecovery) and method.training.steps:
+        width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
+        needed = (
+            trained_bytes(blocks, together=False, train=method.train, rank=method.training.rank or 0)
+            + 2 * 4 * windows.numel() * width
+        )  # two streams
+        parts.append(f"training a block takes {human_bytes(needed)}")
+        check_fits(needed, device, stage="Training a block", advice="Pass fewer `samples`.")
+    if recipe.model_steps:
+        needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
+        parts.append(f"training the whole model takes {human_bytes(needed)}")
+        advice = "Pass `scope='block'` to recover, or a smaller `batch_size`."
+        check_fits(needed, device, stage="Training the whole model", advice=advice)
+    return ", ".join(parts)
+
+
+def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
+    """Bytes that gradient steps over the whole model take in addition to the model."""
+    width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
+    batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
+    tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
+    train, rank = trained_of(recipe)
+    return trained_bytes(blocks, together=True, train=train, rank=rank) + predictions_bytes(
+        tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
+    )
