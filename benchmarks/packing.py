@@ -1,6 +1,7 @@
 """Bits a weight of the packed forms, beside a compressor of files and the entropy bound, and the speed of both directions.
 
     python benchmarks/packing.py measure [MODEL ...]    # minutes; models besides demo:opt and demo:llama; needs zstd
+    python benchmarks/packing.py values [MODEL ...]     # integers in place of values, with the pruned layers of SparseGPT
     python benchmarks/packing.py table
 
 Pruned layers of each model, in bfloat16, by each method; and one Gaussian matrix. The bound is the entropy of the mask and of
@@ -23,8 +24,12 @@ from measuring import MEASURED, arguments, markdown_table, program, read_figures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparsellm.runs.packed_values import VALUES, Values
 from sparsellm.runs.records import load_report
+from sparsellm.solvers.quantization import bits_per_weight
 from sparsellm.sparse.encoding import decode, encode
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_encoding import encode_quantized
 
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")
@@ -92,6 +97,8 @@ def pruned_layers(model: str, method: str, folder: str) -> dict[int, dict[str, T
 def gaussian(sparsity: int) -> Tensor:
     """A Gaussian matrix without its smallest weights."""
     weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02
+    if sparsity == 0:
+        return weight.bfloat16()
     smallest = weight.abs().flatten().kthvalue(weight.numel() * sparsity // 100).values
     return torch.where(weight.abs() > smallest, weight, 0).bfloat16()
 
@@ -112,6 +119,50 @@ def speeds(weight: Tensor) -> dict[str, float]:
                 best = min(best, time.process_time() - started)
             found[name] = weight.nbytes / best / 1e9
     return found
+
+
+def quantized_bits(weights: Mapping[str, Tensor], values: str) -> dict[str, float]:
+    """Bits a weight of both forms with integers of few bits, of the formula, and of integers for kept weights that became 0."""
+    total, count = dict.fromkeys(("plain", "archive", "formula", "with zeros"), 0.0), 0
+    for name, weight in weights.items():
+        matrix, entry = Values(VALUES[values], None, transposed=False).quantize(name, weight)
+        parts = {form: encode_quantized(matrix, form == "archive") for form in ("plain", "archive")}
+        scales, size = matrix.scales, entry.group_size
+        kept = {"bits": matrix.bits, "group_size": size, "keep": weight != 0}
+        parts["with zeros"] = encode_quantized(QuantizedBitmask.from_integers(matrix.to_integers(), scales, **kept))
+        for form, stored in parts.items():
+            total[form] += 8 * sum(part.numel() for part in stored.values())
+        density = matrix.kept / weight.numel()
+        formula = [bits_per_weight(share, matrix.bits, size, weight.shape[1]) for share in (density, 1)]
+        total["formula"] += weight.numel() * min(formula)
+        count += weight.numel()
+    return {name: value / count for name, value in total.items()}
+
+
+def measure_values(models: list[str]) -> None:
+    """Measure integers of every width on the Gaussian matrix and the layers of each model."""
+    torch.set_num_threads(1)
+    for values in VALUES:
+        for sparsity in (0, *SPARSITIES):
+            record(
+                FILE, f"values, {values}, Gaussian matrix, {sparsity}", quantized_bits({"weight": gaussian(sparsity)}, values)
+            )
+    for model in models:
+        with tempfile.TemporaryDirectory() as folder:
+            for sparsity, layers in pruned_layers(model, "sparsegpt", folder).items():
+                for values in VALUES:
+                    record(FILE, f"values, {values}, {Path(model).name}, {sparsity}", quantized_bits(layers, values))
+
+
+def values_table() -> list[str]:
+    """Bits a weight with integers, as Markdown."""
+    rows = []
+    for key, figures in read_figures(FILE).items():
+        if key.startswith("values, "):
+            _, values, model, sparsity = key.split(", ")
+            cells = [f"{figures[form]:.2f}" for form in ("plain", "formula", "archive", "with zeros")]
+            rows.append([model, values, f"{sparsity} %", *cells])
+    return markdown_table(["layers of", "values", "removed", "plain", "formula", "archive", "zeros kept"], rows, left=(0, 1))
 
 
 def measure(models: list[str]) -> None:
@@ -136,7 +187,7 @@ def table() -> list[str]:
     """Bits a weight, as Markdown."""
     known = read_figures(FILE)
     rows = []
-    names = dict.fromkeys(key.rpartition(", ")[0] for key in known if key.count(", ") == 2)
+    names = dict.fromkeys(key.rpartition(", ")[0] for key in known if key.count(", ") == 2 and key[:6] != "values")
     for name in names:
         model, _, method = name.rpartition(", ")
         for sparsity in (x for x in SPARSITIES if f"{name}, {x}" in known):
@@ -160,12 +211,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("measure").add_argument("models", nargs="*")
+    commands.add_parser("values").add_argument("models", nargs="*")
     commands.add_parser("table")
     options = parser.parse_args()
     if options.command == "measure":
         measure([*MODELS, *options.models])
+    elif options.command == "values":
+        measure_values([*MODELS, *options.models])
     else:
-        print("\n".join([*table(), "", *speed_table()]))
+        print("\n".join([*table(), "", *values_table(), "", *speed_table()]))
 
 
 if __name__ == "__main__":

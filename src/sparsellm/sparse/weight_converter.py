@@ -59,8 +59,7 @@ class PackedTensor:
         if self.entry.bits is not None:
             return True
         rows, columns = self.entry.matrix
-        planes = 3 if self.entry.dtype == "float32" else 1
-        return self.size <= DENSE * planes * rows * columns
+        return self.size <= DENSE * (3 if self.entry.dtype == "float32" else 1) * rows * columns
 
     def decode(self, stored: Mapping[str, Tensor]) -> PackedMatrix:
         """Decode its parts, given by stored name, as a matrix."""
@@ -135,8 +134,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
     def decoded(self) -> list[str]:
         """Return the names of the dense tensors of the model that are loaded from packed ones with zeros."""
         sparse = {key for key, tensor in self.packed.items() if tensor.is_sparse}
-        dense = [target for target in self.targets.values() if target.layer is None]
-        return [target.name for target in dense if sparse & dict(target.sources).keys()]
+        return [x.name for x in self.targets.values() if x.layer is None and sparse & dict(x.sources).keys()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
         """Return a converter without tensors. transformers makes one for every stored tensor."""
