@@ -6,11 +6,11 @@ Imports errors, runtime, solvers, models and activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import Field, PlainSerializer, PlainValidator, TypeAdapter
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
@@ -91,7 +91,7 @@ class EpochResult:
     Attributes:
         epoch: Number of the step among those of its kind, from 1.
         step: "published" for an epoch of Algorithm 1, "solve" for the first solve of the default, "newton" for a Gauss-Newton
-            round.
+            round, "round" for the rounding to integers.
         feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖².
         accepted: Whether the weights of this step were kept.
         after_weights: The objective with the new weights and the previous signals, mean over tokens.
@@ -150,6 +150,7 @@ class BlockResult:
         note: A remark for the report, or an empty string.
         refined: Result of the gradient steps; None if there were none.
         changed_parameters: Full names of the biases and norm weights that the method changed besides the pruned weights.
+        scales: By full name of a quantized layer, its scales, (out, groups) bfloat16; not part of the JSON data.
     """
 
     index: int
@@ -160,6 +161,7 @@ class BlockResult:
     note: str = ""
     refined: TrainingResult | None = None
     changed_parameters: tuple[str, ...] = ()
+    scales: Annotated[dict[str, Any], Field(exclude=True)] = field(default_factory=dict, compare=False, repr=False)
 
 
 LAYER_RESULT, BLOCK_RESULT = TypeAdapter(LayerResult), TypeAdapter(BlockResult)

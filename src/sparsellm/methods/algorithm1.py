@@ -26,6 +26,7 @@ from sparsellm.methods import (
 )
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
+from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -62,6 +63,7 @@ class PublishedSparseLLM:
             layer-wise pruning.
         keep_best: Whether to return the epoch with the smallest true feed-forward error instead of the last one.
         keep_zeros: Whether weights that are already zero stay zero.
+        values: What the kept weights are rounded to; None to leave them as they are.
     """
 
     solver: LayerSolver = field(default_factory=SparseGPT)
@@ -72,6 +74,7 @@ class PublishedSparseLLM:
     scope: frozenset[int] | None = None
     keep_best: bool = False
     keep_zeros: bool = False
+    values: IntegerValues | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
@@ -105,7 +108,7 @@ class PublishedSparseLLM:
         if parts:
             yield from self._prune_coupled(block, parts, inputs, plan)
         else:
-            yield from LayerWise(self.solver, self.keep_zeros).prune(block, inputs, plan)
+            yield from LayerWise(self.solver, self.keep_zeros, self.values).prune(block, inputs, plan)
 
     def _in_scope(self, block: Block) -> bool:
         """Whether the block's feed-forward layers are in Omega."""
@@ -138,11 +141,15 @@ class PublishedSparseLLM:
                 problems[name],
                 solver=self.solver,
                 plan=plan,
+                values=self.values,
                 routed_tokens=inputs.expert_tokens(block, name),
             )
             for name in local
         )
         yield from broadcast_results(block, owners, results)
+        if self.values:
+            for name, owner in owners.items():
+                broadcast_scales(block, name, owner, self.values)
         for part, part_signals in zip(parts, signals, strict=True):
             part_problems = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
             for result in self._prune_part(block, part_signals, part_problems, plan):
@@ -177,7 +184,12 @@ class PublishedSparseLLM:
         if not best.weights:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try `dtype='float32'`.")
         for name, weight in best.weights.items():
-            block.write(name, weight)
+            final = weight
+            if self.values:  # around the solved weight: the signals that it was solved toward are gone
+                problem = replace(problems[name], weight=weight)
+                final = rounded_layer(block, name, weight, problem=problem, values=self.values)
+                broadcast_scales(block, name, 0, self.values)
+            block.write(name, final)
             damping, seconds = best.spent[name]
             yield measure_layer(block, name, problems[name], plan=plan, damping=damping, seconds=seconds, epoch=best.epoch)
 

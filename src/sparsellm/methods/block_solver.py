@@ -16,9 +16,11 @@ from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import METRIC_LIFT, SAMPLED, FeedForwardProblem, Weights, weights_of
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
+from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
+from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
@@ -49,6 +51,7 @@ class Settings:
     scope: Scope = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
+    values: IntegerValues | None = None
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0 or self.gauss_newton_steps < 0:
@@ -103,7 +106,8 @@ class BlockSolver:
             last: Whether this is the last group of the block.
         """
         regressions = self._targets.regressions(names, last)
-        self._solve(*(Task(name, regressions[name], self._sensitivities.get(name)) for name in names))
+        tasks = (Task(name, regressions[name], self._sensitivities.get(name)) for name in names)
+        self._solve(*tasks, values=self._settings.values)
         self._targets.mark_final(names)
 
     def solve_part(self, feed_forward: FeedForward, metric: Tensor) -> Iterator[EpochResult]:
@@ -154,6 +158,10 @@ class BlockSolver:
         error = problem.error(self._weights(names))
         yield EpochResult(self._block.name, 1, "solve", error / energy, True)
         yield from self._gauss_newton(problem, names, energy)
+        if self._settings.values:
+            tasks = [Task(name, regressions[name], curvatures[name]) for name in names[:-1]]
+            self._round_part(problem, tasks, self._settings.values)
+            yield EpochResult(self._block.name, 1, "round", problem.error(self._weights(names)) / energy, True)
 
     def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
         """Gauss-Newton rounds over the input projections, until the error on held-out tokens no longer falls."""
@@ -165,7 +173,8 @@ class BlockSolver:
             length, new_error, new_weights = 1.0, error, weights
             while length > SHORTEST_STEP:
                 new_weights = weights | {name: _add_step(weights[name], step, length) for name, step in steps.items()}
-                new_weights |= {names[-1]: self._refit_out_proj(training, new_weights, names[-1])}
+                regression = training.regression(new_weights)
+                new_weights |= {names[-1]: self._refit_out_proj(training, regression, new_weights, names[-1])}
                 new_error = held_out.error(new_weights)
                 if new_error < error:
                     break
@@ -182,8 +191,8 @@ class BlockSolver:
             zeros = count_zeros(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
 
-    def _solve(self, *tasks: Task) -> None:
-        """Solve layers toward their targets, in parallel over processes, and write weights and biases."""
+    def _solve(self, *tasks: Task, values: IntegerValues | None = None) -> None:
+        """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases."""
         by_name = {task.name: task for task in tasks}
 
         def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
@@ -192,7 +201,12 @@ class BlockSolver:
 
         for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
             self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
-            self._write({name: (weight, by_name[name].regression.bias(weight))})
+            regression, final = by_name[name].regression, weight
+            if values:
+                final = self._rounded(by_name[name], weight, values)
+                error = relative_error(regression.error(final), regression.power)
+                self._results[name] = replace(self._results[name], error=error)
+            self._write({name: (final, regression.bias(final))})
 
     def _solve_task(self, task: Task) -> tuple[Tensor, LayerResult]:
         """Solve one layer; the weight is not written."""
@@ -220,9 +234,36 @@ class BlockSolver:
             routed_tokens=self._inputs.expert_tokens(self._block, task.name),
         )
 
-    def _refit_out_proj(self, problem: FeedForwardProblem, weights: Weights, name: str) -> tuple[Tensor, Tensor | None]:
+    def _rounded(self, task: Task, weight: Tensor, values: IntegerValues) -> Tensor:
+        """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
+        prior = self._block.layer(task.name).weight.detach().to(torch.float32, copy=True)
+        problem = task.regression.problem(prior, self._settings.ridge, task.curvature)
+        rounded = rounded_layer(self._block, task.name, weight, problem=problem, values=values)
+        broadcast_scales(self._block, task.name, 0, values)
+        return collectives.broadcast(0, rounded)
+
+    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: IntegerValues) -> None:
+        """Round the input projections, then the output projection, refitted to what they give."""
+        names = problem.names
+        for task in tasks:
+            weight, bias = self._weights(names)[task.name]
+            self._write_rounded(task, (weight, bias), values)
+        weights = self._weights(names)
+        task = Task(names[-1], problem.regression(weights), problem.metric)
+        self._write_rounded(task, self._refit_out_proj(problem, task.regression, weights, names[-1]), values)
+
+    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: IntegerValues) -> None:
+        """Round a weight and write it, with the bias that keeps the mean of the outputs."""
+        weight, bias = current
+        rounded = self._rounded(task, weight, values)
+        if bias is not None:
+            bias = bias + (weight - rounded) @ task.regression.inputs.mean
+        self._write({task.name: (rounded, bias)})
+
+    def _refit_out_proj(
+        self, problem: FeedForwardProblem, regression: Regression, weights: Weights, name: str
+    ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the output projection `name`, refitted to the current activations with a fixed mask."""
-        regression = problem.regression(weights)
         layer_problem = regression.problem(weights[name][0], self._settings.ridge)
         metric = add_curvature_diagonal(problem.metric, METRIC_LIFT)
         gram = add_diagonal_(layer_problem.gram, self._settings.ridge)

@@ -14,6 +14,7 @@ from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan, assign_owners, broadcast_results, planned_layers
+from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
@@ -38,10 +39,12 @@ class LayerWise:
     Attributes:
         solver: Any layer solver.
         keep_zeros: Whether weights that are already zero stay zero.
+        values: What the kept weights are rounded to; None to leave them as they are.
     """
 
     solver: LayerSolver
     keep_zeros: bool = False
+    values: IntegerValues | None = None
 
     needs_dense_stream: ClassVar[bool] = False
     needs_fisher: ClassVar[bool] = False
@@ -61,17 +64,20 @@ class LayerWise:
         statistics = collect_statistics(block, inputs, dict.fromkeys(names, self.solver.needs))
         owners = assign_owners(block, names)
         local = {name: statistics[name] for name in names if owners[name] == collectives.rank()}
-        if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not self.keep_zeros:
+        if isinstance(self.solver, NonBlockingSolver) and devices.queued(block.device) and not (self.keep_zeros or self.values):
             results = _prune_non_blocking(block, inputs, local, solver=self.solver, plan=plan)
         else:
             results = (self._prune_one(block, inputs, name, layer_stats, plan=plan) for name, layer_stats in local.items())
         yield from broadcast_results(block, owners, results)
+        if self.values:
+            for name, owner in owners.items():
+                broadcast_scales(block, name, owner, self.values)
 
     def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, *, plan: Plan) -> LayerResult:
         """Prune one layer."""
         statistics.finalize()
         problem, routed = problem_of(block, name, statistics, self.keep_zeros), inputs.expert_tokens(block, name)
-        return prune_layer(block, name, problem, solver=self.solver, plan=plan, routed_tokens=routed)
+        return prune_layer(block, name, problem, solver=self.solver, plan=plan, values=self.values, routed_tokens=routed)
 
 
 def collect_statistics(
@@ -172,12 +178,21 @@ def zero_mask(weight: Tensor, keep_zeros: bool) -> Tensor | None:
 
 
 def prune_layer(
-    block: Block, name: str, problem: LayerProblem, *, solver: LayerSolver, plan: Plan, routed_tokens: int | None = None
+    block: Block,
+    name: str,
+    problem: LayerProblem,
+    *,
+    solver: LayerSolver,
+    plan: Plan,
+    values: IntegerValues | None = None,
+    routed_tokens: int | None = None,
 ) -> LayerResult:
-    """Solve one layer and write the weight."""
+    """Solve one layer, round the weight if there are `values`, and write it."""
     started = time.perf_counter()
     full_name = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full_name], name=full_name)
+    if values:
+        weight = rounded_layer(block, name, weight, problem=problem, values=values)
     block.write(name, weight)
     seconds = time.perf_counter() - started
     return measure_layer(block, name, problem, plan=plan, damping=damping, seconds=seconds, routed_tokens=routed_tokens)

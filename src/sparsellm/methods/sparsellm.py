@@ -30,6 +30,8 @@ class SparseLLM(Settings):
        The targets of the two output projections also correct the error that the residual stream has accumulated.
     2. Gauss-Newton rounds with fixed masks, with a refit of the output projection after each. A round is kept if it lowers the
        error on held-out tokens.
+    3. With `values`, the layers of step 1 outside the feed-forward part are rounded as they are solved. The input projections
+       are rounded after step 2, then the output projection is refitted to what they give, and rounded.
 
     Output errors are weighted by their effect on the loss: S for a layer, F for a block (`sparsellm.activations.sensitivity`).
 
@@ -40,6 +42,7 @@ class SparseLLM(Settings):
         scope: Layers that form one problem: "none" (no step 2 and no S) or "feedforward".
         ridge: Regularisation of the regressions toward the dense weight, relative to the mean diagonal of the Gram matrix.
         keep_zeros: Whether weights that are already zero stay zero.
+        values: What the kept weights are rounded to; None to leave them as they are.
     """
 
     needs: ClassVar[type[TokenCount]] = Gram

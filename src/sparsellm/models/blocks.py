@@ -51,6 +51,7 @@ class Block:
         architecture: The family's architecture, restricted to the layers of this block.
         dtypes: Dtype in which each parameter is stored, by name; the block may compute in a wider one.
         views: The layers that are part of a parameter, by name.
+        scales: By name of a quantized layer, its scales, (out, groups) bfloat16; filled in where a layer is rounded.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Block:
     architecture: Architecture
     dtypes: Mapping[str, torch.dtype]
     views: Mapping[str, LinearView] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_head(self) -> bool:

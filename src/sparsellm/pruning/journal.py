@@ -23,6 +23,9 @@ from sparsellm.runtime import collectives
 FORMAT = 2
 """Version of the journal's format; other versions are not read."""
 
+SCALES = ".weight_scale"
+"""Suffix of the name of a quantized layer's scales in the file of its block."""
+
 JOURNAL = "journal.jsonl"
 """File name of the journal."""
 
@@ -158,6 +161,8 @@ class Journal:
         for name, tensor in block.module.state_dict(keep_vars=True).items() if collectives.is_main() else ():
             dtype = block.dtypes.get(name, tensor.dtype)
             tensors[block.full_name(name)] = tensor.detach().to("cpu", dtype).contiguous()
+        for name, scales in block.scales.items() if collectives.is_main() else ():
+            tensors[block.full_name(name) + SCALES] = scales.detach().cpu().contiguous()
         stored = self._store(f"block-{block.index:05}", tensors)
         self._append({"block": block.index, **stored, "result": BLOCK_RESULT.dump_python(result, mode="json")})
         return self.folder / str(self._blocks[block.index]["file"])
@@ -173,6 +178,8 @@ class Journal:
         with torch.no_grad():
             for name, tensor in block.module.state_dict(keep_vars=True).items():
                 tensor.copy_(tensors[block.full_name(name)])
+        stored = {name: tensors.get(block.full_name(name) + SCALES) for name in block.layers}
+        block.scales.update({name: scales for name, scales in stored.items() if scales is not None})
         return self.folder / str(line["file"])
 
     def block_files(self) -> dict[int, Path]:

@@ -82,6 +82,8 @@ def prune_blocks(
                 if journal and isinstance(step, BlockResult):
                     file = journal.restore(block) if finished else journal.keep(block, step)
                     loaded.weights.relocate([block.full_name(name) for name in block.module.state_dict()], file)
+                    if finished:
+                        step = replace(step, scales={block.full_name(name): x for name, x in block.scales.items()})  # noqa: PLW2901
                 yield step
 
 
@@ -124,4 +126,5 @@ def _prune_block(
     changed = tuple(block.full_name(name) for name, is_changed in zip(unpruned, changes, strict=True) if is_changed)
     seconds = time.perf_counter() - started
     note = method.note(block, plan)
-    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, training, changed)
+    scales = {block.full_name(name): tensor for name, tensor in block.scales.items()}
+    yield BlockResult(block.index, block.name, tuple(layers), tuple(epochs), seconds, note, training, changed, scales)

@@ -14,6 +14,7 @@ from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.layerwise import LayerWise
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
 from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RunFields, SolverName
@@ -21,6 +22,7 @@ from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
+from sparsellm.solvers.quantization import check_format, default_group_size
 from sparsellm.solvers.sparsegpt import SparseGPT
 
 SOLVERS: dict[str, Callable[[], LayerSolver]] = {
@@ -153,6 +155,20 @@ class Recipe(RunRecipe, RecipeFields):
         return self
 
     @model_validator(mode="after")
+    def _check_values(self) -> Recipe:
+        if self.values is None:
+            if self.group_size is not None:
+                raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
+            return self
+        check_format(int(self.values.removeprefix("int")), self.group_size or 0)
+        if self.model_steps:
+            raise InvalidSetting(
+                f"`values` {self.values} does not go with `effort` best, whose training would change the rounded weights. "
+                "Use `effort` standard."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_inputs(self) -> Recipe:
         if self.true_sequential and self.method in ("sparsellm", "magnitude"):
             reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
@@ -206,8 +222,18 @@ class Recipe(RunRecipe, RecipeFields):
         return parse_pattern(self.sparsity)
 
     @property
+    def integer_values(self) -> IntegerValues | None:
+        """`values` and `group_size` as the methods take them."""
+        if self.values is None:
+            return None
+        bits = int(self.values.removeprefix("int"))
+        size = default_group_size(bits, 1 - self.pattern.sparsity) if self.group_size is None else self.group_size
+        return IntegerValues(bits, size)
+
+    @property
     def allocation_rule(self) -> str:
-        nonuniform = self.method == "sparsellm" and not self.as_published and isinstance(self.pattern, Unstructured)
+        is_removing = isinstance(self.pattern, Unstructured) and self.pattern.sparsity > 0
+        nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
 
     @property
@@ -224,16 +250,19 @@ class Recipe(RunRecipe, RecipeFields):
         """Build the pruning method for a model with this number of blocks."""
         if self.method != "sparsellm":
             layerwise = TrueSequential if self.true_sequential else LayerWise
-            return layerwise(SOLVERS[self.method](), self.keep_zeros)
+            return layerwise(SOLVERS[self.method](), self.keep_zeros, self.integer_values)
         solver = SOLVERS[self.inner_solver]()
         if self.as_published:
             scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
-            return PublishedSparseLLM(solver, self.epochs, self.alpha, self.beta, scope=scope, keep_zeros=self.keep_zeros)
+            return PublishedSparseLLM(
+                solver, self.epochs, self.alpha, self.beta, scope=scope, keep_zeros=self.keep_zeros, values=self.integer_values
+            )
         return SparseLLM(
             solver=solver,
             gauss_newton_steps=self.gauss_newton_steps,
             scope="none" if self.resolved_scope == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
+            values=self.integer_values,
         )
 
     @property
@@ -254,4 +283,5 @@ class Recipe(RunRecipe, RecipeFields):
             detail = f" ({self.inner_solver} inside, scope: {self.resolved_scope})"
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
-        return f"{self.method}{detail}, {self.pattern.describe()}"
+        values = f", values {self.values}" if self.values else ""
+        return f"{self.method}{detail}, {self.pattern.describe()}{values}"

@@ -148,6 +148,16 @@ class RecipeFields(RunFields):
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = _layers((), "Do not prune such layers, named as for include.")
+    values: Literal["int8", "int4", "int3"] | None = _option(
+        None, "Round the weights that are left to integers: int8, int4 or int3.", "not rounded"
+    )
+    group_size: int | None = _layers(
+        None,
+        "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
+        "whole rows for int8, about 64 kept weights for int4 and int3",
+        essential=False,
+        ge=0,
+    )
     keep_zeros: bool = _layers(False, "Keep weights that are zero in the dense model at zero.", essential=False)
     true_sequential: bool = _method(
         False,

@@ -64,6 +64,8 @@ class PruneSettings(RunSettings, total=False):
     blocks: str
     include: str | Sequence[str]
     exclude: str | Sequence[str]
+    values: Literal["int8", "int4", "int3"] | None
+    group_size: int | None
     keep_zeros: bool
     true_sequential: bool
     written: int
