@@ -26,6 +26,8 @@ from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.events import LOG, EventLog
 from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_settings
+from sparsellm.runs.quantized_output import save_scales
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import CARD, REPORT, WORK
 from sparsellm.runs.report import Report, strict_json
 from sparsellm.runs.verification import check_written, proven
@@ -93,6 +95,7 @@ class Result(Summarized):
                     _save_offloaded(self.model, self.weights, work)
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(work)
+            self._save_scales(work)
             for file in self.along:
                 shutil.copyfile(file, work / file.name)
             report = _document(work, self.report, self.log)
@@ -100,6 +103,16 @@ class Result(Summarized):
             (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
             set_default_permissions(work)
         return path
+
+    def _save_scales(self, work: Path) -> None:
+        """Write the scales of rounded layers."""
+        recipe, scales = self.report.recipe, {name: x for block in self.report.blocks for name, x in block.scales.items()}
+        values = recipe.integer_values if isinstance(recipe, Recipe) else None
+        if values and (left_out := save_scales(work, self.model, scales, values)):
+            self.report.notes.append(
+                f"{len(left_out)} rounded weights are packed without their integers, {left_out[0]} first: "
+                "they share a tensor with other weights, or are stored in pieces"
+            )
 
 
 def _document(work: Path, report: Report, log: EventLog | None) -> Report:

@@ -1,0 +1,60 @@
+"""The side file of an output whose layers were rounded: the scales of its layers, by the names of the stored weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
+from sparsellm.checkpoints.tensor_index import TensorLocation
+from sparsellm.methods.rounding import IntegerValues
+from sparsellm.models.blocks import Block
+from sparsellm.runs.quantization_file import Scales, write_scales
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def save_scales(folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], values: IntegerValues) -> list[str]:
+    """Write the side file of a checkpoint that was just written.
+
+    Args:
+        folder: The folder of the checkpoint.
+        model: The pruned model, or a skeleton that gives the names of its parameters.
+        scales: By full name of a layer, its scales, (out, groups).
+        values: What the layers were rounded to.
+
+    Returns:
+        Names of parameters whose scales cannot be written, since they have layers that were not rounded, or are stored in
+        pieces; `pack` stores their weights as other numbers.
+    """
+    stored, left_out, written = Tensors(folder, model), [], {}
+    for parameter, layers in layers_by_parameter(model, scales).items():
+        rounded = [(block, name) for block, name in layers if block.full_name(name) in scales]
+        location = stored.files.get(parameter)
+        if rounded and len(rounded) == len(layers) and isinstance(location, TensorLocation):
+            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, values)
+        elif rounded:
+            left_out.append(parameter)
+    write_scales(folder, written)
+    return left_out
+
+
+def _of_parameter(
+    layers: Sequence[tuple[Block, str]], shape: Sequence[int], scales: Mapping[str, Tensor], values: IntegerValues
+) -> Scales:
+    """The scales of a parameter that consists of these layers, each row's at the place that the row has in the parameter."""
+    views = [block.views.get(name) for block, name in layers]
+    transposed = any(view is not None and view.transposed for view in views)
+    rows = shape[-1] if transposed else torch.Size(shape[:-1]).numel()
+    numbers = torch.arange(rows) if transposed else torch.arange(rows).view(*shape[:-1], 1)
+    groups = {scales[block.full_name(name)].shape[1] for block, name in layers}
+    joined = torch.zeros(rows, max(groups), dtype=torch.bfloat16)
+    for block, name in layers:
+        places = block.linear_view(name, numbers.expand(*shape))[:, 0]
+        joined[places] = scales[block.full_name(name)].cpu()
+    return Scales(joined, values.bits, values.group_size, transposed)
