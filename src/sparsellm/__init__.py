@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsellm.reports.interface import report as report
     from sparsellm.reports.interface import search as search
     from sparsellm.reports.interface import sweep as sweep
+    from sparsellm.runs.compressed_export import export as export
     from sparsellm.runs.export import Result as Result
     from sparsellm.runs.inspection import inspect as inspect
     from sparsellm.runs.interface import plan as plan
@@ -76,6 +77,7 @@ _CONTENTS = {
     "bench": "reports.interface",
     "compare": "reports.interface",
     "evaluate": "runs.measuring",
+    "export": "runs.compressed_export",
     "fixed_masks": "recovery.fixed_masks",
     "inspect": "runs.inspection",
     "load": "sparse.transformers_quantizer",

@@ -13,7 +13,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.doctor import doctor
 from sparsellm.cli.evaluate import demo, evaluate, inspect, methods, push, verify
-from sparsellm.cli.pack import pack, unpack
+from sparsellm.cli.pack import export, pack, unpack
 from sparsellm.cli.prune import plan, prune, recover
 from sparsellm.cli.sweep import bench, compare, report, search, sweep
 
@@ -40,7 +40,7 @@ def root(
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (prune, recover, plan, search, sweep, report, compare, evaluate, inspect, verify)
-COMMANDS += (pack, unpack, bench, push, methods, doctor, demo)
+COMMANDS += (pack, unpack, export, bench, push, methods, doctor, demo)
 
 for command in COMMANDS:
     # `report` refuses further runs itself, with the command that compares them.

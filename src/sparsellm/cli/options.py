@@ -289,6 +289,14 @@ PositiveZeros = Annotated[
 OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
 
+ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
+ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+ExportValues = Annotated[
+    str | None,
+    typer.Option("--values", metavar="[int4|int8]", help="What to round a model to that was pruned without --values."),
+]
+OverwriteExported = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
+
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
 Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
 Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]

@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: the commands that write packed models and turn them back."""
+"""`pack`, `unpack` and `export`: the commands that write packed models, turn them back, and write them for other software."""
 
 from __future__ import annotations
 
@@ -110,3 +110,37 @@ def unpack(
         else:
             size = f"{human_bytes(result.dense_bytes)} from {human_bytes(result.packed_bytes)}"
             print_line(stdout, f"{model}: {size}. Every tensor has the checksum that it had when it was packed.")
+
+
+def export(
+    context: typer.Context,
+    model: options.ToExport,
+    output: options.ExportedOut,
+    *,
+    values: options.ExportValues = None,
+    overwrite: options.OverwriteExported = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Write a pruned model as integers for vLLM and transformers.
+
+    The format is that of compressed-tensors, with int4 or int8 weights. Zeros stay zero, but save no bytes.
+
+    Example: sparsellm export opt-70 opt-70-int4 --values int4
+    """
+    with report_errors(context):
+        from dataclasses import asdict
+
+        from sparsellm.runs.compressed_export import export as export_model
+        from sparsellm.runtime.memory import human_bytes
+
+        with stderr.status(f"exporting {model}") as status:
+            observe = (lambda text: None) if quiet else status.update
+            result = export_model(model, output, values=values, overwrite=overwrite, observe=observe)
+        if as_json:
+            print_json(asdict(result))
+        else:
+            size = f"{human_bytes(result.exported_bytes)} from {human_bytes(result.dense_bytes)}"
+            forms = " and ".join(str(scheme) for scheme in result.schemes)
+            print_line(stdout, f"{output}: {size}; {result.layers:,} layers have {forms}.")
+            print_line(stdout, f"{result.zeros:,} of their weights are zero, which saves no bytes in this format.")
