@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean
 
 from excess import PATTERNS, by_seed, of_models, ratio, summary
+from matplotlib.figure import Figure
 from measuring import markdown_table
 
 from sparsellm.reports.figures import COLOURS, FAINT, INK, Plot, new_figure, style
@@ -94,7 +95,12 @@ def chart() -> str:
         last.legend(*axes.get_legend_handles_labels(), loc="center left")
         figure.supylabel("perplexity, logarithmic")
         figure.supxlabel("weights removed")
-    svg = Plot("perplexity", "", "", (), (), figure).save("svg").decode()
+    return svg_of(figure, "perplexity")
+
+
+def svg_of(figure: Figure, name: str) -> str:
+    """A figure as SVG whose colours follow the reader's system."""
+    svg = Plot(name, "", "", (), (), figure).save("svg").decode()
     svg = svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(FAINT, "var(--line)")
     look = f":root{{--ink:{INK};--line:{FAINT}}}@media(prefers-color-scheme:dark){{:root{{--ink:#d7dae0;--line:#4a4f58}}}}"
     return "\n".join(line.rstrip() for line in svg.replace(">", f"><style>{look}</style>", 1).splitlines()) + "\n"

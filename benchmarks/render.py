@@ -12,10 +12,12 @@ from collections.abc import Callable
 
 import decode
 import excess
+import few_bits
 import layer_costs
 import masked_lora
 import memory_budget
 import packing
+import peer_gptq
 import planning
 import popular_models
 import processes
@@ -43,9 +45,11 @@ PAGES = (
     "docs/search.md",
     "docs/deploying.md",
     "docs/fine-tuning.md",
+    "docs/few-bits.md",
     "dev/RESULTS.md",
 )
-CHART = ROOT / "docs" / "pictures" / "perplexity.svg"
+PICTURES = ROOT / "docs" / "pictures"
+CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg": few_bits.chart}
 
 
 def demo_table() -> list[str]:
@@ -81,6 +85,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "several": search.several_table,
     "costs": processes.costs,
     "excess": excess.tables,
+    "few bits": few_bits.table,
+    "peer gptq": peer_gptq.table,
+    "few bits, goals": few_bits.goals,
     "layer costs": layer_costs.table,
     "costs in short": layer_costs.summary_table,
     "layers excluded": layer_costs.excluded_table,
@@ -106,7 +113,8 @@ def render(page: str) -> str:
 
 
 def main() -> None:
-    CHART.write_text(quality.chart(), encoding="utf-8")
+    for picture, chart in CHARTS.items():
+        picture.write_text(chart(), encoding="utf-8")
     for name in PAGES:
         file = ROOT / name
         file.write_text(render(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -30,14 +30,15 @@ def test_pages_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {block[1] for page in pages.values() for block in render.BLOCK.finditer(page)} == render.TABLES.keys()
 
 
-def test_the_chart_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_charts_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte, with the version of matplotlib that is pinned; others draw otherwise."""
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     if f"matplotlib=={version('matplotlib')}\n" not in (FOLDER.parent / "constraints.txt").read_text(encoding="utf-8"):
         pytest.skip("another matplotlib than the pinned one draws otherwise")
     monkeypatch.syspath_prepend(str(FOLDER))
     render = importlib.import_module("render")
-    assert render.CHART.read_text(encoding="utf-8") == render.quality.chart()
+    for picture, chart in render.CHARTS.items():
+        assert picture.read_text(encoding="utf-8") == chart()
 
 
 def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,231 @@
+"""Perplexity against bits a weight: dense and sparse weights with values of 2 to 16 bits. docs/few-bits.md shows the figures.
+
+    python benchmarks/bits.py measure demo:opt demo:llama
+    python benchmarks/bits.py measure PATH/wt2-opt PATH/wt2-llama --calibration PATH/train.txt --evaluate PATH/test.txt
+    python benchmarks/bits.py goals             # what was meant to be reached, and what was
+    python benchmarks/render.py                 # the page, from the figures
+
+Bits count everything that a pruned layer stores: mask, values, scales, zero points, exponents outside of the dictionary. The
+dense rivals are rounding to nearest and GPTQ (`gptq.py`), symmetric and with zero points. A sparse model is pruned once for
+each sparsity and seed, kept in `--work`, and rounded to each number of bits. A killed run continues with the next figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gptq import GPTQ, Compensated, Grid, RoundToNearest
+from measuring import MEASURED, read_figures, record
+from torch import Tensor, nn
+
+import sparsellm
+from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
+from sparsellm.data.samples import calibration_windows, test_windows
+from sparsellm.data.texts import read_text
+from sparsellm.evaluation.perplexity import measured
+from sparsellm.methods import BlockMethod
+from sparsellm.methods.layerwise import LayerWise
+from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
+from sparsellm.models.blocks import blocks_of
+from sparsellm.pruning.plan import uniform_plan
+from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
+from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.solvers.quantization import SCALE_BITS, default_group_size, group_count, round_to_nearest
+from sparsellm.sparse.encoding import encode
+
+FILE = MEASURED / "bits.json"
+SAMPLES, LENGTH, WINDOWS = 64, 256, 64
+SEEDS = (0, 1, 2)
+SPARSITIES = (70, 80, 50, 90, 60, 40)
+"""Fractions removed in percent, those that the goals are about first."""
+
+RECOVERED = (80, 90)
+
+GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))
+"""What the dense rivals round to."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its texts, and where its pruned forms are kept."""
+
+    model: str
+    calibration: str
+    evaluate: str
+    work: Path
+
+    @property
+    def name(self) -> str:
+        """The model's name in the figures."""
+        return Path(self.model.replace("demo:", "demo-")).name
+
+    def source(self) -> Checkpoint:
+        """The dense model."""
+        return open_checkpoint(self.model)
+
+    def tests(self) -> Tensor:
+        """The sequences that are measured."""
+        return test_windows(read_text(self.evaluate, "test"), self.source().tokenizer(), LENGTH)[:WINDOWS]
+
+    def samples(self, seed: int) -> tuple[Tensor, ...]:
+        """The calibration sequences in batches."""
+        text = read_text(self.calibration, "calibration")
+        chosen = calibration_windows(text, self.source().tokenizer(), samples=SAMPLES, sequence_length=LENGTH, seed=seed)
+        return chosen.windows.split(8)
+
+    def settings(self, seed: int) -> dict[str, Any]:
+        """Settings of `prune` and `recover`."""
+        return {"calibration": self.calibration, "samples": SAMPLES, "sequence_length": LENGTH, "seed": seed}
+
+    def pruned(self, sparsity: int, seed: int) -> Path:
+        """The folder of the pruned model, which is written if it is not there."""
+        folder = self.work / f"{self.name}-{sparsity}-{seed}"
+        if not folder.is_dir():
+            settings = self.settings(seed) | {"model": self.model, "sparsity": f"{sparsity}%"}
+            run(read_recipe(settings)).save_pretrained(folder)
+        return folder
+
+    def recovered(self, sparsity: int, seed: int) -> Path:
+        """The folder of the pruned model whose kept weights were trained."""
+        folder = self.work / f"{self.name}-{sparsity}-{seed}-recovered"
+        if not folder.is_dir():
+            pruned = self.pruned(sparsity, seed)
+            sparsellm.recover(pruned, self.model, **self.settings(seed)).save_pretrained(folder)
+        return folder
+
+
+def layers_of(model: nn.Module) -> dict[str, Any]:
+    """The layers that are pruned, by full name."""
+    return {block.full_name(name): layer for block in blocks_of(model) for name, layer in block.layers.items()}
+
+
+def mask_bits(keep: Tensor) -> int:
+    """Bits of a stored mask; none if everything is kept."""
+    if bool(keep.all()):
+        return 0
+    parts = encode(keep.bfloat16())
+    return 8 * sum(part.nbytes for name, part in parts.items() if name in ("weight_mask", "weight_groups"))
+
+
+def sparse_bits(model: nn.Module, bits: int) -> float:
+    """Bits a weight that the layers of a pruned model take with values of so many bits; 16 bits as `pack` stores them."""
+    stored = weights = 0
+    for layer in layers_of(model).values():
+        weight, keep = layer.weight.detach(), layer.weight != 0
+        weights += weight.numel()
+        if bits == 16:
+            stored += 8 * sum(part.nbytes for part in encode(weight.bfloat16()).values())
+            continue
+        kept = int(keep.sum())
+        groups = len(weight) * group_count(weight.shape[1], default_group_size(bits, kept / weight.numel()))
+        stored += mask_bits(keep) + bits * kept + SCALE_BITS * groups
+    return stored / weights
+
+
+def round_layers(model: nn.Module, bits: int) -> None:
+    """Round the kept weights to nearest, with clips that are searched."""
+    with torch.no_grad():
+        for layer in layers_of(model).values():
+            keep = layer.weight != 0
+            size = default_group_size(bits, float(keep.float().mean()))
+            layer.weight.copy_(round_to_nearest(layer.weight, bits, size, mask=keep).to_dense())
+
+
+def apply(model: nn.Module, method: BlockMethod, samples: tuple[Tensor, ...]) -> None:
+    """Change the layers of a model by a method whose solver passes over the pattern."""
+    for _ in prune_blocks(model, samples, method, uniform_plan(blocks_of(model), parse_pattern("50%"))):
+        pass
+
+
+def dense_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
+    """The dense rivals: names, and functions that return a model and its bits a weight."""
+
+    def rounded(method: BlockMethod, grid: Grid) -> tuple[Any, float]:
+        model = task.source().load("float32")
+        apply(model, method, task.samples(seed))
+        shapes = [layer.weight.shape for layer in layers_of(model).values()]
+        stored = sum(grid.bits_per_weight(shape[1]) * shape.numel() for shape in shapes)
+        return model, stored / sum(shape.numel() for shape in shapes)
+
+    for grid in GRIDS:
+        label = f"int{grid.bits}, groups of {grid.group_size}" + (", zero points" if grid.zero_points else "")
+        if seed == 0:  # which does not depend on the calibration text
+            yield f"dense RTN, {label}", lambda grid=grid: rounded(LayerWise(RoundToNearest(grid)), grid)
+        yield f"dense GPTQ, {label}", lambda grid=grid: rounded(TrueSequential(GPTQ(grid)), grid)
+        if grid.bits > 2 and not grid.zero_points:
+            ours = SparseLLM(Compensated(grid.bits, grid.group_size), scope="none")
+            yield f"dense compensated, {label}", lambda grid=grid, ours=ours: rounded(ours, grid)
+
+
+def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
+    """The sparse forms: names, and functions that return a model and its bits a weight."""
+
+    def rounded(folder: Path, bits: int, compensated: bool = False) -> tuple[Any, float]:
+        model = open_checkpoint(str(folder)).load("float32")
+        stored = sparse_bits(model, bits)
+        if compensated:
+            apply(model, SparseLLM(Compensated(bits), scope="none", keep_zeros=True), task.samples(seed))
+        elif bits < 16:
+            round_layers(model, bits)
+        return model, stored
+
+    families = [("sparse", task.pruned, SPARSITIES), ("recovered", task.recovered, RECOVERED)]
+    for family, folder, sparsities in families:
+        for sparsity in sparsities:
+            for bits in (16, 8, 4, 3):
+                values = "bf16" if bits == 16 else f"int{bits}, nearest"
+                yield f"{family} {values}, {sparsity} %", lambda f=folder, s=sparsity, b=bits: rounded(f(s, seed), b)
+                if bits < 8:
+                    name = f"{family} int{bits}, compensated, {sparsity} %"
+                    yield name, lambda f=folder, s=sparsity, b=bits: rounded(f(s, seed), b, True)
+
+
+def measure(task: Task, seed: int, only: str) -> None:
+    """Measure the forms of a model that were not measured before."""
+    tests = task.tests()
+    key = f"{task.name} | dense"
+    if key not in read_figures(FILE):
+        record(FILE, key, {"perplexity": measured(task.source().load("float32"), tests).value})
+    dense = read_figures(FILE)[key]["perplexity"]
+    for form, build in (*dense_forms(task, seed), *sparse_forms(task, seed)):
+        key = f"{task.name} | {form} | {seed}"
+        if key in read_figures(FILE) or not re.search(only, form):
+            continue
+        started = time.process_time()
+        model, bits = build()
+        value = measured(model, tests).value
+        figures = {"bits": bits, "perplexity": value, "excess": math.log(value / dense)}
+        record(FILE, key, figures | {"seconds": round(time.process_time() - started, 1)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("models", nargs="+")
+    measuring.add_argument("--calibration", default="demo")
+    measuring.add_argument("--evaluate", default="demo")
+    measuring.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "sparsellm-bits")
+    measuring.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    measuring.add_argument("--only", default="", help="the forms whose names a regular expression is found in")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.work.mkdir(exist_ok=True)
+    for seed in options.seeds:
+        for model in options.models:
+            measure(Task(model, options.calibration, options.evaluate, options.work), seed, options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Perplexity against bits a weight, as `python benchmarks/bits.py` measured it: table, chart and goals of docs/few-bits.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, stdev
+
+from measuring import MEASURED, markdown_table, read_figures
+from quality import svg_of
+
+from sparsellm.reports.figures import COLOURS, INK, new_figure, style
+
+FILE = MEASURED / "bits.json"
+MODELS = ("demo-opt", "demo-llama", "wt2-opt", "wt2-llama")
+
+DENSE, SYMMETRIC, SPARSE = "dense ", r"dense (?!.*zero points)", r"sparse |recovered "
+"""Forms that the goals compare, as regular expressions."""
+
+LINES = {
+    "dense, rounded to nearest": r"dense RTN",
+    "dense, GPTQ": r"dense GPTQ",
+    "dense, compensated": r"dense compensated",
+    "sparse, bf16": r"sparse bf16",
+    "sparse, int8": r"sparse int8",
+    "sparse, int4": r"sparse int4",
+    "sparse, int3": r"sparse int3",
+    "recovered, int4": r"recovered int4",
+}
+"""Lines of the chart."""
+
+FLOOR = 1e-3
+"""Excess below which the chart shows no difference: the text is too short for it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A form: its bits a weight and its excesses, one for each seed."""
+
+    form: str
+    bits: float
+    excesses: tuple[float, ...]
+
+    @property
+    def excess(self) -> float:
+        """Mean logarithm of the perplexity over that of the dense model."""
+        return mean(self.excesses)
+
+
+def points(model: str) -> list[Point]:
+    """Every measured form of a model, by bits."""
+    cells: dict[str, list[dict]] = {}
+    for key, cell in read_figures(FILE).items():
+        name, _, rest = key.partition(" | ")
+        form, _, _ = rest.rpartition(" | ")
+        if name == model and form:
+            cells.setdefault(form, []).append(cell)
+    found = [Point(x, mean(c["bits"] for c in some), tuple(c["excess"] for c in some)) for x, some in cells.items()]
+    return sorted(found, key=lambda point: point.bits)
+
+
+def frontier(some: Iterable[Point]) -> list[Point]:
+    """The forms that no other one beats with as few bits."""
+    best: list[Point] = []
+    for point in sorted(some, key=lambda x: (x.bits, x.excess)):
+        if not best or point.excess < best[-1].excess:
+            best.append(point)
+    return best
+
+
+def excess_at(some: Sequence[Point], bits: float) -> float | None:
+    """The least excess of forms at a budget. Between two forms, the layers are divided among them. None below the first."""
+    best = frontier(some)
+    if not best or bits < best[0].bits:
+        return None
+    for left, right in pairwise(best):
+        if bits < right.bits:
+            share = (bits - left.bits) / (right.bits - left.bits)
+            return left.excess + share * (right.excess - left.excess)
+    return best[-1].excess
+
+
+def matching(model: str, forms: str) -> list[Point]:
+    """The forms of a model whose names begin with a regular expression."""
+    return [point for point in points(model) if re.match(forms, point.form)]
+
+
+def table() -> list[str]:
+    """Bits and excess of each form on each model, seeds beside each other."""
+    found = {model: {point.form: point for point in points(model)} for model in MODELS}
+    forms = {form: point.bits for some in found.values() for form, point in some.items()}
+    rows = []
+    for form in sorted(forms, key=lambda x: (x.partition(" ")[0], forms[x])):
+        row = [form]
+        for model in MODELS:
+            point = found[model].get(form)
+            if point is None:
+                row += ["", ""]
+                continue
+            spread = f" ± {100 * stdev(point.excesses):.2f}" if len(point.excesses) > 1 else ""
+            row += [f"{point.bits:.2f}", f"{100 * point.excess:.2f}{spread}"]
+        rows.append(row)
+    return markdown_table(["form", *(text for model in MODELS for text in (f"{model}, bits", "excess, %"))], rows)
+
+
+def goals() -> list[str]:
+    """What was meant to be reached against the dense forms, and what was, on each model."""
+    rows = []
+    for model in MODELS:
+        for label, dense in (("all dense forms", DENSE), ("symmetric ones", SYMMETRIC)):
+            rivals, ours = matching(model, dense), matching(model, SPARSE)
+            if not rivals or not ours:
+                continue
+            few = [bits / 100 for bits in range(150, 251, 5)]
+            shares = [mine / rival for x in few if (rival := excess_at(rivals, x)) and (mine := excess_at(ours, x)) is not None]
+            mine, rival = excess_at(ours, 2.3), excess_at(rivals, 3.25)
+            budgets = [bits / 100 for bits in range(250, 451, 5)]
+            above = [x for x in budgets if (excess_at(ours, x) or 0) > (excess_at(rivals, x) or 0)]
+            where = f"{above[0]:.2f} to {above[-1]:.2f}, {len(above)} of {len(budgets)} budgets" if above else "nowhere"
+            largest = f"{max(shares):.2f}" if shares else ""
+            both = f"{100 * mine:.2f}, {100 * rival:.2f}" if mine is not None and rival is not None else ""
+            rows.append([model, label, largest, both, where])
+    head = ["model", "against", "largest share of the dense excess up to 2.5 bits (goal: 0.20)"]
+    head += ["excess at 2.3 bits, dense at 3.25, %", "above dense between 2.5 and 4.5 bits (goal: nowhere)"]
+    return markdown_table(head, rows, left=(0, 1, 4))
+
+
+def chart() -> str:
+    """Excess against bits for each model, as SVG whose colours follow the reader's system."""
+    with style():
+        figure = new_figure(7.2, 5.4)
+        for axes, model in zip(figure.subplots(2, 2).flat, MODELS, strict=True):
+            for (label, forms), colour in zip(LINES.items(), (INK, *COLOURS), strict=False):
+                best = frontier(matching(model, forms))
+                values = [max(point.excess, FLOOR) for point in best]
+                line = "--" if label.startswith("dense") else "-"
+                axes.plot([point.bits for point in best], values, line, color=colour, marker="o", markersize=3, label=label)
+            axes.set(title=model, yscale="log", xlim=(0.8, 8.4), ylim=(0.8 * FLOOR, 1))
+        handles = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
+        figure.supylabel("excess of the log-perplexity, logarithmic")
+        figure.supxlabel("bits a weight")
+    return svg_of(figure, "few-bits")
