@@ -1,0 +1,54 @@
+/* The functions for NEON, which every 64-bit ARM processor has: 8 columns a step. */
+
+typedef struct { float32x4_t low, high; } Pair;
+
+static ALWAYS_INLINE Pair pair_add(Pair a, Pair b) { return (Pair){vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+static ALWAYS_INLINE float pair_total(Pair a) { return vaddvq_f32(vaddq_f32(a.low, a.high)); }
+static ALWAYS_INLINE Pair pair_multiply(Pair sum, Pair v, const float *x) {
+    return (Pair){vfmaq_f32(sum.low, v.low, vld1q_f32(x)), vfmaq_f32(sum.high, v.high, vld1q_f32(x + 4))};
+}
+static ALWAYS_INLINE uint8x16_t pair_words(const uint16_t *p, uint64_t bits) {
+    return vqtbl1q_u8(vld1q_u8((const uint8_t *)p), vld1q_u8(word_places[bits & 255]));
+}
+static ALWAYS_INLINE uint8x16_t pair_numbers(const void *p, uint64_t bits) {
+    return vqtbl1q_u8(vld1q_u8((const uint8_t *)p), vld1q_u8(number_places[bits & 15]));
+}
+static ALWAYS_INLINE Pair pair_bfloat16(uint8x16_t bytes) {
+    uint16x8_t words = vreinterpretq_u16_u8(bytes);
+    return (Pair){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(words), 16)),
+                  vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(words), 16))};
+}
+static ALWAYS_INLINE Pair pair_float16(uint8x16_t bytes) {
+    float16x8_t halves = vreinterpretq_f16_u8(bytes);
+    return (Pair){vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
+}
+#define BITS(w, n) ((w) >> 8 * (n) & 255)
+#define NEON_BFLOAT16(v, p, w, n) (v = pair_bfloat16(pair_words(p, BITS(w, n))), p += __builtin_popcount(BITS(w, n)))
+#define NEON_FLOAT16(v, p, w, n) (v = pair_float16(pair_words(p, BITS(w, n))), p += __builtin_popcount(BITS(w, n)))
+#define NEON_FLOAT32(v, p, w, n)                                                                       \
+    (v.low = vreinterpretq_f32_u8(pair_numbers(p, BITS(w, n))), p += __builtin_popcount(BITS(w, n) & 15),  \
+     v.high = vreinterpretq_f32_u8(pair_numbers(p, BITS(w, n) >> 4)), p += __builtin_popcount(BITS(w, n) >> 4))
+#define NEON_DENSE(v, p, w, n) (v = pair_bfloat16(vld1q_u8((const uint8_t *)(p))), p += 8, (void)(w))
+#define NEON_PLACE_WORDS(to, p, w) \
+    (vst1q_u8((uint8_t *)(to), pair_words(p, w)), p += __builtin_popcount((w) & 255))
+#define NEON_PLACE_NUMBERS(to, p, w) \
+    (vst1q_u8((uint8_t *)(to), pair_numbers(p, w)), p += __builtin_popcount((w) & 15))
+#define NEON_LOAD(p) vld1q_u8((const uint8_t *)(p))
+
+#define SET neon
+#define TARGET
+#define LANES 8
+#define SUM Pair
+#define ZERO ((Pair){vdupq_n_f32(0), vdupq_n_f32(0)})
+#define MULTIPLY pair_multiply
+#define TOTAL pair_total
+#define ADD pair_add
+#define ROWS(tokens) (tokens == 8 ? 1 : 2)
+#define STEP_FLOAT32 NEON_FLOAT32
+#define STEP_BFLOAT16 NEON_BFLOAT16
+#define STEP_FLOAT16 NEON_FLOAT16
+#define STEP_DENSE NEON_DENSE
+#include "kernels_types.h"
+DECODE(decode_words_neon, , uint16_t, 8, NEON_PLACE_WORDS)
+DECODE(decode_numbers_neon, , uint32_t, 4, NEON_PLACE_NUMBERS)
+READ_ROWS(read_neon, , uint8x16_t, NEON_LOAD, vorrq_u8)
