@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +11,15 @@ from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.quantization import group_count
 from sparsellm.sparse.bitmask import PADDING
-from sparsellm.sparse.kernels import TILE
+from sparsellm.sparse.kernels import decode as decode_rows
+from sparsellm.sparse.kernels import packed_linear
 from sparsellm.sparse.linear import RUNNING, PackedLinear, Product
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
 
 
 class QuantizedLinear(PackedLinear):
-    """A linear layer whose weight is a `QuantizedBitmask`: scales times integers, which are not rounded to the layer's dtype.
+    """A linear layer whose weight is a `QuantizedBitmask`: scales times integers.
 
     The weight is not trained; gradients pass through the layer. Its scales stay in bfloat16 when the module is moved to another
     dtype. `state_dict` returns the stored form (`sparsellm.sparse.quantized_encoding`), and `load_state_dict` accepts it.
@@ -98,26 +98,23 @@ class QuantizedLinear(PackedLinear):
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded weight in a dtype, (out, in)."""
-        return self.quantized.to_dense(dtype=dtype)
+        return decode_rows(self.quantized, dtype=dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) without the bias."""
-        return quantized_linear(
-            x,
-            self.mask,
-            self.values,
-            self.row_starts,
-            self.scales,
-            columns=self.in_features,
-            bits=self.bits,
-            group_size=self.group_size,
-        )
+        return self._multiply(x, None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        trained = torch.is_grad_enabled() and x.requires_grad
-        outputs: Tensor = Product.apply(x, self) if trained else self.product(x)  # type: ignore[no-untyped-call]
-        return outputs if self.bias is None else outputs + self.bias
+        if torch.is_grad_enabled() and x.requires_grad:
+            outputs: Tensor = Product.apply(x, self)  # type: ignore[no-untyped-call]
+            return outputs if self.bias is None else outputs + self.bias
+        return self._multiply(x, self.bias)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Map (..., in) to (..., out) by the kernels."""
+        options = {"columns": self.in_features, "group_size": self.group_size}
+        return packed_linear(x, self.mask, self.values, self.row_starts, scales=self.scales, bias=bias, **options)
 
     def extra_repr(self) -> str:
         """Describe the layer."""
@@ -151,42 +148,3 @@ class QuantizedLinear(PackedLinear):
             )
         shape = self.out_features, self.in_features
         self.assign_quantized(decode_quantized(parts, shape, self.dtype, bits=self.bits, group_size=self.group_size))
-
-
-def quantized_linear(
-    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, scales: Tensor, *, columns: int, bits: int, group_size: int
-) -> Tensor:
-    """Multiply tokens by the matrix that the parts of a `QuantizedBitmask` are: (..., in) to (..., out) of x's dtype."""
-    if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.sparsellm.quantized_linear(
-            x, mask, values, row_starts, scales, columns=columns, bits=bits, group_size=group_size
-        )
-        return result
-    if x.shape[-1] != columns:
-        raise InvalidSetting(f"x has {x.shape[-1]} columns, and the packed matrix {columns}.")
-    rows = len(mask)
-    weight = QuantizedBitmask((rows, columns), mask, values, row_starts, scales, bits=bits, group_size=group_size)
-    step = max(1, TILE // max(columns, 1))
-    tokens = x.reshape(-1, columns)
-    out = x.new_empty((len(tokens), rows))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        dense = weight.to_dense(start, stop)
-        out[:, start:stop] = torch.nn.functional.linear(tokens.float(), dense)
-    return out.view(*x.shape[:-1], rows)
-
-
-def _quantized_linear_shape(
-    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, scales: Tensor, **sizes: Any
-) -> Tensor:
-    """The result of `quantized_linear` without its numbers, for tracing."""
-    return x.new_empty((*x.shape[:-1], mask.shape[0]))
-
-
-torch.library.define(
-    "sparsellm::quantized_linear",
-    "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, Tensor scales, *, "
-    "SymInt columns, SymInt bits, SymInt group_size) -> Tensor",
-)
-torch.library.impl("sparsellm::quantized_linear", "default", quantized_linear)
-torch.library.register_fake("sparsellm::quantized_linear", _quantized_linear_shape)
