@@ -44,7 +44,7 @@ def test_json_has_the_same_facts() -> None:
 
 def test_missing_parts_say_how_to_get_them() -> None:
     with (
-        mock.patch.object(kernels, "_library", return_value=None),
+        mock.patch.object(kernels, "load_library", return_value=None),
         mock.patch.object(doctor, "_version", lambda package: None if package == "matplotlib" else "1.0"),
     ):
         text = " ".join(CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "80"}).stdout.split())

@@ -16,10 +16,12 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 from typer.testing import Result
 
+import sparsellm
 from tests.conftest import save_small
 from tests.fuzzing import Changed, either, limited, mutated, replaced
 
 INPUTS = 20
+PACKED_INPUTS = 120
 
 Command = Callable[..., Result]
 
@@ -135,6 +137,33 @@ def test_changed_files_end_in_one_message(
     counts.append(f"{name:30} {verb:9} {INPUTS:5} {statuses.count(0):8} {refused:7} {len(failures):9}")
     assert not failures, "\n".join(failures)
     assert refused > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "sparsellm.json"])
+def test_changed_packed_files_fail_verification_in_one_message(
+    name: str, folders: dict[str, Path], tmp_path: Path, command: Command
+) -> None:
+    """Any other bytes fail, except in the report, where space between values means nothing."""
+    packed = tmp_path / "packed"
+    sparsellm.pack(folders["pruned"], packed)
+    file = packed / name
+    sound = file.read_bytes()
+    change: Changed = mutated([sound])
+    if name.endswith(".json"):
+        change = either(change, replaced([json.loads(sound)]))
+    random, there, statuses = Random(name), sorted(packed.iterdir()), list[int]()
+    for _ in range(PACKED_INPUTS):
+        file.write_bytes(change(random))
+        with limited(60):
+            result = command("verify", packed)
+        assert not _fault(result), file.read_bytes()[:400]
+        statuses.append(result.exit_code)
+        assert (result.exit_code == 0) <= (file.read_bytes() == sound or name == "sparsellm.json")
+    assert statuses.count(1) > 0.9 * PACKED_INPUTS
+    assert (sorted(packed.iterdir()), sorted(tmp_path.iterdir())) == (there, [packed])
+    file.write_bytes(sound)
+    assert command("verify", packed).exit_code == 0
 
 
 def _fault(result: Result) -> str:

@@ -207,19 +207,29 @@ def test_perplexity_is_that_of_the_dense_model(packed_models: Callable[..., tupl
     assert packed_layers(model)[0].values.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["wt2-llama", long_unless(False, "wt2-opt")])
-def test_trained_model_writes_the_same_two_hundred_tokens(name: str, tmp_path: Path) -> None:
-    trained = SHARED / "models" / name
-    if not trained.is_dir():
-        pytest.skip(f"needs the trained model {name} in {trained.parent}")
-    sparsellm.prune(str(trained), "magnitude", "70%").save_pretrained(tmp_path / "pruned")
-    pack(tmp_path / "pruned", tmp_path / "packed")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", dtype=torch.float32)
-    model = sparsellm.load(tmp_path / "packed", dtype=torch.float32)
-    assert len(packed_layers(model)) > 30
-    inputs = AutoTokenizer.from_pretrained(trained)("The history of the town begins", return_tensors="pt")
-    settings = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
-    assert torch.equal(model.generate(**inputs, **settings), dense.generate(**inputs, **settings))
+@pytest.mark.parametrize(
+    "name", [long_unless(name == "demo:opt", name) for name in ("demo:opt", "demo:llama", "wt2-opt", "wt2-llama")]
+)
+def test_trained_model_predicts_and_writes_as_the_dense_one(name: str, tmp_path: Path) -> None:
+    """Perplexity, and 200 greedy tokens in float32 with the scores of all tokens at each of them."""
+    trained = name if name.startswith("demo:") else str(SHARED / "models" / name)
+    if name.startswith("wt2") and not Path(trained).is_dir():
+        pytest.skip(f"needs the trained model {name} in {SHARED / 'models'}")
+    dense_folder, folder = tmp_path / "pruned", tmp_path / "packed"
+    sparsellm.prune(trained, "magnitude", "70%").save_pretrained(dense_folder)
+    pack(dense_folder, folder)
+    for dtype in ("bfloat16", "float32"):
+        measured = [sparsellm.evaluate(x, "demo", dtype=dtype, evaluate_limit=2).perplexity for x in (dense_folder, folder)]
+        assert measured[1]["demo"].value == pytest.approx(measured[0]["demo"].value, rel=1e-6)
+    dense = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32)
+    model = sparsellm.load(folder, dtype=torch.float32)
+    assert len(packed_layers(model)) > 20
+    inputs = AutoTokenizer.from_pretrained(folder)("The history of the town begins", return_tensors="pt")
+    settings: dict[str, Any] = {"max_new_tokens": 200, "min_new_tokens": 200, "do_sample": False}
+    written = [x.generate(**inputs, **settings, return_dict_in_generate=True, output_logits=True) for x in (model, dense)]
+    assert torch.equal(*(x.sequences for x in written))
+    assert written[0].sequences.shape[1] == inputs.input_ids.shape[1] + 200
+    torch.testing.assert_close(*(torch.stack(x.logits) for x in written), rtol=1e-3, atol=1e-3)
 
 
 def test_evaluate_prints_the_perplexity_of_a_packed_folder(

@@ -69,8 +69,9 @@ class Bench(Summarized):
 
     @property
     def machine(self) -> str:
-        """The device, and the kernel that the packed weights were multiplied by."""
-        return f"{self.environment.get('device', 'an unknown device')}, kernel: {self.environment.get('kernel', 'unknown')}"
+        """The device, and the kernel that multiplied by the packed weights."""
+        kernel = self.environment.get("kernel", "none")
+        return f"{self.environment.get('device', 'cpu')} {'without a' if kernel == 'none' else f'with the {kernel}'} kernel"
 
     def summary(self) -> dict[str, str]:
         """Size and speeds."""

@@ -36,14 +36,15 @@
 #endif
 
 enum {
-    VERSION = 2, /* kernels.py has the same; a library of another version is not used */
+    VERSION = 3, /* kernels.py has the same; a library of another version is not used */
     GROUP = 64,
     PAGE = 4096,
     MAX_TOKENS = 8,
     MAX_CHUNKS = 2048,
+    MAX_SCALE_WORDS = 1 << 14, /* words of 64 columns with one scale: kernels_vnni.h */
     ROW_STEP = 4,     /* chunks are multiples of the rows that are taken at once */
 };
-enum { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
+enum { FLOAT32, BFLOAT16, FLOAT16, INT8, INT4, DTYPES };
 enum { PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
 
 /* Ask for memory that is read soon, into the second cache: into the first one, or less far ahead, it is slower by up to a half
@@ -51,10 +52,12 @@ enum { PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, INSTRUCTION_SETS };
    behind the end does no harm. */
 #define PREFETCH(p) __builtin_prefetch((const char *)(p) + 32768, 0, 2)
 
+#include "kernels_numbers.h"
+
 typedef struct Job Job;
 typedef void Function(const Job *, int64_t row, int64_t stop);
 struct Job {
-    Function *function;
+    Function *function, *other; /* the other one for x that is not finite, if it makes a difference */
     const void *x;     /* (padded tokens, stride) float, or bfloat16 for the kernels that multiply it */
     int64_t stride;    /* columns, padded to groups */
     int64_t tokens;
@@ -62,44 +65,15 @@ struct Job {
     const void *values;
     const int64_t *row_starts;
     int64_t rows, columns, groups;
+    const uint16_t *scales;            /* of integers: (rows, scale_groups) bfloat16 */
+    int64_t scale_groups, scale_words; /* scales of a row, and groups of 64 columns that have one */
+    int value_dtype;
+    const char *starts;                /* what the sums of each token and each scale begin with: kernels_vnni.h */
+    float factors[MAX_TOKENS];         /* of each prepared token */
     const void *bias;  /* of x's type, or NULL */
     void *out;         /* (tokens, rows) of x's type; (rows, columns) of a decoded matrix */
     int dtype;         /* of x, bias and out: FLOAT32 or BFLOAT16 */
 };
-
-static ALWAYS_INLINE uint64_t read_mask(const uint8_t *p) {
-    uint64_t w;
-    memcpy(&w, p, 8);
-    return w;
-}
-
-static ALWAYS_INLINE float from_bits(uint32_t bits) {
-    float number;
-    memcpy(&number, &bits, 4);
-    return number;
-}
-
-static ALWAYS_INLINE uint32_t to_bits(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
-    return bits;
-}
-
-static ALWAYS_INLINE float from_bfloat16(uint16_t bits) { return from_bits((uint32_t)bits << 16); }
-
-static ALWAYS_INLINE float from_float16(uint16_t bits) {
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
-    if (rest >= 0x7c00) return from_bits(sign | 0x7f800000 | rest << 13);
-    if (rest >= 0x400) return from_bits(sign | ((rest << 13) + (112u << 23)));
-    float number = (float)rest * 0x1p-24f; /* subnormal or zero */
-    return sign ? -number : number;
-}
-
-static ALWAYS_INLINE uint16_t to_bfloat16(float number) {
-    uint32_t bits = to_bits(number);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 static ALWAYS_INLINE int padded_tokens(int64_t tokens) { return tokens <= 2 ? (int)tokens : tokens <= 4 ? 4 : MAX_TOKENS; }
 
@@ -113,6 +87,23 @@ static ALWAYS_INLINE void store(const Job *job, int64_t token, int64_t row, floa
     }
 }
 
+/* Write 64 integers of a row, times their scale, as out's type; fewer if the row ends before. */
+static ALWAYS_INLINE void write_scaled(const Job *job, int64_t row, int64_t group, const float *integers) {
+    float numbers[GROUP], scale = from_bfloat16(job->scales[row * job->scale_groups + group / job->scale_words]);
+    uint16_t words[GROUP];
+    int64_t count = job->columns - group * GROUP < GROUP ? job->columns - group * GROUP : GROUP, first = row * job->columns + group * GROUP;
+    for (int i = 0; i < GROUP; i++) numbers[i] = integers[i] * scale;
+    if (job->dtype == FLOAT32) {
+        memcpy((float *)job->out + first, numbers, (size_t)count * 4);
+        return;
+    }
+    if (job->dtype == BFLOAT16)
+        for (int i = 0; i < GROUP; i++) words[i] = to_bfloat16(numbers[i]);
+    else
+        for (int i = 0; i < GROUP; i++) words[i] = to_float16(numbers[i]);
+    memcpy((uint16_t *)job->out + first, words, (size_t)count * 2);
+}
+
 static ALWAYS_INLINE void pause_briefly(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -121,15 +112,17 @@ static ALWAYS_INLINE void pause_briefly(void) {
 #endif
 }
 
-/* Byte indices that move the kept ones of 8 words, or 4 numbers, to their columns; 0x80 makes a zero. */
-static uint8_t word_places[256][16], number_places[16][16];
+/* Byte indices that move the kept ones of 8 bytes, 8 words, or 4 numbers, to their columns; 0x80 makes a zero. */
+static uint8_t byte_places[256][8], word_places[256][16], number_places[16][16];
 
 __attribute__((constructor)) static void fill_tables(void) {
+    memset(byte_places, 0x80, sizeof byte_places);
     memset(word_places, 0x80, sizeof word_places);
     memset(number_places, 0x80, sizeof number_places);
     for (int mask = 0; mask < 256; mask++)
         for (int column = 0, kept = 0; column < 8; column++) {
             if (!(mask >> column & 1)) continue;
+            byte_places[mask][column] = (uint8_t)kept;
             for (int byte = 0; byte < 2; byte++) word_places[mask][2 * column + byte] = (uint8_t)(2 * kept + byte);
             if (mask < 16)
                 for (int byte = 0; byte < 4; byte++) number_places[mask][4 * column + byte] = (uint8_t)(4 * kept + byte);
@@ -153,7 +146,8 @@ EXPORT int sparsellm_instruction_sets(void) {
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & 6) == 6 && b >> 5 & 1) sets |= 1 << AVX2;
     const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* avx512 f dq bw vl */
-    if ((low & 0xe6) != 0xe6 || (b & wide) != wide || !(c >> 6 & 1)) return sets; /* vbmi2 */
+    const unsigned bytes = 1u << 1 | 1u << 6 | 1u << 11;               /* vbmi vbmi2 vnni */
+    if ((low & 0xe6) != 0xe6 || (b & wide) != wide || (c & bytes) != bytes) return sets;
     sets |= 1 << AVX512;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) sets |= 1 << AVX512_BF16;
 #endif
@@ -162,13 +156,19 @@ EXPORT int sparsellm_instruction_sets(void) {
 
 EXPORT int sparsellm_version(void) { return VERSION; }
 
-/* Copy x (tokens, columns) to rows of `stride` numbers, padded by zeros. */
-static void prepare(void *to, const void *x, int from_dtype, int to_dtype, const Job *job) {
+/* Copy x (tokens, columns) to rows of `stride` numbers of a type, padded by zeros. */
+static void prepare(Job *job, char *to, const void *x, int to_dtype) {
+#ifdef X86
+    if (to_dtype == INT8 && prepare_planes(job, to, x)) return;
+#endif
+    if (to_dtype == INT8) job->function = job->other, to_dtype = FLOAT32;
     size_t width = to_dtype == BFLOAT16 ? 2 : 4;
     memset(to, 0, (size_t)padded_tokens(job->tokens) * (size_t)job->stride * width);
+    job->x = to;
     for (int64_t t = 0; t < job->tokens; t++) {
-        char *row = (char *)to + (size_t)(t * job->stride) * width;
-        if (from_dtype == to_dtype) {
+        char *row = to + (size_t)(t * job->stride) * width;
+        job->factors[t] = 1;
+        if (job->dtype == to_dtype) {
             memcpy(row, (const char *)x + (size_t)(t * job->columns) * width, (size_t)job->columns * width);
             continue;
         }
@@ -177,10 +177,17 @@ static void prepare(void *to, const void *x, int from_dtype, int to_dtype, const
     }
 }
 
-/* Prepare x, if any, and run a job. Returns 0, or -1 if there is no memory. */
+/* Bytes of prepared x: float32 or bfloat16, or bytes and what their sums begin with. */
+static size_t scratch_bytes(const Job *job, int x_dtype) {
+    int64_t width = x_dtype == INT8 ? (job->groups + job->scale_groups) * 3 * GROUP : job->stride * 4;
+    return (size_t)(padded_tokens(job->tokens) * width) + 64;
+}
+
+/* Prepare x, if any, and run a job. x_dtype INT8 is three bytes for a number, or float32 and the job's other function if a number
+   is not finite. Returns 0, or -1 if there is no memory. */
 static int run(Job *job, const void *x, int x_dtype, int threads) {
     int pooled = !atomic_flag_test_and_set(&pool.busy);
-    size_t bytes = x ? (size_t)padded_tokens(job->tokens) * (size_t)job->stride * 4 + 64 : 0;
+    size_t bytes = !x ? 0 : scratch_bytes(job, x_dtype) > scratch_bytes(job, FLOAT32) ? scratch_bytes(job, x_dtype) : scratch_bytes(job, FLOAT32);
     void *own = NULL, *scratch = NULL;
     if (x && pooled) {
         if (pool.scratch_bytes < bytes) {
@@ -196,10 +203,7 @@ static int run(Job *job, const void *x, int x_dtype, int threads) {
         if (pooled) atomic_flag_clear(&pool.busy);
         return -1;
     }
-    if (x) {
-        job->x = (void *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
-        prepare((void *)job->x, x, job->dtype, x_dtype, job);
-    }
+    if (x) prepare(job, (char *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63), x, x_dtype);
     if (pooled) {
         run_with_pool(job, threads);
         atomic_flag_clear(&pool.busy);
@@ -210,38 +214,62 @@ static int run(Job *job, const void *x, int x_dtype, int threads) {
     return 0;
 }
 
+/* Take the scales of integers, one for each group_size columns; 0 for whole rows. */
+static void add_scales(Job *job, const uint16_t *scales, int64_t group_size) {
+    job->scales = scales;
+    job->scale_words = group_size && group_size < job->columns ? group_size / GROUP : job->groups;
+    job->scale_groups = job->groups ? (job->groups + job->scale_words - 1) / job->scale_words : 0;
+}
+
 /* out = x W' + bias, for x (tokens, columns), MAX_TOKENS at a time. Without a mask, W is dense bfloat16. `set` is one that
-   sparsellm_instruction_sets names. x, bias and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
+   sparsellm_instruction_sets names. Integers have bfloat16 scales (rows, groups of group_size columns; 0 for whole rows). x, bias
+   and out are of x_dtype, FLOAT32 or BFLOAT16. Returns 0, or -1 without memory. */
 EXPORT int sparsellm_matmul(int set, int threads, const void *x, int x_dtype, int64_t tokens, const uint8_t *mask,
-                            const void *values, int value_dtype, const int64_t *row_starts, int64_t rows, int64_t columns,
-                            const void *bias, void *out) {
+                            const void *values, int value_dtype, const int64_t *row_starts, const uint16_t *scales,
+                            int64_t group_size, int64_t rows, int64_t columns, const void *bias, void *out) {
     if (tokens == 0 || rows == 0) return 0;
     int64_t groups = (columns + GROUP - 1) / GROUP;
     Job job = {.stride = groups * GROUP, .tokens = tokens, .mask = mask, .values = values, .row_starts = row_starts,
-               .rows = rows, .columns = columns, .groups = groups, .bias = bias, .out = out, .dtype = x_dtype};
-    int kernel = value_dtype, dtype = FLOAT32;
-    if (mask == NULL) kernel = DENSE_VALUES;
+               .rows = rows, .columns = columns, .groups = groups, .bias = bias, .out = out, .dtype = x_dtype,
+               .value_dtype = value_dtype};
+    int kernel = value_dtype, other = DECODE_WORDS, dtype = FLOAT32;
+    if (scales) {
+        add_scales(&job, scales, group_size);
+        kernel = other = value_dtype == INT8 ? INT8_FLOATS : INT4_FLOATS;
+        if (set >= AVX512 && job.scale_words <= MAX_SCALE_WORDS) {
+            kernel = value_dtype == INT8 ? INT8_PLANES : INT4_PLANES;
+            dtype = INT8;
+        }
+    } else if (mask == NULL) {
+        kernel = DENSE_VALUES;
+    }
     if (set == AVX512_BF16 && value_dtype == BFLOAT16 && x_dtype == BFLOAT16) {
         kernel = mask ? BFLOAT16_PAIRS : DENSE_PAIRS;
         dtype = BFLOAT16;
     }
-    job.function = functions[set][kernel];
     size_t width = x_dtype == BFLOAT16 ? 2 : 4;
     for (int64_t t = 0; t < tokens; t += MAX_TOKENS) {
         job.tokens = tokens - t < MAX_TOKENS ? tokens - t : MAX_TOKENS;
         job.out = (char *)out + (size_t)(t * rows) * width;
+        job.function = functions[set][kernel], job.other = functions[set][other];
         if (run(&job, (const char *)x + (size_t)(t * columns) * width, dtype, threads)) return -1;
     }
     return 0;
 }
 
-/* Decode rows start to stop into out (stop - start, columns): `width` bytes a value. */
-EXPORT void sparsellm_decode(int set, int threads, const uint8_t *mask, const void *values, int width,
-                             const int64_t *row_starts, int64_t start, int64_t stop, int64_t columns, void *out) {
+/* Decode rows start to stop into out (stop - start, columns): values as they are, and integers times their scales as out_dtype. */
+EXPORT void sparsellm_decode(int set, int threads, const uint8_t *mask, const void *values, int value_dtype,
+                             const int64_t *row_starts, const uint16_t *scales, int64_t group_size, int64_t start, int64_t stop,
+                             int64_t columns, int out_dtype, void *out) {
+    static const int kernels[] = {DECODE_NUMBERS, DECODE_WORDS, DECODE_WORDS, DECODE_INT8, DECODE_INT4};
     int64_t groups = (columns + GROUP - 1) / GROUP;
     Job job = {.mask = mask + start * groups * 8, .values = values, .row_starts = row_starts + start,
-               .rows = stop - start, .columns = columns, .groups = groups, .out = out};
-    job.function = width == 2 ? functions[set][DECODE_WORDS] : functions[set][DECODE_NUMBERS];
+               .rows = stop - start, .columns = columns, .groups = groups, .out = out, .dtype = out_dtype};
+    if (scales) {
+        add_scales(&job, scales, group_size);
+        job.scales += start * job.scale_groups;
+    }
+    job.function = functions[set][kernels[value_dtype]];
     run(&job, NULL, FLOAT32, threads);
 }
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-import warnings
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +13,8 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.runtime.memory import available as available_memory
 from sparsellm.sparse.bitmask import Bitmask
+from sparsellm.sparse.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_library, warn_missing
+from sparsellm.sparse.quantization import QuantizedBitmask
 
 MAX_TOKENS = 16
 """Tokens up to which the kernels multiply, in passes of 8. From there on, torch's product with decoded rows takes less time."""
@@ -29,75 +28,16 @@ PIECE = 2**24
 PAGE = 4096
 """Bytes of a page, as in kernels.c: reads are of whole pages."""
 
-INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
-"""In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI2."""
-
-LIBRARY = Path(__file__).with_name("_kernels.so")
-
-_VERSION = 2
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-MISSING = (
-    "The kernels for packed models are not compiled, so these run slower than dense ones. "
-    "Install a C compiler (gcc or clang), then sparsellm again; sparsellm doctor prints the command."
-)
-
-
-class _Library:
-    """The compiled functions, and the number of the instruction set in use."""
-
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        if library.sparsellm_version() != _VERSION:
-            raise OSError(f"{path} was compiled from another version")
-        present = library.sparsellm_instruction_sets()
-        self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
-        self.number = INSTRUCTION_SETS.index(self.names[-1])
-        library.sparsellm_use_openmp(_openmp())
-        number, count, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self.matmul = library.sparsellm_matmul
-        self.matmul.argtypes = [number, number, pointer, number, count, pointer, pointer, number]
-        self.matmul.argtypes += [pointer, count, count, pointer, pointer]
-        self.decode = library.sparsellm_decode
-        self.decode.argtypes = [number, number, pointer, pointer, number, pointer, count, count, count, pointer]
-        self.decode.restype = None
-        self.read = library.sparsellm_read
-        self.read.argtypes = [number, number, pointer, count]
-        self.read.restype = None
-
-
-def _openmp() -> ctypes.c_void_p | None:
-    """The function that starts the threads of torch's OpenMP library; None if torch has another one, or none."""
-    try:
-        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
-    except (OSError, AttributeError):
-        return None
-
-
-@cache
-def _library() -> _Library | None:
-    """The library beside this file; None if it is missing or of another version."""
-    try:
-        return _Library(LIBRARY)
-    except (OSError, AttributeError):
-        return None
-
-
-@cache
-def _warn() -> None:
-    """Warn once that the kernels are missing."""
-    warnings.warn(MISSING, RuntimeWarning, stacklevel=3)
-
 
 def available() -> str | None:
     """Return the name of the instruction set in use; None without the compiled library."""
-    library = _library()
+    library = load_library()
     return None if library is None else INSTRUCTION_SETS[library.number]
 
 
 def instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor and the library have, the preferred one last."""
-    library = _library()
+    library = load_library()
     return [] if library is None else list(library.names)
 
 
@@ -110,17 +50,22 @@ def set_instruction_set(name: str | None) -> None:
     Raises:
         InvalidSetting: This processor or the library does not have it.
     """
-    library = _library()
+    library = load_library()
     names = instruction_sets()
     if library is None or name not in (None, *names):
         raise InvalidSetting(f"instruction set got {name!r}; this machine has {', '.join(names) or 'no compiled kernels'}.")
     library.number = INSTRUCTION_SETS.index(name or names[-1])
 
 
-def matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None = None) -> Tensor:
     """Multiply tokens by a matrix: x Wᵀ + bias, with sums in float32.
 
     The bits of the result do not depend on the number of threads. With AVX-512 BF16, subnormal bfloat16 numbers count as zero.
+
+    Up to `MAX_TOKENS` tokens are multiplied by the integers of a quantized matrix, and their sums by its scales. With AVX-512,
+    x is rounded for this to multiples of 2^-22 times a power of two above all numbers of the token: bfloat16 numbers stay as
+    they are, unless they are 2^14 times smaller than the largest one. For more tokens, each product of a scale and an integer
+    is rounded to x's dtype, as `sparsellm unpack` rounds to the model's.
 
     Args:
         x: (tokens, in) float32, bfloat16 or float16.
@@ -133,11 +78,21 @@ def matmul(x: Tensor, weight: Bitmask, bias: Tensor | None = None) -> Tensor:
     Raises:
         InvalidSetting: Shapes do not match, or a gradient is asked for.
     """
-    return packed_linear(x, weight.mask, weight.values, weight.row_starts, columns=weight.shape[1], bias=bias)
+    scales, group_size = (weight.scales, weight.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    parts = weight.mask, weight.values, weight.row_starts
+    return packed_linear(x, *parts, columns=weight.shape[1], scales=scales, group_size=group_size, bias=bias)
 
 
 def packed_linear(
-    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, *, columns: int, bias: Tensor | None = None
+    x: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    row_starts: Tensor,
+    *,
+    columns: int,
+    scales: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply tokens by a matrix that is given by its parts, as `matmul` does with them together.
 
@@ -145,17 +100,21 @@ def packed_linear(
 
     Args:
         x: (..., in) float32, bfloat16 or float16.
-        mask: The bits of a `Bitmask`.
+        mask: The bits of a `Bitmask` or a `QuantizedBitmask`.
         values: Its values.
         row_starts: The positions of its rows.
         columns: in.
+        scales: (out, groups) bfloat16 scales of a `QuantizedBitmask`.
+        group_size: Columns that share a scale; 0 for whole rows.
         bias: (out,) of x's dtype.
 
     Returns:
         (..., out) of x's dtype.
     """
     if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.sparsellm.packed_linear(x, mask, values, row_starts, columns=columns, bias=bias)
+        operator = torch.ops.sparsellm.packed_linear
+        options = {"columns": columns, "scales": scales, "group_size": group_size, "bias": bias}
+        result: Tensor = operator(x, mask, values, row_starts, **options)
         return result
     shape = x.shape
     if shape[-1] != columns:
@@ -164,10 +123,15 @@ def packed_linear(
         raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
     rows = len(row_starts) - 1
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
-    library = _library()
+    library = load_library()
     if library is None or not 0 < tokens <= MAX_TOKENS or not x.is_cpu:
-        return _multiply_tiles(x, Bitmask((rows, columns), mask, values, row_starts), bias)
-    parts = (mask.data_ptr(), values.data_ptr(), _DTYPES[values.dtype], row_starts.data_ptr())
+        weight: Bitmask | QuantizedBitmask = Bitmask((rows, columns), mask, values, row_starts)
+        if scales is not None:
+            bits = 8 if values.dtype is torch.int8 else 4
+            weight = QuantizedBitmask((rows, columns), mask, values, row_starts, scales, bits, group_size)
+        return _multiply_tiles(x, weight, bias)
+    scales_at = None if scales is None else scales.data_ptr()
+    parts = (mask.data_ptr(), values.data_ptr(), TYPES[values.dtype], row_starts.data_ptr(), scales_at, group_size)
     return _call(library, x, parts, shape=(rows, columns), bias=bias)
 
 
@@ -181,7 +145,7 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (tokens, out) of x's dtype.
     """
-    library = _library()
+    library = load_library()
     rows, columns = weight.shape
     if library is None or len(x) > MAX_TOKENS:
         return (x @ weight.to(x.dtype).T).to(x.dtype)
@@ -189,26 +153,52 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
         raise InvalidSetting(
             f"A contiguous bfloat16 weight of {x.shape[-1]} columns is needed, got {weight.dtype}, {weight.shape}."
         )
-    return _call(library, x, (None, weight.data_ptr(), _DTYPES[weight.dtype], None), shape=(rows, columns))
+    return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
 
 
-def decode(weight: Bitmask, start: int = 0, stop: int | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Decode rows `start` to `stop` of a matrix, as `Bitmask.to_dense` does: (stop - start, in), into `out` if it is given."""
-    library = _library()
+def decode(
+    weight: Bitmask | QuantizedBitmask,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decode rows of a matrix, as its `to_dense` does.
+
+    Args:
+        weight: The (out, in) matrix.
+        start: The first row.
+        stop: The row behind the last one; None for all.
+        dtype: The dtype to which a quantized matrix is rounded, float32 by default. A `Bitmask` has its own.
+        out: (stop - start, in) of that dtype, contiguous, to write to.
+
+    Returns:
+        (stop - start, in).
+    """
+    library = load_library()
     stop = weight.shape[0] if stop is None else stop
+    scales, group_size = (weight.scales, weight.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
+    dtype = weight.values.dtype if scales is None else dtype or torch.float32
     if library is None or not weight.values.is_cpu:
-        return weight.to_dense(start, stop)
-    dense = weight.values.new_empty((stop - start, weight.shape[1])) if out is None else out
+        dense = (
+            weight.to_dense(start, stop, dtype=dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(start, stop)
+        )
+        return dense if out is None else out.copy_(dense)
+    dense = weight.mask.new_empty((stop - start, weight.shape[1]), dtype=dtype) if out is None else out
     library.decode(
         library.number,
         torch.get_num_threads(),
         weight.mask.data_ptr(),
         weight.values.data_ptr(),
-        weight.values.element_size(),
+        TYPES[weight.values.dtype],
         weight.row_starts.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        group_size,
         start,
         stop,
         weight.shape[1],
+        TYPES[dtype],
         dense.data_ptr(),
     )
     return dense
@@ -216,7 +206,7 @@ def decode(weight: Bitmask, start: int = 0, stop: int | None = None, *, out: Ten
 
 def read_seconds(tensors: Iterable[Tensor]) -> float:
     """Seconds that all threads together take to read contiguous tensors once, as fast as memory delivers them."""
-    library, threads = _library(), torch.get_num_threads()
+    library, threads = load_library(), torch.get_num_threads()
     started = time.perf_counter()
     for tensor in tensors:
         if library is None:
@@ -234,13 +224,13 @@ def stream_bandwidth() -> float:
 
 
 def _call(
-    library: _Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
+    library: Library, x: Tensor, parts: tuple[int | None, ...], *, shape: tuple[int, int], bias: Tensor | None = None
 ) -> Tensor:
     """Multiply at most `MAX_TOKENS` tokens by a matrix of a shape: its mask, values, their type and its rows' positions."""
     dtype = x.dtype
     if dtype is torch.float16:
         x, bias = x.float(), None if bias is None else bias.float()
-    elif dtype not in _DTYPES:
+    elif dtype not in TYPES:
         raise InvalidSetting(f"x is {dtype}; float32, bfloat16 or float16 is needed.")
     if bias is not None and bias.dtype is not x.dtype:
         raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
@@ -252,7 +242,7 @@ def _call(
         library.number,
         torch.get_num_threads(),
         x.data_ptr(),
-        _DTYPES[x.dtype],
+        TYPES[x.dtype],
         tokens,
         *parts,
         rows,
@@ -265,35 +255,35 @@ def _call(
     return out if dtype is x.dtype else out.to(dtype)
 
 
-def _multiply_tiles(x: Tensor, weight: Bitmask, bias: Tensor | None) -> Tensor:
+def _multiply_tiles(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None) -> Tensor:
     """Multiply tokens by decoded rows, a tile at a time."""
-    if _library() is None and x.is_cpu:
-        _warn()
+    if load_library() is None and x.is_cpu:
+        warn_missing()
     rows, columns = weight.shape
     step = max(1, TILE // max(columns, 1))
     tokens = x.reshape(-1, columns)
-    dtype = torch.promote_types(x.dtype, weight.values.dtype)
+    stored = x.dtype if isinstance(weight, QuantizedBitmask) else weight.values.dtype
+    dtype = torch.promote_types(x.dtype, stored)
     out = x.new_empty((len(tokens), rows))
     tokens = tokens.to(dtype)
-    tile = weight.values.new_empty((min(step, rows), columns))  # reused: new memory costs more than decoding
+    tile = x.new_empty((min(step, rows), columns), dtype=stored)  # reused: new memory costs more than decoding
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         part = None if bias is None else bias[start:stop].to(dtype)
-        dense = decode(weight, start, stop, out=tile[: stop - start]).to(dtype)
+        dense = decode(weight, start, stop, dtype=stored, out=tile[: stop - start]).to(dtype)
         out[:, start:stop] = torch.nn.functional.linear(tokens, dense, part)
     return out.view(*x.shape[:-1], rows)
 
 
-def _packed_linear_shape(
-    x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, *, columns: int, bias: Tensor | None = None
-) -> Tensor:
+def _packed_linear_shape(x: Tensor, mask: Tensor, values: Tensor, row_starts: Tensor, **options: Any) -> Tensor:
     """The result of `packed_linear` without its numbers, for tracing."""
     return x.new_empty((*x.shape[:-1], row_starts.shape[0] - 1))
 
 
 torch.library.define(
     "sparsellm::packed_linear",
-    "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, *, SymInt columns, Tensor? bias=None) -> Tensor",
+    "(Tensor x, Tensor mask, Tensor values, Tensor row_starts, *, SymInt columns, Tensor? scales=None, SymInt group_size=0, "
+    "Tensor? bias=None) -> Tensor",
 )
 torch.library.impl("sparsellm::packed_linear", "default", packed_linear)
 torch.library.register_fake("sparsellm::packed_linear", _packed_linear_shape)

@@ -33,6 +33,23 @@ static ALWAYS_INLINE Pair pair_float16(uint8x16_t bytes) {
     (vst1q_u8((uint8_t *)(to), pair_words(p, w)), p += __builtin_popcount((w) & 255))
 #define NEON_PLACE_NUMBERS(to, p, w) \
     (vst1q_u8((uint8_t *)(to), pair_numbers(p, w)), p += __builtin_popcount((w) & 15))
+#define NEON_WORD_INT8(v, p, w)                                                                        \
+    for (int n = 0; n < 8; n++) {                                                                      \
+        int16x8_t words = vmovl_s8(vreinterpret_s8_u8(vtbl1_u8(vld1_u8(p), vld1_u8(byte_places[BITS(w, n)])))); \
+        v[n].low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));                                      \
+        v[n].high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)));                                    \
+        p += __builtin_popcount(BITS(w, n));                                                           \
+    }
+static ALWAYS_INLINE void neon_split(uint8_t *to, const uint8_t *p) {
+    const uint8x16_t low = vdupq_n_u8(15), eight = vdupq_n_u8(8);
+    for (int i = 0; i < 32; i += 16) {
+        uint8x16_t bytes = vld1q_u8(p + i);
+        uint8x16_t even = vsubq_u8(veorq_u8(vandq_u8(bytes, low), eight), eight);
+        uint8x16_t odd = vsubq_u8(veorq_u8(vshrq_n_u8(bytes, 4), eight), eight);
+        vst2q_u8(to + 2 * i, ((uint8x16x2_t){{even, odd}}));
+    }
+}
+#define NEON_WORD_INT4(v, p, w) WORD_OF_HALVES(neon_split, NEON_WORD_INT8, v, p, w)
 #define NEON_LOAD(p) vld1q_u8((const uint8_t *)(p))
 
 #define SET neon
@@ -48,6 +65,8 @@ static ALWAYS_INLINE Pair pair_float16(uint8x16_t bytes) {
 #define STEP_BFLOAT16 NEON_BFLOAT16
 #define STEP_FLOAT16 NEON_FLOAT16
 #define STEP_DENSE NEON_DENSE
+#define WORD_INT8 NEON_WORD_INT8
+#define WORD_INT4 NEON_WORD_INT4
 #include "kernels_types.h"
 DECODE(decode_words_neon, , uint16_t, 8, NEON_PLACE_WORDS)
 DECODE(decode_numbers_neon, , uint32_t, 4, NEON_PLACE_NUMBERS)

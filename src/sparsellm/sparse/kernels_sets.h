@@ -7,8 +7,14 @@ enum {
     DENSE_VALUES,    /* a dense bfloat16 matrix times float32 x */
     BFLOAT16_PAIRS,  /* values and x in bfloat16, multiplied in pairs */
     DENSE_PAIRS,
+    INT8_FLOATS,     /* integers times float32 x */
+    INT4_FLOATS,
+    INT8_PLANES,     /* integers times x as three bytes */
+    INT4_PLANES,
     DECODE_WORDS,
     DECODE_NUMBERS,
+    DECODE_INT8,
+    DECODE_INT4,
     READ,
     FUNCTIONS
 };
@@ -27,6 +33,33 @@ enum {
                 PREFETCH(p);                                                                           \
                 for (int n = 0; n < GROUP; n += LANES) PLACE(block + n, p, w >> n);                    \
                 if (!full) memcpy(to, last, (size_t)(job->columns % GROUP) * sizeof(VALUE));           \
+            }                                                                                          \
+        }                                                                                              \
+    }
+
+/* Split pairs of numbers of 4 bits into bytes, and take these for a word; 8 more may be read. */
+#define WORD_OF_HALVES(SPLIT, WORD_INT8, v, p, w)                                                      \
+    do {                                                                                               \
+        uint8_t bytes[GROUP + 8] = {0};                                                                \
+        const uint8_t *q = bytes;                                                                      \
+        SPLIT(bytes, p);                                                                               \
+        WORD_INT8(v, q, w);                                                                            \
+        p += (__builtin_popcountll(w) + 1) >> 1;                                                       \
+    } while (0)
+
+/* A function that decodes rows of integers, with what kernels_integers.h takes. */
+#define DECODE_INTEGERS                                                                                \
+    static TARGET void GLUE(decode_, NAME)(const Job *job, int64_t row, int64_t stop) {                \
+        for (; row < stop; row++) {                                                                    \
+            const uint8_t *p = (const uint8_t *)job->values + job->row_starts[row];                    \
+            for (int64_t group = 0; group < job->groups; group++) {                                    \
+                uint64_t w = read_mask(job->mask + (row * job->groups + group) * 8);                   \
+                float numbers[GROUP];                                                                  \
+                VECTOR v;                                                                              \
+                PREFETCH(p);                                                                           \
+                WORD(v, p, w);                                                                         \
+                memcpy(numbers, &v, sizeof numbers);                                                   \
+                write_scaled(job, row, group, numbers);                                                \
             }                                                                                          \
         }                                                                                              \
     }
@@ -78,6 +111,16 @@ static ALWAYS_INLINE float eight_total(Eight a) {
 #define EIGHT_FLOAT16(v, p, w, n) EIGHT_STEP(v, p, w, n, from_float16)
 #define EIGHT_DENSE(v, p, w, n) EIGHT_STEP(v, p, ~(w), n, from_bfloat16) /* a dense matrix has w = 0 */
 #define PLACE_ONE(to, p, w) (*(to) = *(p) * ((w) & 1), p += (w) & 1)
+#define EIGHT_WORD_INT8(v, p, w)                                                                       \
+    for (int n = 0; n < GROUP; n++) {                                                                  \
+        int kept = (w) >> n & 1;                                                                       \
+        v[n / 8].lane[n % 8] = (float)((int8_t)*(p) * kept);                                           \
+        p += kept;                                                                                     \
+    }
+static ALWAYS_INLINE void portable_split(uint8_t *to, const uint8_t *p) {
+    for (int i = 0; i < GROUP / 2; i++) to[2 * i] = (uint8_t)(((p[i] & 15) ^ 8) - 8), to[2 * i + 1] = (uint8_t)((p[i] >> 4 ^ 8) - 8);
+}
+#define EIGHT_WORD_INT4(v, p, w) WORD_OF_HALVES(portable_split, EIGHT_WORD_INT8, v, p, w)
 #define LOAD_WORD(p) (*(const uint64_t *)(const void *)(p))
 #define OR_WORD(a, b) ((a) | (b))
 
@@ -94,6 +137,8 @@ static ALWAYS_INLINE float eight_total(Eight a) {
 #define STEP_BFLOAT16 EIGHT_BFLOAT16
 #define STEP_FLOAT16 EIGHT_FLOAT16
 #define STEP_DENSE EIGHT_DENSE
+#define WORD_INT8 EIGHT_WORD_INT8
+#define WORD_INT4 EIGHT_WORD_INT4
 #include "kernels_types.h"
 DECODE(decode_words_portable, , uint16_t, 1, PLACE_ONE)
 DECODE(decode_numbers_portable, , uint32_t, 1, PLACE_ONE)
@@ -109,7 +154,10 @@ READ_ROWS(read_portable, , uint64_t, LOAD_WORD, OR_WORD)
 #define NUMBERED(SET)                                                                                                          \
     [FLOAT32_VALUES] = rows_float32_##SET, [BFLOAT16_VALUES] = rows_bfloat16_##SET, [FLOAT16_VALUES] = rows_float16_##SET,      \
     [DENSE_VALUES] = rows_dense_##SET, [DECODE_WORDS] = decode_words_##SET, [DECODE_NUMBERS] = decode_numbers_##SET,           \
-    [READ] = read_##SET
+    [INT8_FLOATS] = rows_int8_##SET, [INT4_FLOATS] = rows_int4_##SET,                                                          \
+    [DECODE_INT8] = decode_int8_##SET, [DECODE_INT4] = decode_int4_##SET, [READ] = read_##SET
+
+#define PLANES [INT8_PLANES] = rows_int8_planes, [INT4_PLANES] = rows_int4_planes
 
 static Function *const functions[INSTRUCTION_SETS][FUNCTIONS] = {
     [PORTABLE] = {NUMBERED(portable)},
@@ -118,7 +166,7 @@ static Function *const functions[INSTRUCTION_SETS][FUNCTIONS] = {
 #endif
 #ifdef X86
     [AVX2] = {NUMBERED(avx2)},
-    [AVX512] = {NUMBERED(avx512)},
-    [AVX512_BF16] = {NUMBERED(avx512), [BFLOAT16_PAIRS] = rows_pairs, [DENSE_PAIRS] = rows_dense_pairs},
+    [AVX512] = {NUMBERED(avx512), PLANES},
+    [AVX512_BF16] = {NUMBERED(avx512), PLANES, [BFLOAT16_PAIRS] = rows_pairs, [DENSE_PAIRS] = rows_dense_pairs},
 #endif
 };

@@ -1,5 +1,7 @@
-/* Include kernels_tile.h for float32 tokens and each type of value, with SET, TARGET, LANES, SUM, ZERO, MULTIPLY, TOTAL, ADD, ROWS
-   and STEP_... of an instruction set; they end here. */
+/* Include kernels_tile.h for float32 tokens and each type of value, and kernels_integers.h for each form of integers, with SET, TARGET,
+   LANES, SUM, ZERO, MULTIPLY, TOTAL, ADD, ROWS, STEP_... and WORD_INT8 of an instruction set; they end here.
+     WORD_INT8(v, p, w)   float32 vectors v of 64 columns, whose mask is w, from bytes at p; moves p
+     WORD_INT4(v, p, w)   the same from numbers of 4 bits, two to a byte */
 
 #define X float
 #define VECTOR SUM
@@ -38,6 +40,51 @@
 #undef X
 #undef VECTOR
 #undef DENSE
+#undef ROWS
+
+typedef struct { SUM v[GROUP / LANES]; } GLUE(Word_, SET);
+typedef struct { SUM v[2]; } GLUE(Sums_, SET); /* two, since one addition waits for the one before */
+
+static ALWAYS_INLINE TARGET GLUE(Sums_, SET) GLUE(multiply_, SET)(GLUE(Sums_, SET) sums, const GLUE(Word_, SET) *word, const char *x) {
+    UNROLL
+    for (int n = 0; n < GROUP / LANES; n++) sums.v[n % 2] = MULTIPLY(sums.v[n % 2], word->v[n], (const float *)x + n * LANES);
+    return sums;
+}
+
+#define X_BYTES (GROUP * (int)sizeof(float))
+#define SUMS GLUE(Sums_, SET)
+#define RESULT float
+#define VECTOR GLUE(Word_, SET)
+#define START(job, t, group) ((SUMS){{ZERO, ZERO}})
+#define MULTIPLY_WORD(sums, v, x) GLUE(multiply_, SET)(sums, &v, x)
+#define SCALE(result, sums, scale) ((result) + (scale) * TOTAL(ADD((sums).v[0], (sums).v[1])))
+#define NOTHING 0
+#define TOTAL_OF(result) (result)
+#define ROWS(tokens) 1
+
+#define NAME GLUE(int8_, SET)
+#define WORD(v, p, w) WORD_INT8((v).v, p, w)
+#include "kernels_integers.h"
+DECODE_INTEGERS
+#undef NAME
+#undef WORD
+
+#define NAME GLUE(int4_, SET)
+#define WORD(v, p, w) WORD_INT4((v).v, p, w)
+#include "kernels_integers.h"
+DECODE_INTEGERS
+#undef NAME
+#undef WORD
+
+#undef X_BYTES
+#undef SUMS
+#undef RESULT
+#undef VECTOR
+#undef START
+#undef MULTIPLY_WORD
+#undef SCALE
+#undef NOTHING
+#undef TOTAL_OF
 #undef SET
 #undef TARGET
 #undef LANES
@@ -51,3 +98,5 @@
 #undef STEP_BFLOAT16
 #undef STEP_FLOAT16
 #undef STEP_DENSE
+#undef WORD_INT8
+#undef WORD_INT4

@@ -1,8 +1,9 @@
 /* The functions for AVX2, AVX-512 and AVX-512 BF16: 8, 16 and 32 columns a step. */
 
 #define TARGET_AVX2 __attribute__((target("avx2,fma,f16c,popcnt")))
-#define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx2,fma,f16c,popcnt")))
-#define TARGET_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx512bf16,avx2,fma,f16c,popcnt")))
+#define AVX512_FEATURES "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vnni,avx2,fma,f16c,popcnt"
+#define TARGET_AVX512 __attribute__((target(AVX512_FEATURES)))
+#define TARGET_BF16 __attribute__((target(AVX512_FEATURES ",avx512bf16")))
 
 static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -30,6 +31,20 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
     (_mm_storeu_si128((__m128i *)(to), AVX2_WORDS(p, (w) & 255)), p += __builtin_popcountll((w) & 255))
 #define AVX2_PLACE_NUMBERS(to, p, w) \
     (_mm_storeu_si128((__m128i *)(to), AVX2_NUMBERS(p, (w) & 15)), p += __builtin_popcountll((w) & 15))
+#define AVX2_BYTES(p, bits) \
+    _mm_shuffle_epi8(_mm_loadl_epi64((const __m128i *)(p)), _mm_loadl_epi64((const __m128i *)byte_places[bits]))
+#define AVX2_WORD_INT8(v, p, w)                                                                        \
+    for (int n = 0; n < 8; n++)                                                                        \
+        v[n] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(AVX2_BYTES(p, BITS(w, n)))), p += __builtin_popcountll(BITS(w, n))
+static ALWAYS_INLINE TARGET_AVX2 void avx2_split(uint8_t *to, const uint8_t *p) {
+    const __m256i low = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+    __m256i bytes = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)p), 0xd8);
+    __m256i even = _mm256_and_si256(bytes, low), odd = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+    even = _mm256_sub_epi8(_mm256_xor_si256(even, eight), eight), odd = _mm256_sub_epi8(_mm256_xor_si256(odd, eight), eight);
+    _mm256_storeu_si256((__m256i *)to, _mm256_unpacklo_epi8(even, odd));
+    _mm256_storeu_si256((__m256i *)(to + 32), _mm256_unpackhi_epi8(even, odd));
+}
+#define AVX2_WORD_INT4(v, p, w) WORD_OF_HALVES(avx2_split, AVX2_WORD_INT8, v, p, w)
 #define AVX2_LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 
 #define SET avx2
@@ -45,6 +60,8 @@ static ALWAYS_INLINE TARGET_AVX2 float avx2_total(__m256 a) {
 #define STEP_BFLOAT16 AVX2_BFLOAT16
 #define STEP_FLOAT16 AVX2_FLOAT16
 #define STEP_DENSE AVX2_DENSE
+#define WORD_INT8 AVX2_WORD_INT8
+#define WORD_INT4 AVX2_WORD_INT4
 #include "kernels_types.h"
 DECODE(decode_words_avx2, TARGET_AVX2, uint16_t, 8, AVX2_PLACE_WORDS)
 DECODE(decode_numbers_avx2, TARGET_AVX2, uint32_t, 4, AVX2_PLACE_NUMBERS)
@@ -70,6 +87,31 @@ static ALWAYS_INLINE TARGET_AVX512 __m512i expand_numbers(const void *p, uint64_
     EXPAND("vpexpandd", to, (__mmask16)bits, from);
     return to;
 }
+static ALWAYS_INLINE TARGET_AVX512 __m512i expand_bytes(__m512i from, uint64_t bits) {
+    __m512i to;
+    EXPAND("vpexpandb", to, (__mmask64)bits, from);
+    return to;
+}
+
+/* Pairs of numbers of 4 bits, the first 64 of them, as bytes; the upper half of a byte holds what follows. */
+static ALWAYS_INLINE TARGET_AVX512 __m512i split_bytes(const void *p) {
+    const __m512i shifts = _mm512_set1_epi64(0x1c1814100c080400);
+    return _mm512_multishift_epi64_epi8(shifts, _mm512_cvtepu32_epi64(_mm256_loadu_si256((const __m256i *)p)));
+}
+
+static ALWAYS_INLINE TARGET_AVX512 void widen_bytes(__m512 v[4], __m512i bytes) {
+    v[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_castsi512_si128(bytes)));
+    v[1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 1)));
+    v[2] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 2)));
+    v[3] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 3)));
+}
+#define EXPAND_INT8(p, w) expand_bytes(_mm512_loadu_si512(p), w)
+/* Plus 8: removed weights become 8, too. */
+#define EXPAND_INT4(p, w) \
+    _mm512_ternarylogic_epi32(expand_bytes(split_bytes(p), w), _mm512_set1_epi8(15), _mm512_set1_epi8(8), 0x6a)
+#define AVX512_WORD_INT8(v, p, w) (widen_bytes(v, EXPAND_INT8(p, w)), p += __builtin_popcountll(w))
+#define AVX512_WORD_INT4(v, p, w) \
+    (widen_bytes(v, _mm512_sub_epi8(EXPAND_INT4(p, w), _mm512_set1_epi8(8))), p += (__builtin_popcountll(w) + 1) >> 1)
 #define AVX512_WIDEN(words) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))
 #define COUNT16(w, n) __builtin_popcountll((w) >> 16 * (n) & 0xffff)
 #define AVX512_BFLOAT16_STEP(v, p, w, n) (v = AVX512_WIDEN(expand_words(p, (w) >> 16 * (n))), p += COUNT16(w, n))
@@ -95,10 +137,14 @@ static ALWAYS_INLINE TARGET_AVX512 __m512i expand_numbers(const void *p, uint64_
 #define STEP_BFLOAT16 AVX512_BFLOAT16_STEP
 #define STEP_FLOAT16 AVX512_FLOAT16_STEP
 #define STEP_DENSE AVX512_DENSE_STEP
+#define WORD_INT8 AVX512_WORD_INT8
+#define WORD_INT4 AVX512_WORD_INT4
 #include "kernels_types.h"
 DECODE(decode_words_avx512, TARGET_AVX512, uint16_t, 32, AVX512_PLACE_WORDS)
 DECODE(decode_numbers_avx512, TARGET_AVX512, uint32_t, 16, AVX512_PLACE_NUMBERS)
 READ_ROWS(read_avx512, TARGET_AVX512, __m512i, _mm512_loadu_si512, _mm512_or_si512)
+
+#include "kernels_vnni.h"
 
 /* Pairs of bfloat16 values and numbers are multiplied and added by one instruction, which takes subnormal numbers as zero. */
 #define PAIRS_STEP(v, p, w, n) \

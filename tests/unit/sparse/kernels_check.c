@@ -47,23 +47,70 @@ static int check(int set, int dtype, int64_t rows, int64_t columns, int64_t toke
     }
     starts[rows] = kept;
     values = realloc(values, (size_t)(kept + 64) * (dtype == FLOAT32 ? 4 : 2)); /* no more than PADDING behind the last one */
-    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, values, dtype, starts, rows, columns, NULL, out);
+    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, values, dtype, starts, NULL, 0, rows, columns, NULL, out);
     int wrong = 0;
     for (int64_t i = 0; i < tokens * rows; i++) {
         double error = fabs((double)value(out, x_dtype, i) - exact[i]);
         wrong += !(error <= terms[i] * 0x1p-18 + fabs(exact[i]) * (x_dtype == BFLOAT16 ? 0x1p-7 : 0x1p-22) + 1e-30);
     }
     if (dtype == BFLOAT16) {
-        sparsellm_matmul(set, 2, x, x_dtype, tokens, NULL, dense, dtype, NULL, rows, columns, NULL, out);
+        sparsellm_matmul(set, 2, x, x_dtype, tokens, NULL, dense, dtype, NULL, NULL, 0, rows, columns, NULL, out);
         for (int64_t i = 0; i < tokens * rows; i++) {
             double error = fabs((double)value(out, x_dtype, i) - exact[i]);
             wrong += !(error <= terms[i] * 0x1p-18 + fabs(exact[i]) * (x_dtype == BFLOAT16 ? 0x1p-7 : 0x1p-22) + 1e-30);
         }
     }
     void *decoded = malloc((size_t)(rows * columns) * 4);
-    sparsellm_decode(set, 2, mask, values, dtype == FLOAT32 ? 4 : 2, starts, 0, rows, columns, decoded);
+    sparsellm_decode(set, 2, mask, values, dtype, starts, NULL, 0, 0, rows, columns, dtype, decoded);
     wrong += memcmp(decoded, dense, (size_t)(rows * columns) * (dtype == FLOAT32 ? 4 : 2)) != 0;
     free(mask), free(starts), free(values), free(x), free(out), free(dense), free(exact), free(terms), free(decoded);
+    if (wrong) printf("set %d, type %d, %d x %d, %d tokens: wrong\n", set, dtype, (int)rows, (int)columns, (int)tokens);
+    return wrong;
+}
+
+/* Integers of a type with a scale for each group_size columns; x has one large number. */
+static int check_integers(int set, int dtype, int64_t group_size, int64_t rows, int64_t columns, int64_t tokens, int x_dtype) {
+    int64_t groups = (columns + 63) / 64, scale_groups = group_size ? (columns + group_size - 1) / group_size : 1, bytes = 0;
+    uint8_t *mask = calloc(1, (size_t)(rows * groups * 8)), *values = calloc(1, (size_t)(rows * (columns + groups) + 64));
+    int64_t *starts = malloc((size_t)(rows + 1) * 8);
+    uint16_t *scales = calloc((size_t)(rows * scale_groups), 2);
+    void *x = calloc((size_t)(tokens * columns), x_dtype == BFLOAT16 ? 2 : 4), *out = calloc((size_t)(tokens * rows), 4);
+    float *dense = calloc((size_t)(rows * columns), 4), *decoded = calloc((size_t)(rows * columns), 4);
+    for (int64_t i = 0; i < tokens * columns; i++) {
+        float number = (float)uniform() * (i % columns ? 1 : 64);
+        if (x_dtype == BFLOAT16) ((uint16_t *)x)[i] = to_bfloat16(number);
+        else ((float *)x)[i] = number;
+    }
+    for (int64_t i = 0; i < rows * scale_groups; i++) scales[i] = to_bfloat16((float)uniform() + 1);
+    for (int64_t row = 0; row < rows; row++) {
+        starts[row] = bytes;
+        for (int64_t c = 0, halves = 0; c < columns; c++) {
+            int largest = dtype == INT8 ? 127 : 7, q = (int)((uniform() + 0.5) * (2 * largest + 1)) - largest;
+            if (c % 64 == 0) bytes += halves & 1, halves = 0; /* words begin with a byte */
+            if (row == 1 || (row != 2 && uniform() > 0)) continue;
+            mask[(row * groups + c / 64) * 8 + c % 64 / 8] |= (uint8_t)(1 << c % 8);
+            dense[row * columns + c] = (float)q * from_bfloat16(scales[row * scale_groups + (group_size ? c / group_size : 0)]);
+            if (dtype == INT8) values[bytes++] = (uint8_t)q;
+            else values[bytes] |= (uint8_t)((q & 15) << 4 * (halves & 1)), bytes += halves & 1, halves++;
+        }
+        int count = __builtin_popcountll(read_mask(mask + (row * groups + groups - 1) * 8));
+        if (dtype == INT4) bytes += count & 1; /* the last word's byte that is half full */
+    }
+    starts[rows] = bytes;
+    values = realloc(values, (size_t)bytes + 64); /* no more than PADDING behind the last one */
+    sparsellm_matmul(set, 2, x, x_dtype, tokens, mask, values, dtype, starts, scales, group_size, rows, columns, NULL, out);
+    sparsellm_decode(set, 2, mask, values, dtype, starts, scales, group_size, 0, rows, columns, FLOAT32, decoded);
+    int wrong = memcmp(decoded, dense, (size_t)(rows * columns) * 4) != 0;
+    for (int64_t i = 0; i < tokens * rows; i++) {
+        double exact = 0, terms = 0, sum = 0;
+        for (int64_t c = 0; c < columns; c++) {
+            double w = (double)dense[i % rows * columns + c], product = w * (double)value(x, x_dtype, i / rows * columns + c);
+            exact += product, terms += fabs(product), sum += fabs(w);
+        }
+        double error = fabs((double)value(out, x_dtype, i) - exact);
+        wrong += !(error <= terms * 0x1p-18 + sum * 0x1p-16 + fabs(exact) * (x_dtype == BFLOAT16 ? 0x1p-7 : 0x1p-22) + 1e-30);
+    }
+    free(mask), free(values), free(starts), free(scales), free(x), free(out), free(dense), free(decoded);
     if (wrong) printf("set %d, type %d, %d x %d, %d tokens: wrong\n", set, dtype, (int)rows, (int)columns, (int)tokens);
     return wrong;
 }
@@ -74,11 +121,17 @@ int main(void) {
     int wrong = 0, sets = sparsellm_instruction_sets();
     for (int set = 0; set < INSTRUCTION_SETS; set++) {
         if (!(sets >> set & 1)) continue;
-        for (int dtype = 0; dtype < DTYPES; dtype++)
+        for (int dtype = FLOAT32; dtype <= FLOAT16; dtype++)
             for (int tokens = 1; tokens <= MAX_TOKENS; tokens++)
                 for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
                     for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++)
                         wrong += check(set, dtype, shapes[s][0], shapes[s][1], tokens, x_dtype);
+        for (int dtype = INT8; dtype <= INT4; dtype++)
+            for (int tokens = 1; tokens <= MAX_TOKENS; tokens = tokens < 3 ? tokens + 1 : tokens + 5) /* 1, 2, 3 as 4, and 8 */
+                for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
+                    for (int x_dtype = FLOAT32; x_dtype <= BFLOAT16; x_dtype++)
+                        for (int64_t size = 0; size <= 192; size += 192)
+                            wrong += check_integers(set, dtype, size, shapes[s][0], shapes[s][1], tokens, x_dtype);
         printf("%s\n", names[set]);
     }
     return wrong != 0;

@@ -136,7 +136,7 @@ def test_sizes_of_gaussian_weights(sparsity: float, most: float, by_magnitude: b
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sparsity", [0.0, 0.11, 0.3, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("sparsity", [0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9])
 def test_sizes_are_estimated_from_above(dtype: torch.dtype, sparsity: float) -> None:
     """Of weights that are removed by their size, within 15 %."""
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.02

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernel_library, kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,11 +94,11 @@ def test_many_tokens_are_multiplied_by_tiles(dtype: torch.dtype) -> None:
     for library in ("compiled", None):
         with (
             mock.patch.object(kernels, "TILE", 300),
-            mock.patch.object(kernels, "_library", kernels._library if library else lambda: None),
+            mock.patch.object(kernels, "load_library", kernels.load_library if library else lambda: None),
             warnings.catch_warnings(record=True) as messages,
         ):
             warnings.simplefilter("always")
-            kernels._warn.cache_clear()
+            kernels.warn_missing.cache_clear()
             for tokens in (x, x[:2], x.view(3, 11, 70)):
                 result = kernels.matmul(tokens, Bitmask.from_dense(weight), bias)
                 assert result.shape == (*tokens.shape[:-1], 11)
@@ -140,10 +140,10 @@ def test_special_numbers_behave_as_in_a_dense_product(name: str, dtype: torch.dt
 @pytest.fixture
 def pool() -> Iterator[None]:
     """The library's own threads instead of OpenMP's."""
-    library = ctypes.CDLL(str(kernels.LIBRARY))
+    library = ctypes.CDLL(str(kernel_library.LIBRARY))
     library.sparsellm_use_openmp(None)
     yield
-    library.sparsellm_use_openmp(kernels._openmp())
+    library.sparsellm_use_openmp(kernel_library.openmp_start())
 
 
 @compiled
@@ -151,7 +151,7 @@ def test_the_threads_are_those_of_torch() -> None:
     """Where torch's parallel backend is the OpenMP library of GCC."""
     if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
         pytest.skip("this torch does not use OpenMP")
-    assert kernels._openmp()
+    assert kernel_library.openmp_start()
     code = "import os, torch; from sparsellm.sparse import kernels; from sparsellm.sparse.bitmask import Bitmask; "
     code += "torch.set_num_threads(3); torch.ones(10**6).exp(); x = Bitmask.from_dense(torch.ones(800, 256)); "
     code += "count = lambda: len(os.listdir('/proc/self/task')); "
@@ -287,16 +287,16 @@ def test_wrong_use_is_refused() -> None:
 
 @compiled
 def test_library_of_another_version_is_not_used() -> None:
-    with mock.patch.object(kernels, "_VERSION", 0):
-        kernels._library.cache_clear()
+    with mock.patch.object(kernel_library, "VERSION", 0):
+        kernels.load_library.cache_clear()
         assert kernels.available() is None
-    kernels._library.cache_clear()
+    kernels.load_library.cache_clear()
     assert kernels.available() == kernels.instruction_sets()[-1]
 
 
 def test_bandwidth_is_that_of_memory() -> None:
     assert 1e8 < kernels.stream_bandwidth() < 1e13
-    with mock.patch.object(kernels, "_library", return_value=None):
+    with mock.patch.object(kernels, "load_library", return_value=None):
         assert 1e8 < kernels.stream_bandwidth() < 1e13
 
 

@@ -1,0 +1,71 @@
+"""The compiled library of kernels, `_kernels`, and its functions."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
+"""In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI, VBMI2 and VNNI."""
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+
+VERSION = 3
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+"""Types of values, numbered as in kernels.c; uint8 holds two numbers of 4 bits."""
+
+MISSING = (
+    "The kernels for packed models are not compiled, so these run slower than dense ones. "
+    "Install a C compiler (gcc or clang), then sparsellm again; sparsellm doctor prints the command."
+)
+
+
+class Library:
+    """The compiled functions, and the number of the instruction set in use."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        if library.sparsellm_version() != VERSION:
+            raise OSError(f"{path} was compiled from another version")
+        present = library.sparsellm_instruction_sets()
+        self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
+        self.number = INSTRUCTION_SETS.index(self.names[-1])
+        library.sparsellm_use_openmp(openmp_start())
+        number, count, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self.matmul = library.sparsellm_matmul
+        self.matmul.argtypes = [number, number, pointer, number, count, pointer, pointer, number]
+        self.matmul.argtypes += [pointer, pointer, count, count, count, pointer, pointer]
+        self.decode = library.sparsellm_decode
+        self.decode.argtypes = [number, number, pointer, pointer, number, pointer, pointer]
+        self.decode.argtypes += [count, count, count, count, number, pointer]
+        self.decode.restype = None
+        self.read = library.sparsellm_read
+        self.read.argtypes = [number, number, pointer, count]
+        self.read.restype = None
+
+
+def openmp_start() -> ctypes.c_void_p | None:
+    """The function that starts the threads of torch's OpenMP library; None if torch has another one, or none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def load_library() -> Library | None:
+    """The library beside this file; None if it is missing or of another version."""
+    try:
+        return Library(LIBRARY)
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def warn_missing() -> None:
+    """Warn once that the kernels are missing."""
+    warnings.warn(MISSING, RuntimeWarning, stacklevel=3)

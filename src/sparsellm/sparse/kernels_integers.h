@@ -1,0 +1,76 @@
+/* The product of a few rows of integers, each group of columns with a scale, with a few tokens. Included once for each instruction
+   set and each form of integers, with
+     NAME, TARGET   suffix of the functions, and the attribute that compiles them for an instruction set
+     X_BYTES        bytes of 64 prepared columns of a token
+     SUMS, RESULT   types of the sums of a group and of what the groups add up to
+     VECTOR         type of the integers of 64 columns
+     WORD(v, p, w)  a VECTOR of 64 columns, whose mask is w, from the values at p; moves p
+     START(job, t, group)         SUMS at the beginning of a group
+     MULTIPLY_WORD(sums, v, x)    sums + v * x, x being a pointer to 64 prepared columns
+     SCALE(result, sums, scale)   result + scale * sums
+     ROWS(tokens)   rows that are taken at once, 1, 2 or 4: they share the loads of x
+     NOTHING, TOTAL_OF(result)    a RESULT of zero, and its sum in float32
+   A row's sum is made in the same order whatever rows are beside it, so that results do not depend on the number of threads. */
+
+static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, const int rows, const int tokens) {
+    const uint8_t *mask[4] = {0}, *p[4] = {0};
+    const uint16_t *scales[4] = {0};
+    RESULT results[4][MAX_TOKENS];
+    UNROLL
+    for (int i = 0; i < rows; i++) {
+        mask[i] = job->mask + (row + i) * job->groups * 8;
+        p[i] = (const uint8_t *)job->values + job->row_starts[row + i];
+        scales[i] = job->scales + (row + i) * job->scale_groups;
+        UNROLL
+        for (int t = 0; t < tokens; t++) results[i][t] = NOTHING;
+    }
+    for (int64_t group = 0, word = 0; group < job->scale_groups; group++) {
+        int64_t end = job->groups - word < job->scale_words ? job->groups : word + job->scale_words;
+        SUMS sums[4][MAX_TOKENS];
+        UNROLL
+        for (int i = 0; i < rows; i++) {
+            if (group % 32 == 0) PREFETCH(scales[i] + group);
+            UNROLL
+            for (int t = 0; t < tokens; t++) sums[i][t] = START(job, t, group);
+        }
+        for (; word < end; word++) {
+            const char *x = (const char *)job->x + word * X_BYTES;
+            UNROLL
+            for (int i = 0; i < rows; i++) {
+                uint64_t w = read_mask(mask[i] + word * 8);
+                if (word % 8 == 0) __builtin_prefetch(mask[i] + (word + rows * job->groups) * 8, 0, 2);
+                PREFETCH(p[i]); /* 64 columns move p by 64 bytes at most, so that every line is asked for */
+                VECTOR v;
+                WORD(v, p[i], w);
+                UNROLL
+                for (int t = 0; t < tokens; t++) sums[i][t] = MULTIPLY_WORD(sums[i][t], v, x + t * job->stride * X_BYTES / GROUP);
+            }
+        }
+        UNROLL
+        for (int i = 0; i < rows; i++) {
+            float scale = from_bfloat16(scales[i][group]);
+            UNROLL
+            for (int t = 0; t < tokens; t++) results[i][t] = SCALE(results[i][t], sums[i][t], scale);
+        }
+    }
+    UNROLL
+    for (int i = 0; i < rows; i++)
+        UNROLL
+        for (int t = 0; t < tokens; t++)
+            if (t < job->tokens) store(job, t, row + i, TOTAL_OF(results[i][t]) * job->factors[t]);
+}
+
+#define TAKE(tokens)                                                                                   \
+    for (; row + ROWS(tokens) <= stop; row += ROWS(tokens)) GLUE(tile_, NAME)(job, row, ROWS(tokens), tokens); \
+    for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, tokens)
+
+static TARGET void GLUE(rows_, NAME)(const Job *job, int64_t row, int64_t stop) {
+    switch (padded_tokens(job->tokens)) {
+    case 1: TAKE(1); break;
+    case 2: TAKE(2); break;
+    case 4: TAKE(4); break;
+    default: TAKE(8);
+    }
+}
+
+#undef TAKE
