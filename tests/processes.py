@@ -44,13 +44,18 @@ def started(server: ForkServerContext, words: Sequence[object], output: Path) ->
 
 def kill_after_first_block(server: ForkServerContext, words: Sequence[object], output: Path) -> None:
     """Run the command line and send it SIGKILL as soon as the journal of its output names a block."""
+    kill_at(server, words, output, b'"block"')
+
+
+def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, entry: bytes) -> None:
+    """Run the command line and send it SIGKILL as soon as the journal of its output has an entry."""
     from sparsellm.pruning.journal import JOURNAL
     from sparsellm.runs.records import WORK
 
     process = started(server, words, Path(os.devnull))
     journal, deadline = output / WORK / JOURNAL, time.monotonic() + 120
     while process.is_alive() and time.monotonic() < deadline:
-        if journal.exists() and b'"block"' in journal.read_bytes():
+        if journal.exists() and entry in journal.read_bytes():
             break
     process.kill()
     process.join()

@@ -164,12 +164,18 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
     outcome = "recovered" if recovery else "pruned"
+    before = evaluations(report.pruned) if report.pruned else {}
     measured = [
-        [spoken(x), *(figure.measured if figure else "" for figure in (y.dense, y)), y.change_text]
+        [
+            spoken(x),
+            *(figure.measured if figure else "" for figure in (y.dense, *([before.get(x)] if recovery else []), y)),
+            y.change_text,
+        ]
         for x, y in evaluations(report).items()
     ]
+    states = ["dense", "pruned", "recovered"] if recovery else ["dense", "pruned"]
     bench = report.packing.bench if report.packing else None
-    tables = {"Dense and pruned": (["measure", "dense", outcome, "change"], measured)} if measured else {}
+    tables = {", ".join(states).capitalize(): (["measure", *states, "change"], measured)} if measured else {}
     return {
         "title": f"{name}: {Path(recipe.model).name} {outcome}",
         "verdict": [verdict(report, verified)],

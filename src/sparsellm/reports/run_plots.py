@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm.reports.figures import MARKS, SCALES, WIDTH, Plot, bar_figure, heat_map, new_figure, plain_numbers
 from sparsellm.reports.measures import short_names, value_with_error
+from sparsellm.reports.training_plots import training_curves
 from sparsellm.runs.records import SavedBlock, SavedLayer, SavedReport
 from sparsellm.solvers.patterns import Unstructured
 
@@ -23,7 +24,7 @@ DIFFERENT = 0.001
 def run_plots(report: SavedReport) -> list[Plot]:
     """All plots of a run that its report has data for."""
     blocks = [block for block in report.blocks if block.layers]
-    plots = [searched(report), *_layer_maps(blocks), convergence(blocks), where_time_went(report)]
+    plots = [searched(report), *_layer_maps(blocks), convergence(blocks), training_curves(report), where_time_went(report)]
     return [plot for plot in plots if plot is not None]
 
 

@@ -85,6 +85,23 @@ class SavedStep(Record):
     after_weights: Number | None
 
 
+class SavedValidation(Record):
+    """A `CurvePoint`."""
+
+    step: Index
+    training: Number | None = None
+    held_out: Number
+
+
+class SavedTraining(Record):
+    """A `TrainingResult`."""
+
+    before: Number
+    after: Number
+    steps: Index
+    curve: list[SavedValidation] = []
+
+
 class SavedBlock(Record):
     """A `BlockResult`."""
 
@@ -94,6 +111,7 @@ class SavedBlock(Record):
     epochs: list[SavedStep]
     seconds: Finite
     changed_parameters: list[str] = []
+    refined: SavedTraining | None = None
 
 
 class SavedDigests(Record):
@@ -172,6 +190,7 @@ class SavedReport(Record):
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite
     blocks: list[SavedBlock]
+    recovered: SavedTraining | None = None
     pruned: SavedPruning | None = None
     files: list[str] = []
     digests: SavedDigests | None = None

@@ -1,0 +1,153 @@
+"""What training wins back of what pruning lost, by what is trained and with or without the dense model: docs/recover.md.
+
+    python benchmarks/recover.py measure demo:opt
+    python benchmarks/recover.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
+    python benchmarks/recover.py measure PATH/wt2-llama --calibrate train.txt --test test.txt --patterns 80% --seeds 0
+    python benchmarks/recover.py table
+
+The share is that of the lost logarithm of the perplexity, on a text that neither pruning nor training reads. Every cell is
+written to benchmarks/measured/recover-MODEL.json as soon as it is known, so that a killed run continues. With a .json list of
+stories for both texts, the first 1,800 stories calibrate and the rest measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from measuring import MEASURED, markdown_table, read_figures, record
+from results import STORIES
+
+import sparsellm
+from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.recovery import read_recovery
+from sparsellm.runs.run import run
+
+PATTERNS = ("70%", "80%", "90%", "2:4")
+SEEDS = (0, 1, 2)
+SAMPLES, LENGTH, WINDOWS = 128, 256, 200
+
+PRUNERS: dict[str, dict[str, Any]] = {"sparsellm": {}, "sparsegpt": {"method": "sparsegpt"}}
+
+ROADS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"train": "lora"},
+    "norms": {"train": "norms"},
+    "full, text": {"loss": "text"},
+    "lora, text": {"train": "lora", "loss": "text"},
+    "norms, text": {"train": "norms", "loss": "text"},
+    "full, hidden": {"loss": "hidden"},
+}
+
+WANTED = {"full": 0.5, "lora": 0.3, "norms": 0.1}
+"""Shares that were asked for."""
+
+
+def file_of(model: str) -> Path:
+    """The file of a model's figures."""
+    return MEASURED / f"recover-{Path(model.replace('demo:', 'demo-')).name}.json"
+
+
+def measure(words: argparse.Namespace) -> None:
+    """Fill the model's file of figures, cell by cell."""
+    file = file_of(words.model)
+    with tempfile.TemporaryDirectory() as name:
+        folder, calibrate, test = Path(name), words.calibrate, words.test
+        if calibrate == test and calibrate.endswith(".json"):
+            stories = json.loads(Path(calibrate).read_text(encoding="utf-8"))
+            calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
+            Path(calibrate).write_text(json.dumps(stories[:STORIES]), encoding="utf-8")
+            Path(test).write_text(json.dumps(stories[STORIES:]), encoding="utf-8")
+        data = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH}
+        data |= {"evaluate": test, "evaluate_limit": WINDOWS}
+        shared = DenseCache(folder / "dense")
+        for seed in words.seeds:
+            for pattern in words.patterns:
+                for pruner in words.pruners:
+                    keys = {road: f"{pruner} | {pattern} | {seed} | {road}" for road in words.roads}
+                    missing = [road for road in words.roads if keys[road] not in read_figures(file)]
+                    if not missing:
+                        continue
+                    pruned = folder / f"{pruner}-{pattern.replace(':', '-')}-{seed}"
+                    recipe = read_recipe({"model": words.model, "sparsity": pattern, "seed": seed, **data, **PRUNERS[pruner]})
+                    run(recipe, shared=shared).save_pretrained(pruned)
+                    for road in missing:
+                        record(file, keys[road], _recovered(words.model, pruned, {**data, "seed": seed, **ROADS[road]}, shared))
+
+
+def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: DenseCache) -> dict[str, Any]:
+    """The perplexities before and after a recovery, and its seconds of processor time."""
+    started = time.process_time()
+    report = run(read_recovery({"model": model, "pruned": str(pruned), **settings}), shared=shared).report
+    seconds = time.process_time() - started
+    (text,) = report.perplexity
+    dense, before, after = report.in_order(text)
+    assert report.recovered is not None
+    return {
+        "dense": dense.value,
+        "pruned": before.value,
+        "recovered": after.value,
+        "share": math.log(before.value / after.value) / math.log(before.value / dense.value),
+        "best step": report.recovered.steps,
+        "seconds": seconds,
+    }
+
+
+def table() -> list[str]:
+    """The shares in Markdown, mean and standard deviation over seeds, with the perplexities of the models."""
+    lines: list[str] = []
+    for file in sorted(MEASURED.glob("recover-*.json")):
+        cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        for key, figure in read_figures(file).items():
+            if key.count(" | ") == 3:
+                pruner, pattern, _, road = key.split(" | ")
+                cells[pruner, pattern][road].append(figure)
+        rows = []
+        for (pruner, pattern), roads in cells.items():
+            figures = next(iter(roads.values()))
+            start = f"{mean(x['dense'] for x in figures):.2f} → {mean(x['pruned'] for x in figures):.2f}"
+            rows.append([pattern, pruner, start, *(_share(roads.get(road, [])) for road in ROADS)])
+        lines += [f"**{file.stem.removeprefix('recover-')}**", ""]
+        lines += [*markdown_table(["pattern", "pruned by", "perplexity", *ROADS], rows, left=(0, 1)), ""]
+    return lines
+
+
+def _share(figures: list[dict[str, Any]]) -> str:
+    """Mean share in per cent with its standard deviation over seeds, and mean seconds."""
+    if not figures:
+        return ""
+    shares = [100 * figure["share"] for figure in figures]
+    spread = f" ± {stdev(shares):.0f}" if len(shares) > 1 else ""
+    return f"{mean(shares):.0f}{spread} % ({mean(figure['seconds'] for figure in figures):.0f} s)"
+
+
+def main() -> None:
+    """Measure a model, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["measure", "table"])
+    parser.add_argument("model", nargs="?", default="demo:opt")
+    parser.add_argument("--calibrate", default="demo")
+    parser.add_argument("--test", default="demo")
+    parser.add_argument("--patterns", nargs="+", default=PATTERNS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--pruners", nargs="+", default=tuple(PRUNERS), choices=PRUNERS)
+    parser.add_argument("--roads", nargs="+", default=tuple(ROADS), choices=ROADS)
+    words = parser.parse_args()
+    if words.command == "table":
+        print("\n".join(table()))
+    else:
+        print(sparsellm.__file__, file=sys.stderr)
+        measure(words)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Each set of trained parameters with each loss: what changes and what stays, in float32 and bfloat16, reloaded and packed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import product
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from sparsellm import load_report, pack, prune, recover, unpack, verify
+from sparsellm.errors import InvalidSetting
+from sparsellm.recovery import distillation
+from sparsellm.recovery.distillation import count_held_out
+from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.reports.page import report_page
+from tests import processes
+from tests.cli.test_bad_input import refused
+from tests.conftest import long_unless, report_of
+from tests.integration.test_recovery import TOKENS, pruned, tensors
+
+if TYPE_CHECKING:
+    from typer.testing import Result
+
+Command = Callable[..., "Result"]
+SENTENCES = (torch.arange(32) * (1 + torch.arange(16).unsqueeze(1) % 3)) % 40
+"""Sequences that can be learnt, (16, 32): counting by one, two or three."""
+
+SETTINGS: dict[str, Any] = {"steps": 20, "written": 0, "batch_size": 2}
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual steps are for trained models: a random one of this size only gets worse by them."""
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 3e-3))
+
+
+@pytest.fixture(scope="module")
+def folders(loud: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pruned checkpoints: of OPT in bfloat16, of Llama in float32."""
+    folder = tmp_path_factory.mktemp("pruned")
+    return {family: pruned(loud[family], folder / family) for family in ("opt", "llama")}
+
+
+LOSSES = (("model", "kl"), ("model", "hidden"), ("model", "text"), ("block", "hidden"))
+CASES = [
+    (family, train, scope, loss, (number + (family == "llama")) % 2 == 1)
+    for family in ("opt", "llama")
+    for number, (train, (scope, loss)) in enumerate(product(("full", "lora", "norms"), LOSSES))
+]
+"""Trained parameters, scope and loss, every other time with products in bfloat16."""
+
+QUICK = {CASES[number] for number in (3, 4, 9, 14, 19)}
+
+
+@pytest.mark.parametrize(("family", "train", "scope", "loss", "bf16"), [long_unless(case in QUICK, *case) for case in CASES])
+def test_zeros_stay_and_only_what_is_trained_changes(
+    family: str,
+    train: Any,
+    scope: Any,
+    loss: Any,
+    bf16: bool,
+    folders: dict[str, Path],
+    loud: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """In the output, after transformers saves it again, and in the packed model; the held-out loss falls."""
+    settings = {"train": train, "scope": scope, "loss": loss, "bf16": bf16, **SETTINGS}
+    result = recover(folders[family], loud[family], SENTENCES, **settings)
+    out = result.save_pretrained(tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(out, dtype="auto").save_pretrained(tmp_path / "again")
+    pack(out, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "unpacked")
+    before, after = tensors(folders[family]), tensors(out)
+    layers = {f"{layer.name}.weight" for layer in result.report.layers}
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    for other in ("again", "unpacked"):
+        assert all(torch.equal(tensor, after[name]) for name, tensor in tensors(tmp_path / other).items())
+    for name in layers:
+        assert torch.equal(after[name] == 0, before[name] == 0), name
+    if train == "norms":
+        assert not moved & layers
+        assert all(before[name].ndim == 1 for name in moved)
+    else:
+        assert layers <= moved
+        assert (moved == layers) == (train == "lora")
+    assert moved
+    trained = [x for x in (result.report.recovered, *(block.refined for block in result.report.blocks)) if x]
+    assert sum(x.after for x in trained) < sum(x.before for x in trained)
+    assert all(x.curve[0].held_out == x.before and min(p.held_out for p in x.curve) == x.after for x in trained)
+    assert {tensor.dtype for tensor in after.values()} == {tensor.dtype for tensor in before.values()}
+    assert verify(out, loud[family]).layers == len(layers)
+
+
+def test_low_rank_changes_of_some_layers(folders: dict[str, Path], loud: dict[str, Path]) -> None:
+    """Only layers that `lora_targets` names change; one that matches none is refused with the nearest name."""
+    before = tensors(folders["llama"])
+    settings = {"train": "lora", "lora_targets": ["up_proj", "*.0.mlp.down_proj"], "lora_rank": 2, **SETTINGS}
+    state = recover(folders["llama"], loud["llama"], TOKENS, **settings).model.state_dict()
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, state[name])}
+    assert moved == {f"model.layers.{n}.mlp.up_proj.weight" for n in range(3)} | {"model.layers.0.mlp.down_proj.weight"}
+    with pytest.raises(InvalidSetting, match=r"`lora_targets` got 'upp_proj', which matches no layer. Did you mean 'up_proj'"):
+        recover(folders["llama"], loud["llama"], TOKENS, **{**settings, "lora_targets": "upp_proj"})
+
+
+@pytest.mark.parametrize("loss", ["hidden", "text"])
+def test_losses_equal_their_formulas(loss: Any, folders: dict[str, Path], loud: dict[str, Path]) -> None:
+    """The loss before training is the formula's on the held-out sequences; the text's is transformers' own loss."""
+    held = TOKENS[-count_held_out(TOKENS) :]
+    result = recover(folders["llama"], loud["llama"], TOKENS, loss=loss, **SETTINGS)
+    dense, model = (AutoModelForCausalLM.from_pretrained(x, dtype="auto") for x in (loud["llama"], folders["llama"]))
+    assert result.report.recovered is not None
+    with torch.no_grad():
+        if loss == "text":
+            wanted = float(model(input_ids=held, labels=held).loss)
+            logits = model(input_ids=held).logits[:, :-1]
+            assert wanted == pytest.approx(float(cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())), rel=1e-5)
+        else:
+            hidden = [x.model(input_ids=TOKENS).last_hidden_state for x in (dense, model)]
+            energy = hidden[0].square().sum(-1).mean()
+            wanted = float((hidden[1] - hidden[0]).square().sum(-1)[-len(held) :].mean() / energy)
+    assert result.report.recovered.before == pytest.approx(wanted, rel=1e-4)
+
+
+def test_text_alone_needs_no_dense_model(
+    folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path
+) -> None:
+    """With the loss text the result without the dense model has the bytes of that with it, and verifies against it."""
+    settings = {"loss": "text", "evaluate": str(text_file), "samples": 16, "sequence_length": 32, "steps": 20, "batch_size": 2}
+    alone = recover(folders["llama"], calibration=str(text_file), **settings)
+    out = alone.save_pretrained(tmp_path / "out")
+    beside = recover(folders["llama"], loud["llama"], str(text_file), **settings)
+    state = beside.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tensors(out).items())
+    assert verify(out, loud["llama"]).against is not None
+    (text,) = beside.report.perplexity
+    dense, before, after = beside.report.in_order(text)
+    assert alone.report.in_order(text)[0].value == before.value
+    assert alone.report.in_order(text)[1].value == after.value
+    assert len({dense.value, before.value, after.value}) == 3
+    card = (out / "README.md").read_text()
+    assert f"| not measured | {before.value:.3f}" in card
+    assert "on text" in card
+
+
+def test_the_report_has_three_perplexities_and_the_curve(
+    folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path
+) -> None:
+    """Before pruning, after it and after the recovery; the second is that of the pruned folder. The page draws the curve."""
+    settings = {"evaluate": str(text_file), "samples": 16, "sequence_length": 32, **SETTINGS}
+    result = recover(folders["opt"], loud["opt"], str(text_file), **settings)
+    out = result.save_pretrained(tmp_path / "out")
+    middle = prune(folders["opt"], "magnitude", "0%", evaluate=str(text_file), sequence_length=32).report
+    (text,) = result.report.perplexity
+    dense, before, after = result.report.in_order(text)
+    assert before.value == middle.perplexity[text]["dense"].value
+    assert result.summary()["perplexity"].count("→") == 2
+    card = (out / "README.md").read_text()
+    assert all(f"{x.value:.3f}" in card for x in (dense, before, after))
+    curve = report_of(out)["recovered"]["curve"]
+    assert [point["step"] for point in curve] == [0, *range(2, 21, 2)]
+    assert curve[0]["training"] is None
+    assert load_report(out).recovered is not None
+    page = report_page(out)[0]
+    assert "Training" in page
+    assert "before the recovery" in page
+
+
+def test_what_training_refuses(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
+    """One sentence for each, before weights are read."""
+    sound, dense = folders["llama"], loud["llama"]
+    with pytest.raises(InvalidSetting, match=r"`loss` kl needs the dense model, and none was given.*`loss='text'`"):
+        recover(sound, calibration=TOKENS)
+    with pytest.raises(InvalidSetting, match=r"`written=4` needs the dense model"):
+        recover(sound, calibration=TOKENS, loss="text", written=4)
+    with pytest.raises(InvalidSetting, match=r"`loss` text is a loss of the whole model, got `scope` block"):
+        recover(sound, dense, TOKENS, scope="block", loss="text")
+    with pytest.raises(InvalidSetting, match=r"`lora_rank` and `lora_targets` are for `train` lora, got full"):
+        recover(sound, dense, TOKENS, lora_rank=4)
+    other = Path(shutil.copytree(dense, tmp_path / "other"))
+    words = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(words.replace('"A": ', '"swapped": ', 1))
+    with pytest.raises(InvalidSetting, match=r"The tokenizers of .* differ: the token 'A' is 32 in the first and None"):
+        recover(sound, other, TOKENS)
+
+
+def test_a_loss_that_turns_nan_is_told(
+    folders: dict[str, Path], loud: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best state is kept, and a note names the step."""
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e30))
+    report = recover(folders["llama"], loud["llama"], TOKENS, **SETTINGS).report
+    assert any("the best weights before it were kept" in note for note in report.notes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_training_killed_and_resumed(
+    train: str,
+    folders: dict[str, Path],
+    loud: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    server: ForkServerContext,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGKILL during the training of the whole model; --resume continues after the last validation to the same bytes."""
+    monkeypatch.undo()  # the other process has the usual learning rate
+    out = tmp_path / "out"
+    words: tuple[object, ...] = ("--against", loud["llama"], "--calibration", text_file, "--samples", 16, "--batch-size", 2)
+    words = (*words, "--sequence-length", 32, "--steps", 200, "--train", train)
+    assert command("recover", folders["llama"], tmp_path / "whole", *words).exit_code == 0
+    processes.kill_at(server, ["recover", folders["llama"], out, *words], out, b'"training"')
+    refused(command("recover", folders["llama"], out, *words), "is unfinished", "--resume")
+    ran = command("recover", folders["llama"], out, *words, "--resume")
+    assert ran.exit_code == 0, ran.stderr
+    one, two = load_file(out / "model.safetensors"), load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert report_of(out)["recovered"] == report_of(tmp_path / "whole")["recovered"]
