@@ -49,6 +49,7 @@ CASES = {
     "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
     "llama recovered by block": ("llama", {"method": "sparsegpt"}),
     "llama recovered as a whole": ("llama", {"method": "sparsegpt"}),
+    "llama recovered as a whole by lora": ("llama", {"method": "sparsegpt"}),
 }
 """By name: the model, and what of a recipe is not the usual."""
 
@@ -76,7 +77,7 @@ def padded(count: int, seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.arange(16) >= torch.arange(count).unsqueeze(1) % 15}
 
 
-def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
+def recovered(name: str, result: Result, whole: bool, lora: bool = False) -> PreTrainedModel:
     """The pruned model after gradient steps, over the whole of it or block after block."""
     dense, batches = tiny(name).to(result.model.device), split_batches(windows(16, 1), 2)
     plan = {layer.name: layer.pattern for layer in result.report.layers}
@@ -88,7 +89,8 @@ def recovered(name: str, result: Result, whole: bool) -> PreTrainedModel:
     more = generate_samples(dense, windows(16, 1), 8)
     # One by one, so that each product has the same shape in every process.
     groups, back = group_batches(windows(16, 1), more, 2, 1)
-    distill(result.model, groups, last_states(dense, groups), plan=plan, adam=MaskedAdam(8, 1e-3), held_out=back)
+    adam, train = MaskedAdam(8, 1e-3, rank=4 if lora else None), "lora" if lora else "full"
+    distill(result.model, groups, last_states(dense, groups), plan=plan, adam=adam, train=train, held_out=back)
     return result.model
 
 
@@ -105,7 +107,7 @@ def main(folder: Path, chosen: str = "", device: str = "cpu") -> None:
             recipe = {"sparsity": "60%", "device": device, "seed": 0, "batch_size": 2} | settings
             data = padded(16, 1) if "padded" in case else windows(16, 1)
             result = sparsellm.prune(tiny(name), calibration=data, **recipe)
-            model = recovered(name, result, "whole" in case) if "recovered" in case else result.model
+            model = recovered(name, result, "whole" in case, "lora" in case) if "recovered" in case else result.model
             found = perplexity(model, windows(10, 2), batch=2)
             layers = [LAYER_RESULT.dump_python(layer, mode="json") for layer in result.report.layers]
             told: dict[str, object] = {"perplexity": found.value, "layers": layers}

@@ -104,5 +104,5 @@ def test_notes_of_a_run_name_options_too(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("field", sorted(FIELDS - {"pruned", "against"}))
 def test_every_field_has_its_option(field: str) -> None:
     expected = "MODEL" if field == "model" else f"--{field.replace('_', '-')}"
-    command = "recover" if field == "steps" else "prune"
+    command = "prune" if field in Recipe.model_fields else "recover"
     assert in_options(f"`{field}`", typer.Context(COMMANDS[command])) == expected
