@@ -65,7 +65,7 @@ def in_options(text: str, context: typer.Context) -> str:
         value = match["value"].strip("'")
         return f"{option} {shlex.quote(value)}"
 
-    return re.sub(r"`(?P<name>[a-z_]+)(=(?P<value>True|False|\d+|'[^'`\\]*'))?`", written, text)
+    return re.sub(r"`(?P<name>[a-z_][a-z0-9_]*)(=(?P<value>True|False|\d+|'[^'`\\]*'))?`", written, text)
 
 
 @contextmanager
