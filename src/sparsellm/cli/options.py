@@ -264,23 +264,11 @@ UnpackedOut = Annotated[str, typer.Argument(metavar="MODEL", help="Folder to wri
 Archive = Annotated[
     bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
 ]
-PackedValues = Annotated[
-    str | None,
-    typer.Option(
-        "--values",
-        metavar="int8|int4|int3",
-        help="Round the layers of the blocks to integers with scales, dense layers too.",
-        show_default="not rounded",
-    ),
-]
+_VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
+_GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64, or 0 for whole rows."
+PackedValues = Annotated[str | None, typer.Option("--values", metavar="int8|int4|int3", help=_VALUES, show_default="none")]
 GroupSize = Annotated[
-    int | None,
-    typer.Option(
-        "--group-size",
-        metavar="N",
-        help="With --values: columns that share a scale, a multiple of 64, or 0 for whole rows.",
-        show_default="whole rows for int8, otherwise about 64 kept weights",
-    ),
+    int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default="about 64 kept weights, rows for int8")
 ]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
