@@ -26,7 +26,7 @@ from sparsellm.methods import (
 )
 from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
-from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives
@@ -149,7 +149,7 @@ class PublishedSparseLLM:
         yield from broadcast_results(block, owners, results)
         if self.values:
             for name, owner in owners.items():
-                broadcast_scales(block, name, owner, self.values)
+                self.values.broadcast_scales(block, name, owner)
         for part, part_signals in zip(parts, signals, strict=True):
             part_problems = {name: problems[name] for name in (*part.in_proj, part.out_proj)}
             for result in self._prune_part(block, part_signals, part_problems, plan):
@@ -187,8 +187,8 @@ class PublishedSparseLLM:
             final = weight
             if self.values:  # around the solved weight: the signals that it was solved toward are gone
                 problem = replace(problems[name], weight=weight)
-                final = rounded_layer(block, name, weight, problem=problem, values=self.values)
-                broadcast_scales(block, name, 0, self.values)
+                final = self.values.rounded_layer(block, name, weight, problem)
+                self.values.broadcast_scales(block, name, 0)
             block.write(name, final)
             damping, seconds = best.spent[name]
             yield measure_layer(block, name, problems[name], plan=plan, damping=damping, seconds=seconds, epoch=best.epoch)

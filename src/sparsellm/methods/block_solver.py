@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import METRIC_LIFT, SAMPLED, FeedForwardProblem, Weights, weights_of
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
-from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
@@ -238,8 +238,8 @@ class BlockSolver:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
         prior = self._block.layer(task.name).weight.detach().to(torch.float32, copy=True)
         problem = task.regression.problem(prior, self._settings.ridge, task.curvature)
-        rounded = rounded_layer(self._block, task.name, weight, problem=problem, values=values)
-        broadcast_scales(self._block, task.name, 0, values)
+        rounded = values.rounded_layer(self._block, task.name, weight, problem)
+        values.broadcast_scales(self._block, task.name, 0)
         return collectives.broadcast(0, rounded)
 
     def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: IntegerValues) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite, SingularGram
 from sparsellm.methods import EpochResult, LayerResult, Plan, assign_owners, broadcast_results, planned_layers
-from sparsellm.methods.rounding import IntegerValues, broadcast_scales, rounded_layer
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import LayerSolver, NonBlockingSolver
@@ -22,6 +21,9 @@ from sparsellm.solvers.linalg import all_finite, count_zeros
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import MIN_ENERGY, LayerProblem, is_finite_pair, relative_error
 from sparsellm.solvers.statistics import InputRMS, TokenCount
+
+if TYPE_CHECKING:
+    from sparsellm.methods.rounding import IntegerValues
 
 LARGEST_DAMPING = 1.0
 """Damping is not raised beyond this multiple of the Gram matrix's mean diagonal, where it outweighs the inputs."""
@@ -71,7 +73,7 @@ class LayerWise:
         yield from broadcast_results(block, owners, results)
         if self.values:
             for name, owner in owners.items():
-                broadcast_scales(block, name, owner, self.values)
+                self.values.broadcast_scales(block, name, owner)
 
     def _prune_one(self, block: Block, inputs: Activations, name: str, statistics: TokenCount, *, plan: Plan) -> LayerResult:
         """Prune one layer."""
@@ -192,7 +194,7 @@ def prune_layer(
     full_name = block.full_name(name)
     weight, damping = solve(solver, problem, plan[full_name], name=full_name)
     if values:
-        weight = rounded_layer(block, name, weight, problem=problem, values=values)
+        weight = values.rounded_layer(block, name, weight, problem)
     block.write(name, weight)
     seconds = time.perf_counter() - started
     return measure_layer(block, name, problem, plan=plan, damping=damping, seconds=seconds, routed_tokens=routed_tokens)

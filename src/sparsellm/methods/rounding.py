@@ -38,20 +38,18 @@ class IntegerValues:
         importance = inputs.rms.square() if isinstance(inputs, InputRMS) and inputs.tokens else None
         return round_to_nearest(weight, self.bits, self.group_size, mask=keep, importance=importance)
 
+    def rounded_layer(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
+        """Round a layer's final weight, (out, in), keep its scales in the block, and return the rounded weight, float32."""
+        quantized = self.round(weight, problem)
+        block.scales[name] = quantized.scales
+        return quantized.to_dense()
 
-def rounded_layer(block: Block, name: str, weight: Tensor, *, problem: LayerProblem, values: IntegerValues) -> Tensor:
-    """Round a layer's final weight, (out, in), keep its scales in the block, and return the rounded weight, float32."""
-    quantized = values.round(weight, problem)
-    block.scales[name] = quantized.scales
-    return quantized.to_dense()
-
-
-def broadcast_scales(block: Block, name: str, owner: int, values: IntegerValues) -> None:
-    """Send the scales of a layer from the process that rounded it to all."""
-    if collectives.world() > 1:
-        layer = block.layer(name)
-        groups = -(-layer.in_features // (values.group_size or layer.in_features))
-        scales = block.scales.get(name)
-        empty = layer.weight.new_empty(layer.out_features, groups)
-        scales = empty if scales is None else scales.to(empty.dtype)  # not every backend sends bfloat16
-        block.scales[name] = collectives.broadcast(owner, scales.contiguous()).bfloat16()
+    def broadcast_scales(self, block: Block, name: str, owner: int) -> None:
+        """Send the scales of a layer from the process that rounded it to all."""
+        if collectives.world() > 1:
+            layer = block.layer(name)
+            groups = -(-layer.in_features // (self.group_size or layer.in_features))
+            scales = block.scales.get(name)
+            empty = layer.weight.new_empty(layer.out_features, groups)
+            scales = empty if scales is None else scales.to(empty.dtype)  # not every backend sends bfloat16
+            block.scales[name] = collectives.broadcast(owner, scales.contiguous()).bfloat16()
