@@ -180,6 +180,13 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
             round_layers(model, bits)
         return model, stored
 
+    def in_one_run(sparsity: int, values: str) -> tuple[Any, float]:
+        settings = task.settings(seed) | {"model": task.model, "sparsity": f"{sparsity}%", "values": values}
+        with tempfile.TemporaryDirectory() as folder:
+            run(read_recipe(settings)).save_pretrained(f"{folder}/out")
+            stored = sparsellm.pack(f"{folder}/out", f"{folder}/packed").bits
+            return open_checkpoint(f"{folder}/out").load("float32"), stored
+
     families = [("sparse", task.pruned, SPARSITIES), ("recovered", task.recovered, RECOVERED)]
     for family, folder, sparsities in families:
         for sparsity in sparsities:
@@ -189,6 +196,8 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
                 if bits < 8:
                     name = f"{family} int{bits}, compensated, {sparsity} %"
                     yield name, lambda f=folder, s=sparsity, b=bits: rounded(f(s, seed), b, True)
+    for sparsity in SPARSITIES:
+        yield f"sparse int4, one run, {sparsity} %", lambda s=sparsity: in_one_run(s, "int4")
 
 
 def measure(task: Task, seed: int, only: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -61,10 +62,9 @@ class Scheme:
 
 @dataclass(frozen=True, repr=False)
 class Exported(Summarized):
-    """A model in the format of compressed-tensors.
+    """A model in the format of compressed-tensors, in the folder `output`.
 
     Attributes:
-        output: Its folder.
         layers: Number of layers with integer weights.
         dense_bytes: Bytes of the model's weight files.
         exported_bytes: Bytes of the exported weight files.
@@ -81,11 +81,9 @@ class Exported(Summarized):
 
     def summary(self) -> dict[str, str]:
         """The folder and the sizes."""
-        return {
-            "output": PurePath(self.output).name,
-            "size": f"{human_bytes(self.exported_bytes)}, from {human_bytes(self.dense_bytes)}",
-            "layers": f"{self.layers:,} with integer weights, {self.zeros:,} of them zero, which saves no bytes",
-        }
+        size = f"{human_bytes(self.exported_bytes)}, from {human_bytes(self.dense_bytes)}"
+        layers = f"{self.layers:,} with integer weights, {self.zeros:,} of these zero, which saves no bytes"
+        return {"output": PurePath(self.output).name, "size": size, "layers": layers}
 
 
 def export(
@@ -129,9 +127,11 @@ def export(
 
     def quantize(key: str, weight: Tensor) -> Quantized:
         """The integers and scales of a layer."""
-        if key in scales:
-            return _exact(source.name, key, weight, scales[key])
-        return round_to_nearest(weight, schemes[key].num_bits, 0 if values == "int8" else MAX_GROUP)
+        return (
+            _exact(source.name, key, weight, scales[key])
+            if key in scales
+            else round_to_nearest(weight, schemes[key].num_bits, 0 if values == "int8" else MAX_GROUP)
+        )
 
     def convert(file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, those of the layers as integers."""
@@ -203,9 +203,7 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
     """The scheme of each layer by the stored name of its weight; the same for those that vLLM may fuse."""
     fused: dict[tuple[str, int], list[Scheme]] = {}
 
-    def key_of(name: str) -> tuple[str, int]:
-        return name.removesuffix(".weight").rpartition(".")[0], shapes[name][1]
-
+    keys = {name: (name.removesuffix(".weight").rpartition(".")[0], shape[1]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if name in scales:
             bits, size = max(scales[name].bits, 4), scales[name].group_size
@@ -213,13 +211,13 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
         else:
             bits, size, whole = (8, 0, True) if values == "int8" else (4, MAX_GROUP, shape[1] <= MAX_GROUP)
         group = 0 if whole else math.gcd(size, shape[1], MAX_GROUP)
-        fused.setdefault(key_of(name), []).append(Scheme(bits, group))
+        fused.setdefault(keys[name], []).append(Scheme(bits, group))
     common = {}
     for (parent, columns), found in fused.items():
         sizes = {scheme.group_size for scheme in found}
         group = 0 if sizes == {0} else math.gcd(*sizes, columns, MAX_GROUP)
         common[parent, columns] = Scheme(max(scheme.num_bits for scheme in found), group)
-    return {name: common[key_of(name)] for name in shapes}
+    return {name: common[keys[name]] for name in shapes}
 
 
 def _exact(model: str, key: str, weight: Tensor, scales: Scales) -> Quantized:
@@ -297,7 +295,6 @@ def _quantization_config(schemes: Mapping[str, Scheme], ignored: Iterable[str]) 
 
 
 def _write_card(file: Path, text: str) -> None:
-    """Write a model card with a paragraph on the integers before its first heading."""
-    head, mark, rest = text.partition("\n# ")
-    title, _, body = rest.partition("\n") if mark else ("", "", "")
-    file.write_text(f"{head}{mark}{title}\n\n{NOTE}{body}" if mark else f"{text}\n{NOTE}", encoding="utf-8")
+    """Write a model card with a paragraph on the integers after its title, or at its end."""
+    changed, count = re.subn(r"^# .*\n", lambda title: f"{title[0]}\n{NOTE}", text, count=1, flags=re.MULTILINE)
+    file.write_text(changed if count else f"{text}\n{NOTE}", encoding="utf-8")
