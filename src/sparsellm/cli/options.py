@@ -265,10 +265,15 @@ Archive = Annotated[
     bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
 ]
 _VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
-_GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64, or 0 for whole rows."
 PackedValues = Annotated[str | None, typer.Option("--values", metavar="int8|int4|int3", help=_VALUES, show_default="none")]
 GroupSize = Annotated[
-    int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default="about 64 kept weights, rows for int8")
+    int | None,
+    typer.Option(
+        "--group-size",
+        metavar="N",
+        help="With --values: columns that share a scale, a multiple of 64; 0: rows.",
+        show_default="about 64 kept weights, rows for int8",
+    ),
 ]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
@@ -276,14 +281,6 @@ PositiveZeros = Annotated[
 ]
 OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACKED if sparsellm wrote every file in it.")]
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
-
-ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
-ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-ExportValues = Annotated[
-    str | None,
-    typer.Option("--values", metavar="[int4|int8]", help="What to round a model to that was pruned without --values."),
-]
-OverwriteExported = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
 Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]

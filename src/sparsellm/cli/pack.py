@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,14 @@ from sparsellm.cli.console import print_json, print_line, report_errors, stderr,
 
 if TYPE_CHECKING:
     from sparsellm.runs.packed_documents import Packed
+
+ToExport = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a pruned model, or its name on the hub.")]
+ExportedOut = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
+ExportValues = Annotated[
+    str | None,
+    typer.Option("--values", metavar="[int4|int8]", help="What to round a model to that was pruned without --values."),
+]
+OverwriteExported = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 
 
 def pack(
@@ -114,11 +122,11 @@ def unpack(
 
 def export(
     context: typer.Context,
-    model: options.ToExport,
-    output: options.ExportedOut,
+    model: ToExport,
+    output: ExportedOut,
     *,
-    values: options.ExportValues = None,
-    overwrite: options.OverwriteExported = False,
+    values: ExportValues = None,
+    overwrite: OverwriteExported = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:

@@ -64,7 +64,8 @@ class Journal:
             fingerprint: Everything that determines the results of the run, as JSON-serialisable data.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_partial_files(folder)
+        for file in folder.glob("*.partial"):  # of a killed process
+            file.unlink(missing_ok=True)
         journal = cls(folder)
         durable(journal.file, journal._chained_line({"format": FORMAT, "fingerprint": dict(fingerprint)}).encode())
         return journal
@@ -103,7 +104,8 @@ class Journal:
             journal.lost = f"{damage}: {count} blocks count as finished, later ones are pruned again"
             text = "".join(json.dumps(line) + "\n" for line in valid)
             durable(journal.file, text.encode())  # new lines are appended to these
-        _remove_partial_files(folder)
+        for file in folder.glob("*.partial"):  # of a killed process
+            file.unlink(missing_ok=True)
         return journal
 
     def share(self) -> Journal:
@@ -295,9 +297,3 @@ def _file_damage(folder: Path, line: Mapping[str, Any]) -> str:
     except OSError as error:
         return f"{line['file']} cannot be read ({error.strerror})"
     return "" if intact else f"{line['file']} is damaged"
-
-
-def _remove_partial_files(folder: Path) -> None:
-    """Remove the temporary files of a killed process."""
-    for file in folder.glob("*.partial"):
-        file.unlink(missing_ok=True)
