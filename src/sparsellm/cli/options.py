@@ -265,16 +265,10 @@ Archive = Annotated[
     bool, typer.Option("--archive", help="Compress further, for storage: loading takes longer. Dense matrices are packed too.")
 ]
 _VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
+_GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: rows."
+_GROUP_DEFAULT = "about 64 kept weights, rows for int8"
 PackedValues = Annotated[str | None, typer.Option("--values", metavar="int8|int4|int3", help=_VALUES, show_default="none")]
-GroupSize = Annotated[
-    int | None,
-    typer.Option(
-        "--group-size",
-        metavar="N",
-        help="With --values: columns that share a scale, a multiple of 64; 0: rows.",
-        show_default="about 64 kept weights, rows for int8",
-    ),
-]
+GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]
 PositiveZeros = Annotated[
     bool, typer.Option("--positive-zeros", help="Store -0.0, which some software leaves for removed weights, as 0.0.")
