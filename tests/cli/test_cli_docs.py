@@ -21,7 +21,14 @@ from sparsellm.runs.recovery_recipe import RecoveryRecipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
-OWN = {("push", "revision"), ("sweep", "only"), ("recover", "model")}
+OWN = {
+    ("push", "revision"),
+    ("sweep", "only"),
+    ("recover", "model"),
+    ("pack", "values"),
+    ("pack", "group_size"),
+    ("export", "values"),
+}
 """Options that are named like a field of the recipe but mean something else."""
 NOT_FIELDS = {"resume", "restart", "output", "config", "print_config", "overwrite", "report_to", "as_json", "help_all"}
 NOT_FIELDS |= {"quiet", "progress", "pack"}
