@@ -120,7 +120,7 @@ def test_pictures_are_small_and_shown(picture: Path) -> None:
     svg = picture.read_text(encoding="utf-8")
     assert "prefers-color-scheme:dark" in svg
     assert "var(--ink)" in svg
-    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "results")]
+    pages = [(ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("concepts", "few-bits", "results")]
     assert any(re.search(rf"!\[[^\]]{{60,}}\]\(pictures/{picture.name}\)", page) for page in pages)
 
 
