@@ -103,7 +103,7 @@ class RunFields(BaseModel):
     )
     task_limit: int | None = _evaluation(None, "Evaluate at most this many questions per task.", "all", gt=0)
 
-    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of the free memory")
+    max_memory: str | None = _machine(None, "Maximum memory, as 16GiB.", "80% of free")
     offload: bool | None = _machine(
         None,
         "Load one block at a time.",
@@ -148,9 +148,7 @@ class RecipeFields(RunFields):
     blocks: str = _layers("all", "Decoder blocks to prune: all, first-half, a range 0:12, a list 3,-1.")
     include: Names = _layers((), "Prune only layers of this name, glob, re:REGEX or type.")
     exclude: Names = _layers((), "Do not prune such layers, named as for include.")
-    values: Literal["int8", "int4", "int3"] | None = _option(
-        None, "Round the weights that are left to integers: int8, int4 or int3.", "not rounded"
-    )
+    values: Literal["int8", "int4", "int3"] | None = _option(None, "Round the kept weights to integers.")
     group_size: int | None = _layers(
         None,
         "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",

@@ -186,6 +186,8 @@ class Report(Summarized):
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
+        if self.recipe.values:
+            return  # kept weights that round to 0 are zeros too
         if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
             yield (
                 f"{len(surplus)} layers have more zeros than requested, {surplus[0].name} first "

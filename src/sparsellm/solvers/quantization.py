@@ -143,7 +143,8 @@ def to_integers(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
 def _search_scales(groups: Tensor, bits: int, importance: Tensor | None) -> Tensor:
     """The best scale of each group, (rows, groups), as float32 numbers that bfloat16 holds."""
     top = groups.abs().amax(2) / (2 ** (bits - 1) - 1)
-    best, least = top, torch.full_like(top, torch.inf)
+    best: Tensor = top
+    least = torch.full_like(top, torch.inf)
     for clip in CLIPS:
         scale = (top * clip).bfloat16().float()
         errors = (to_integers(groups, scale.unsqueeze(2), bits).mul_(scale.unsqueeze(2)) - groups).square_()
@@ -230,9 +231,9 @@ def round_compensated(
         rounded.scales.T.to(gram.dtype).contiguous(),
         target.T.to(gram.dtype).contiguous(),
         gram,
-        mask.T.to(gram.dtype).contiguous(),
-        bits,
-        group_size or len(gram),
+        keep=mask.T.to(gram.dtype).contiguous(),
+        bits=bits,
+        size=group_size or len(gram),
     )
     for _ in range(SWEEPS):
         descent.sweep()
@@ -243,7 +244,7 @@ class _Descent:
     """Coordinate descent over integers (in, out) and scales (groups, out), with the gradient G (Q - T)ᵀ kept up to date."""
 
     def __init__(
-        self, integers: Tensor, scales: Tensor, target: Tensor, gram: Tensor, keep: Tensor, bits: int, size: int
+        self, integers: Tensor, scales: Tensor, target: Tensor, gram: Tensor, *, keep: Tensor, bits: int, size: int
     ) -> None:
         self.integers, self.scales, self._gram, self._keep, self._bits, self._size = integers, scales, gram, keep, bits, size
         self._gradient = gram @ (integers * scales.repeat_interleave(size, 0)[: len(gram)] - target)

@@ -38,7 +38,8 @@ def estimated_bytes(numel: int, removed: int, dtype: str) -> int:
         dtype: Name of its dtype.
     """
     sparsity = removed / max(numel, 1)
-    dense = numel * getattr(torch, dtype).itemsize
+    item: torch.dtype = getattr(torch, dtype)
+    dense = numel * item.itemsize
     if sparsity < SPARSE:
         return dense
     mask = min(1.0, 1.25 - sparsity**4)  # in groups of four bits: a bit each, and those that are not all zero
