@@ -22,6 +22,7 @@ from sparsellm.errors import TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.records import WORK
 from tests import processes
 from tests.cli.test_bad_input import refused
@@ -326,18 +327,24 @@ def test_a_crash_between_the_two_renames(
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("memory", [(), STREAMED], ids=["in memory", "streamed"])
+@pytest.mark.parametrize(
+    "further",
+    [(), STREAMED, pytest.param(("--values", "int4"), marks=pytest.mark.long)],
+    ids=["in memory", "streamed", "integers"],
+)
 def test_a_killed_run_resumes_to_the_same_bytes(
-    memory: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command, server: ForkServerContext
+    further: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command, server: ForkServerContext
 ) -> None:
     """SIGKILL from outside, as soon as the journal names a first block: the lock is free, and the end is the same."""
     model, *rest = words
-    out, base = tmp_path / "out", [*rest, "--method", "alps", *memory]
+    out, base = tmp_path / "out", [*rest, "--method", "alps", *further]
     assert command("prune", model, tmp_path / "whole", *base).exit_code == 0
     processes.kill_after_first_block(server, ["prune", model, out, *base], out)
     ran = command("prune", model, out, *base, "--resume")
     assert ran.exit_code == 0, ran.stderr
     assert same(out, tmp_path / "whole")
+    if "--values" in further:
+        assert (out / SCALES_FILE).read_bytes() == (tmp_path / "whole" / SCALES_FILE).read_bytes()
     assert not (out / WORK).exists()
 
 

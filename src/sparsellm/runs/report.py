@@ -18,7 +18,7 @@ from sparsellm.checkpoints.files import Origin
 from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
-from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.statistics import TokenCount
@@ -186,7 +186,7 @@ class Report(Summarized):
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
-        if self.recipe.values:
+        if isinstance(self.recipe, Recipe) and self.recipe.values:
             return  # kept weights that round to 0 are zeros too
         if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
             yield (
