@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -21,8 +22,10 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.runs.decoding import weight_bytes
 from sparsellm.runs.packing import pack, unpack
 from sparsellm.sparse import transformers_quantizer
+from sparsellm.sparse.experts import PackedExperts
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.quantized_linear import QuantizedLinear
 from tests.conftest import TEXT, byte_tokenizer, long_unless
@@ -30,8 +33,8 @@ from tests.integration.test_families import CONFIGS
 
 SHARED = Path(__file__).parents[3] / "shared"
 
-FORMS = {"llama": 14, "opt": 12, "gpt2": 8, "mixtral": 8, "phi3": 8, "gemma": 14}
-"""Numbers of packed layers of a family for each form: plain, biases and a tied head, transposed, experts, fused, tied."""
+FORMS = {"llama": 14, "opt": 12, "gpt2": 8, "mixtral": 32, "qwen3_moe": 23, "phi3": 8, "gemma": 14}
+"""Numbers of packed layers of a family for each form: plain, biases and a tied head, transposed, experts twice, fused, tied."""
 
 
 def save_pruned(folder: Path, family: str, dtype: torch.dtype) -> None:
@@ -178,13 +181,18 @@ def test_dtype_without_a_product_is_refused(packed_models: Callable[..., tuple[P
         sparsellm.load(packed_models()[1], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral", long_unless(False, "qwen3_moe")])
 def test_dequantized_model_is_the_dense_one(
     packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str
 ) -> None:
     dense_folder, folder = packed_models(family)
     model = sparsellm.load(folder)
+    model.save_pretrained(tmp_path / "packed")
     model.dequantize()
+    with torch.no_grad():
+        dense = AutoModelForCausalLM.from_pretrained(dense_folder)
+        assert torch.equal(model(prompts()).logits, dense(prompts()).logits)
     model.save_pretrained(tmp_path / "dense")
     first, second = (load_file(path / "model.safetensors") for path in (dense_folder, tmp_path / "dense"))
     assert first.keys() == second.keys()
@@ -205,6 +213,42 @@ def test_perplexity_is_that_of_the_dense_model(packed_models: Callable[..., tupl
     value = sparsellm.evaluate(model, text, sequence_length=32, tokenizer=byte_tokenizer()).perplexity[str(text)].value
     assert value == pytest.approx(dense, rel=1e-6)
     assert packed_layers(model)[0].values.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize("values", [None, "int4"])
+@pytest.mark.parametrize("family", ["mixtral", long_unless(False, "qwen3_moe")])
+def test_experts_run_packed(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str, values: str | None
+) -> None:
+    """Also a copy in memory. No parameter of three dimensions is left; the dense form of bench is that of transformers."""
+    dense_folder, folder = packed_models(family, values=values)
+    model = copy.deepcopy(sparsellm.load(folder))
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(experts) == sum(parameter.dim() == 3 for parameter in dense_of(dense_folder).parameters()) // 2 > 0
+    assert all(parameter.dim() < 3 for parameter in model.parameters())
+    called = set()
+    for number, name, layer in ((x, *pair) for x in range(len(experts)) for pair in experts[x].layers("down_proj")):
+        layer.register_forward_hook(lambda *_, key=(number, name): called.add(key))
+    with torch.no_grad():
+        model(prompts()[:1, :1])
+    assert len(called) == len(experts) * model.config.num_experts_per_tok, "only the experts that the token is routed to"
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 10)
+    forms = ((dense_folder, {}), (folder, {}), (folder, {"offload": True}), (model, {"tokenizer": byte_tokenizer()}))
+    perplexities = [
+        sparsellm.evaluate(x, text, sequence_length=32, **settings).perplexity[str(text)].value for x, settings in forms
+    ]
+    assert perplexities == pytest.approx([perplexities[0]] * 4, rel=1e-5)
+    for against in (None, dense_folder):
+        result = sparsellm.bench(folder, against, batch=1, threads=1, tokens=2)
+        assert result.memory_bytes["dense, torch"] == weight_bytes(dense_of(dense_folder))
+        assert any("the ceiling counts them all" in note for note in result.notes)
+
+
+def dense_of(folder: Path) -> PreTrainedModel:
+    """The dense model of a folder."""
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +334,9 @@ def test_dense_folder_and_later_version_are_refused(packed_models: Callable[...,
 def test_experts_are_said_to_be_dense(
     packed_models: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    folder, logged = packed_models("mixtral")[1], []
+    folder, logged = packed_models("gpt_oss")[1], []
     monkeypatch.setattr(transformers_quantizer.logger, "warning", logged.append)
-    said = r"model\.layers\.0\.mlp\.experts\.gate_up_proj and \d others take dense memory"
+    said = r"model\.layers\.0\.mlp\.experts\.down_proj and \d others take dense memory"
     with pytest.warns(UserWarning, match=said):
         sparsellm.load(folder)
     recwarn.clear()
@@ -357,7 +401,15 @@ def test_import_registers_the_format_in_any_order(packed_models: Callable[..., t
     assert done.stdout.strip() == "PackedLinear"
 
 
-QUANTIZED = {"llama": "int4", "opt": "int3", "gpt2": "int8", "mixtral": "int4", "phi3": "int3", "gemma": "int8"}
+QUANTIZED = {
+    "llama": "int4",
+    "opt": "int3",
+    "gpt2": "int8",
+    "mixtral": "int4",
+    "qwen3_moe": "int8",
+    "phi3": "int3",
+    "gemma": "int8",
+}
 """A format for each family."""
 
 
@@ -382,9 +434,8 @@ def test_quantized_model_computes_as_the_unpacked_one(
     first, second = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "saved"))
     unpack(tmp_path / "saved", tmp_path / "unpacked")
     assert sparsellm.inspect(tmp_path / "unpacked", against=rounded).changed == ()
-    if family != "mixtral":  # decoded experts do not know which of their zeros were kept
-        assert first.keys() == second.keys()
-        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     again = sparsellm.load(folder)
     again.load_state_dict(model.state_dict())
     with torch.no_grad():

@@ -27,6 +27,7 @@ from sparsellm.runs.fingerprint import environment
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime import memory
 from sparsellm.sparse import kernels
+from sparsellm.sparse.experts import PackedExperts
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.transformers_quantizer import load
 
@@ -97,14 +98,21 @@ def _packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
 
 def _dense_form(model: nn.Module, packed: str | Path, against: str | Path | None) -> nn.Module:
     """The dense model: the packed one decoded, or another one of the same shape and dtype."""
+    dense: nn.Module
     layers = _packed_layers(model)
     dtypes = {layer.dtype for layer in layers.values()}
     needed = sum(layer.in_features * layer.out_features * layer.dtype.itemsize for layer in layers.values())
     memory.check_fits(needed, torch.device("cpu"), stage="The dense model", advice="Measure on a machine with more memory.")
     if against is None:
-        return unpacked(model)
-    dense: nn.Module = open_checkpoint(str(against)).load(str(dtypes.pop()).removeprefix("torch."))
+        dense = unpacked(model)
+        for module in [module for module in dense.modules() if isinstance(module, PackedExperts)]:
+            module.become_dense()  # which transformers computes in its own way
+        return dense
+    of_experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PackedExperts))
+    dense = open_checkpoint(str(against)).load(str(dtypes.pop()).removeprefix("torch."))
     for name, layer in layers.items():
+        if name.startswith(of_experts):
+            continue  # part of another parameter there
         shape = (layer.out_features, layer.in_features)
         other = dict(dense.named_parameters()).get(f"{name}.weight")
         if other is None or shape not in (other.shape, other.shape[::-1]):

@@ -25,10 +25,13 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, is_packed, metadata_of, parts_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.sparse import kernels
+from sparsellm.sparse.experts import NUMBERS, PackedExperts, number_layers
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
+from sparsellm.sparse.packed_checkpoint import read_packed
 from sparsellm.sparse.packed_tensors import pack_again
 from sparsellm.sparse.parts import DTYPES
-from sparsellm.sparse.weight_converter import PartsSplitter, plan_conversion, read_packed
+from sparsellm.sparse.parts_splitter import PartsSplitter
+from sparsellm.sparse.weight_converter import plan_conversion
 
 logger = logging.get_logger(f"transformers.quantizers.{METHOD}")
 
@@ -117,15 +120,20 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         divide them again.
         """
         state = remove_tied_weights_from_state_dict(model.state_dict(), model)
+        experts = number_layers(model, state)
         modules = {path: module for path, module in model.named_modules() if isinstance(module, PackedLinear)}
-        layers = {id(state[f"{path}.weight"]): module for path, module in modules.items()}
+        layers = {id(state[f"{path}.weight"]): module for path, module in modules.items() if f"{path}.weight" in state}
         model._weight_conversions = self._conversions
         stored = revert_weight_conversion(model, state)
-        decoded = {key for key, tensor in self.packed.items() if tensor.is_sparse}
+        numbered = {key: experts[int(x)] for key, x in stored.items() if experts and x.dtype is NUMBERS and x.shape == (1, 1)}
+        decoded = {key for key, tensor in self.packed.items() if tensor.is_sparse} | numbered.keys()
         entries, lengths = {}, {}
         for key in [key for key, tensor in sorted(stored.items()) if id(tensor) in layers or key in decoded]:
             layer = layers.get(id(stored[key]))
-            if layer is None:
+            if key in numbered:
+                layer, named = numbered[key]
+                parts, entries[key] = {key + part.removeprefix("weight"): x for part, x in named.items()}, layer.packed_entry()
+            elif layer is None:
                 parts, entries[key] = pack_again(key, stored[key], self.packed[key].entry, self._scales.get(key))
             else:
                 parts = {name: stored.pop(name) for name in parts_of(key, stored).values()}
@@ -135,14 +143,17 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         model._weight_conversions = [PartsSplitter(lengths)]
         return stored, metadata_of(entries)
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         """Replace packed layers by dense ones."""
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a name, once the model was saved
+        # A name comes from the configuration, once save_pretrained has written it.
+        found: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        for module in [module for module in model.modules() if isinstance(module, PackedExperts)]:
+            module.become_dense(found)
         for path, module in list(model.named_modules()):
             if isinstance(module, DenseLinear):
                 module.__class__ = nn.Linear  # type: ignore[assignment]
             elif isinstance(module, PackedLinear):
-                model.set_submodule(path, module.to_dense(dtype))
+                model.set_submodule(path, module.to_dense(found))
         model._weight_conversions = self._conversions
         return model
 

@@ -6,12 +6,10 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     Chunk,
@@ -22,66 +20,18 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from sparsellm.checkpoints.headers import TensorHeader, locate_all
-from sparsellm.checkpoints.packed_files import PackedEntry, parts_of
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.architectures import is_linear
+from sparsellm.models.experts import GATED
 from sparsellm.sparse.bitmask import Bitmask
-from sparsellm.sparse.linear import PackedLinear
-from sparsellm.sparse.packed_tensors import PackedMatrix, decode_matrix, dense_tensor
+from sparsellm.sparse.experts import FUSED, become_packed, can_be_packed
+from sparsellm.sparse.linear import RUNNING, PackedLinear
+from sparsellm.sparse.packed_checkpoint import PackedTensor
+from sparsellm.sparse.packed_tensors import dense_tensor
 from sparsellm.sparse.quantization import QuantizedBitmask
-from sparsellm.sparse.quantized_linear import QuantizedLinear
 
-_PATTERN = "sparsellm"
+PATTERN = "sparsellm"
 """Name under which transformers finds the converter again. No tensor's name is compared with it."""
-
-DENSE = 0.9
-"""Fraction of kept weights above which a layer is decoded when it is loaded: it runs faster dense."""
-
-
-@dataclass(frozen=True)
-class PackedTensor:
-    """A packed tensor of a checkpoint.
-
-    Attributes:
-        entry: What its file says about it.
-        parts: The stored names of its parts, by name of the part.
-        size: The size of its first part: the number of kept weights in 16 bits, and at least that number in 32 bits.
-    """
-
-    entry: PackedEntry
-    parts: Mapping[str, str]
-    size: int
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether so few weights are kept that a layer computes with the packed ones; archives have dense tensors, too."""
-        if self.entry.bits is not None:
-            return True
-        rows, columns = self.entry.matrix
-        return self.size <= DENSE * (3 if self.entry.dtype == "float32" else 1) * rows * columns
-
-    def decode(self, stored: Mapping[str, Tensor]) -> PackedMatrix:
-        """Decode its parts, given by stored name, as a matrix."""
-        parts = {part: stored[name] for part, name in self.parts.items()}
-        try:
-            return decode_matrix(parts, self.entry)
-        except BadCheckpoint as error:
-            raise BadCheckpoint(f"{self.parts['weight']}: {error}") from None
-
-
-def read_packed(files: Iterable[Path]) -> tuple[dict[str, PackedTensor], set[str]]:
-    """Return the packed tensors in weight files by name, and the names of the other tensors."""
-    headers: dict[str, TensorHeader] = {}
-    entries: dict[str, PackedEntry] = {}
-    for file in files:
-        located, listed = locate_all(file)
-        headers |= {name: header for name, (header, _) in located.items()}
-        entries |= listed
-    packed = {
-        key: PackedTensor(entry, parts_of(key, headers), headers[key].numel) for key, entry in entries.items() if key in headers
-    }
-    return packed, set(headers) - {name for tensor in packed.values() for name in tensor.parts.values()}
 
 
 @dataclass(frozen=True)
@@ -127,7 +77,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         names: Mapping[str, str],
         scales: dict[str, Tensor],
     ) -> None:
-        super().__init__(_PATTERN, _PATTERN, [Chunk()])  # which does not run
+        super().__init__(PATTERN, PATTERN, [Chunk()])  # which does not run
         self.packed, self.targets, self.names, self.scales = packed, targets, names, scales
         self.stored: dict[str, Any] = {}
 
@@ -143,7 +93,7 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the name in the model for which a stored tensor is loaded, and the pattern if it is of this converter."""
         name = self.names.get(source_key)
-        return (source_key, None) if name is None else (name, _PATTERN)
+        return (source_key, None) if name is None else (name, PATTERN)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
         """Collect a stored tensor: a tensor, a function that reads one, or a future of one."""
@@ -188,44 +138,6 @@ class PackedConverter(WeightConverter):  # type: ignore[misc]
         return dense_tensor(matrix, self.packed[key].entry)
 
 
-class PartsSplitter(WeightConverter):  # type: ignore[misc]
-    """A converter that divides the joined parts of packed tensors when transformers saves a model.
-
-    The parts share memory, and transformers writes tensors that do to one file.
-
-    Args:
-        lengths: The sizes of the parts of each tensor, by their names.
-    """
-
-    __slots__ = ("joined", "lengths")
-
-    def __init__(self, lengths: Mapping[str, Mapping[str, int]]) -> None:
-        super().__init__(_PATTERN, _PATTERN, [Chunk()])
-        self.lengths = lengths
-        self.joined = torch.empty(0)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PartsSplitter:
-        """Return a converter without a tensor. transformers makes one for every packed tensor."""
-        return PartsSplitter(self.lengths)
-
-    def reverse_transform(self) -> PartsSplitter:
-        """Return itself: transformers reverses the converters of loading."""
-        return self
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return the name, and the pattern of this converter if it is the name of joined parts."""
-        return source_key, _PATTERN if source_key in self.lengths else None
-
-    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Take the joined parts."""
-        self.joined = future
-
-    def convert(self, layer_name: str, **keywords: Any) -> dict[str, Tensor]:
-        """Return the parts by name."""
-        lengths = self.lengths[layer_name]
-        return dict(zip(lengths, self.joined.split(list(lengths.values())), strict=True))
-
-
 def _materialize(tensor: Any) -> Tensor:
     """Return a stored tensor that transformers reads in another thread or when it is asked for, or has read."""
     read: Tensor = tensor.result() if isinstance(tensor, Future) else tensor() if callable(tensor) else tensor
@@ -259,7 +171,8 @@ def plan_conversion(
         if name not in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
         sources.setdefault(name, []).append((key, pattern))
-    targets, names = {}, {}
+    targets: dict[str, Target] = {}
+    names = {}
     for name, pieces in sources.items():
         if name not in state or not any(key in packed for key, _ in pieces):
             continue
@@ -268,10 +181,56 @@ def plan_conversion(
         if len(pieces) == 1 and pattern is None:
             target = _replace_linear(model, target, packed[pieces[0][0]])
         targets[target.name] = target
-        for key, _ in pieces:
+    targets = _replace_experts(model, targets, packed)
+    for target in targets.values():
+        for key, _ in target.sources:
             for stored in packed[key].parts.values() if key in packed else (key,):
                 names[rename_source_key(stored, renamings, [])[0]] = target.name
     return PackedConverter(packed, targets, names=names, scales={})
+
+
+def _replace_experts(
+    model: PreTrainedModel, targets: Mapping[str, Target], packed: Mapping[str, PackedTensor]
+) -> dict[str, Target]:
+    """Replace the parameters of experts by packed layers, where each stored tensor is a layer of one of them."""
+    result = dict(targets)
+    for path, module in [(path, module) for path, module in model.named_modules() if can_be_packed(module)]:
+        fused = [targets[name] for name in (f"{path}.{parameter}" for parameter in FUSED) if name in targets]
+        keys = {name: key for target in fused for name, key in _layers_of(model, module, target, packed=packed).items()}
+        if len(keys) != len(GATED) * len(module.get_parameter("down_proj")):
+            continue
+        layers = {name: packed[key].layer(dtype=fused[0].dtype) for name, key in keys.items()}
+        become_packed(module, layers)
+        for target in fused:
+            del result[target.name]
+        for name, key in keys.items():
+            buffer = f"{path}.{name}.{RUNNING[0]}"
+            result[buffer] = Target(buffer, ((key, None),), fused[0].dtype, layers[name])
+    return result
+
+
+def _layers_of(
+    model: PreTrainedModel, module: nn.Module, target: Target, *, packed: Mapping[str, PackedTensor]
+) -> dict[str, str]:
+    """Return the stored name of every layer that a parameter of experts is made of, by path; empty if one is not packed."""
+    parameter = target.name.rpartition(".")[2]
+    shape = module.get_parameter(parameter).shape
+    rows = (shape[0], len(FUSED[parameter]), 1)
+    keys = [key for key, _ in target.sources]
+    matrix = (shape[1] // rows[1], shape[2])
+    if target.converter is None or len(keys) != rows[0] * rows[1] or not packed.keys() >= set(keys):
+        return {}
+    if any(not packed[key].is_sparse or packed[key].entry.transposed or packed[key].entry.shape != matrix for key in keys):
+        return {}
+    # What transformers does with the stored tensors is found by doing it with their numbers.
+    converter = copy.deepcopy(target.converter)
+    for number, (key, pattern) in enumerate(target.sources):
+        converter.add_tensor(target.name, key, pattern, torch.full((1, 1), number))
+    numbers = converter.convert(target.name, model=model, config=model.config).get(target.name)
+    if numbers is None or numbers.shape != rows:
+        return {}
+    paths = [f"{expert}.{name}" for expert in range(rows[0]) for name in FUSED[parameter]]
+    return {path: keys[number] for path, number in zip(paths, numbers.flatten().tolist(), strict=True)}
 
 
 def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor) -> Target:
@@ -287,14 +246,9 @@ def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor
             "It may belong to another model."
         )
     transposed = type(module).__name__ == "Conv1D"
-    entry = packed.entry
-    if entry.bits is not None and entry.transposed != transposed:  # its groups are not along the inputs
+    if packed.entry.bits is not None and packed.entry.transposed != transposed:  # its groups are not along the inputs
         return target
-    outputs, inputs = entry.shape[::-1] if transposed else entry.shape
-    kind = PackedLinear if entry.bits is None else partial(QuantizedLinear, bits=entry.bits, group_size=entry.group_size)
-    layer = kind(
-        inputs, outputs, False, kept=packed.size, transposed=transposed, dtype=target.dtype, device=module.weight.device
-    )
+    layer = packed.layer(dtype=target.dtype, transposed=transposed)
     layer.bias = module.bias
     model.set_submodule(path, layer)
-    return Target(f"{path}.{layer.running[0]}", target.sources, target.dtype, layer)
+    return Target(f"{path}.{RUNNING[0]}", target.sources, target.dtype, layer)
