@@ -4,9 +4,10 @@
     python benchmarks/packing.py values [MODEL ...]     # integers in place of values, with the pruned layers of SparseGPT
     python benchmarks/packing.py table
 
-Pruned layers of each model, in bfloat16, by each method; and one Gaussian matrix. The bound is the entropy of the mask and of
-the exponents of the kept weights, both taken as independent within a layer, and 8 bits for sign and mantissa. zstd compresses
-the same layers as dense tensors in one file.
+Pruned layers of each model, by each method in bfloat16 and by the default one in the other dtypes; and one Gaussian matrix. The
+bound is the entropy of the mask and of the byte of each kept weight that the format encodes (of bfloat16 and float32 the
+exponent), both taken as independent within a layer, and all other bits. zstd compresses the same layers as dense tensors in one
+file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,8 +36,11 @@ from sparsellm.sparse.quantized_encoding import encode_quantized
 FILE = MEASURED / "packing.json"
 MODELS = ("demo:opt", "demo:llama")
 METHODS = ("magnitude", "sparsegpt", "sparsellm")
+DEFAULT = "sparsellm"
 SPARSITIES = (50, 70, 80, 90)
-WANTED = {50: 7.0, 70: 4.6, 90: 2.2}
+INTEGERS = {"bfloat16": (torch.int16, 7), "float16": (torch.int16, 7), "float32": (torch.int32, 23)}
+"""Of each dtype, integers with the same bits, and the position of the encoded byte's lowest bit."""
+OTHERS = ("float16", "float32")
 SIZE = 2048
 """Rows and columns of the Gaussian matrix."""
 
@@ -48,12 +53,19 @@ def entropy(counts: Tensor) -> float:
     return float(-(shares * shares.log2()).sum())
 
 
+def as_integers(weight: Tensor) -> tuple[Tensor, int]:
+    """The bits of a weight as integers, and the position of the encoded byte."""
+    dtype, position = INTEGERS[str(weight.dtype).removeprefix("torch.")]
+    return weight.view(dtype), position
+
+
 def bound(weight: Tensor) -> float:
-    """Bits that a bfloat16 weight takes at least."""
-    bits = weight.view(torch.int16).int()
-    kept = bits[bits != 0]
+    """Bits that a weight takes at least."""
+    bits, position = as_integers(weight)
+    kept = bits[bits != 0].int()
     mask = entropy(torch.tensor([len(kept), bits.numel() - len(kept)]))
-    return bits.numel() * mask + len(kept) * (8 + entropy(torch.bincount(kept >> 7 & 0xFF)))
+    rest = 8 * weight.element_size() - 8
+    return bits.numel() * mask + len(kept) * (rest + entropy(torch.bincount(kept >> position & 0xFF)))
 
 
 def zstd_bits(weights: Mapping[str, Tensor]) -> float:
@@ -72,17 +84,17 @@ def bits(weights: Mapping[str, Tensor]) -> dict[str, float]:
         for form in ("plain", "archive"):
             parts = encode(weight, form == "archive")
             decoded = decode(parts, (weight.shape[0], weight.shape[1]), weight.dtype).to_dense()
-            assert torch.equal(decoded.view(torch.int16), weight.view(torch.int16))
+            assert torch.equal(as_integers(decoded)[0], as_integers(weight)[0])
             total[form] += 8 * sum(part.numel() for part in parts.values())
         total["bound"] += bound(weight)
     total["zstd"] = zstd_bits(weights)
     return {name: value / sum(weight.numel() for weight in weights.values()) for name, value in total.items()}
 
 
-def pruned_layers(model: str, method: str, folder: str) -> dict[int, dict[str, Tensor]]:
+def pruned_layers(model: str, method: str, dtype: str, *, folder: str) -> dict[int, dict[str, Tensor]]:
     """The pruned layers of a model at each sparsity."""
     sparsities = ",".join(f"{sparsity}%" for sparsity in SPARSITIES)
-    run = arguments("prune", model, f"{folder}/out", method=method, sparsity=sparsities, dtype="bfloat16")
+    run = arguments("prune", model, f"{folder}/out", method=method, sparsity=sparsities, dtype=dtype)
     if method != "magnitude":
         run += ["--calibration", "demo", "--samples", "16", "--sequence-length", "128"]
     subprocess.run([*program(), *run], check=True, capture_output=True)
@@ -95,12 +107,12 @@ def pruned_layers(model: str, method: str, folder: str) -> dict[int, dict[str, T
 
 
 def gaussian(sparsity: int) -> Tensor:
-    """A Gaussian matrix without its smallest weights."""
+    """A Gaussian matrix in float32 without its smallest weights."""
     weight = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)) * 0.02
     if sparsity == 0:
-        return weight.bfloat16()
+        return weight
     smallest = weight.abs().flatten().kthvalue(weight.numel() * sparsity // 100).values
-    return torch.where(weight.abs() > smallest, weight, 0).bfloat16()
+    return torch.where(weight.abs() > smallest, weight, 0)
 
 
 def speeds(weight: Tensor) -> dict[str, float]:
@@ -144,12 +156,11 @@ def measure_values(models: list[str]) -> None:
     torch.set_num_threads(1)
     for values in VALUES:
         for sparsity in (0, *SPARSITIES):
-            record(
-                FILE, f"values, {values}, Gaussian matrix, {sparsity}", quantized_bits({"weight": gaussian(sparsity)}, values)
-            )
+            layers = {"weight": gaussian(sparsity).bfloat16()}
+            record(FILE, f"values, {values}, Gaussian matrix, {sparsity}", quantized_bits(layers, values))
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
-            for sparsity, layers in pruned_layers(model, "sparsegpt", folder).items():
+            for sparsity, layers in pruned_layers(model, "sparsegpt", "bfloat16", folder=folder).items():
                 for values in VALUES:
                     record(FILE, f"values, {values}, {Path(model).name}, {sparsity}", quantized_bits(layers, values))
 
@@ -157,9 +168,9 @@ def measure_values(models: list[str]) -> None:
 def values_table() -> list[str]:
     """Bits a weight with integers, as Markdown."""
     rows = []
-    for key, figures in read_figures(FILE).items():
-        if key.startswith("values, "):
-            _, values, model, sparsity = key.split(", ")
+    for name, figures in read_figures(FILE).items():
+        if name.startswith("values, "):
+            _, values, model, sparsity = name.split(", ")
             cells = [f"{figures[form]:.2f}" for form in ("plain", "formula", "archive", "with zeros")]
             rows.append([model, values, f"{sparsity} %", *cells])
     return markdown_table(["layers of", "values", "removed", "plain", "formula", "archive", "zeros kept"], rows, left=(0, 1))
@@ -168,35 +179,42 @@ def values_table() -> list[str]:
 def measure(models: list[str]) -> None:
     """Measure every model, without what was measured before."""
     torch.set_num_threads(1)
+    for dtype, sparsity in product(INTEGERS, SPARSITIES):
+        name = key("Gaussian matrix", "magnitude", dtype, sparsity)
+        if name not in read_figures(FILE):
+            record(FILE, name, bits({"weight": gaussian(sparsity).to(getattr(torch, dtype))}))
     for sparsity in SPARSITIES:
         if f"speed, {sparsity}" not in read_figures(FILE):
-            weight = gaussian(sparsity)
-            record(FILE, f"Gaussian matrix, magnitude, {sparsity}", bits({"weight": weight}))
-            record(FILE, f"speed, {sparsity}", speeds(weight))
-    for model in models:
-        for method in METHODS:
-            name = f"{Path(model).name}, {method}"
-            if f"{name}, {SPARSITIES[-1]}" in read_figures(FILE):
-                continue
+            record(FILE, f"speed, {sparsity}", speeds(gaussian(sparsity).bfloat16()))
+    for (method, dtype), model in product((*product(METHODS, ["bfloat16"]), *product([DEFAULT], OTHERS)), models):
+        keys = {sparsity: key(Path(model).name, method, dtype, sparsity) for sparsity in SPARSITIES}
+        if not set(keys.values()) <= read_figures(FILE).keys():
             with tempfile.TemporaryDirectory() as folder:
-                for sparsity, layers in pruned_layers(model, method, folder).items():
-                    record(FILE, f"{name}, {sparsity}", bits(layers))
+                for sparsity, layers in pruned_layers(model, method, dtype, folder=folder).items():
+                    record(FILE, keys[sparsity], bits(layers))
 
 
-def table() -> list[str]:
+def key(model: str, method: str, dtype: str, sparsity: int) -> str:
+    """The name of a figure."""
+    return f"{model}, {method}, {dtype}, {sparsity}"
+
+
+def table(dtypes: tuple[str, ...] = ("bfloat16",)) -> list[str]:
     """Bits a weight, as Markdown."""
-    known = read_figures(FILE)
     rows = []
-    names = dict.fromkeys(key.rpartition(", ")[0] for key in known if key.count(", ") == 2 and key[:6] != "values")
-    for name in names:
-        model, _, method = name.rpartition(", ")
-        for sparsity in (x for x in SPARSITIES if f"{name}, {x}" in known):
-            figures = known[f"{name}, {sparsity}"]
-            cells = [f"{figures[form]:.2f}" for form in FIGURES]
-            rows.append([model, method, f"{sparsity} %", *cells, f"{figures['archive'] / figures['bound']:.3f}"])
-    return markdown_table(
-        ["layers of", "method", "removed", "plain", "archive", "bound", "zstd -19", "archive / bound"], rows, left=(0, 1)
-    )
+    for name, figures in read_figures(FILE).items():
+        if name.count(", ") == 3 and (parts := name.split(", "))[2] in dtypes:
+            rows.append([*parts[:3], f"{parts[3]} %", *(f"{figures[form]:.2f}" for form in FIGURES)])
+            rows[-1].append(f"{figures['archive'] / figures['bound']:.3f}")
+    names = list(dict.fromkeys(row[0] for row in rows))
+    rows.sort(key=lambda row: names.index(row[0]))
+    head = ["layers of", "method", "dtype", "removed", "plain", "archive", "bound", "zstd -19", "archive / bound"]
+    return markdown_table(head, rows, left=(0, 1, 2))
+
+
+def other_dtypes() -> list[str]:
+    """Bits a weight in other dtypes than bfloat16, as Markdown."""
+    return table(OTHERS)
 
 
 def speed_table() -> list[str]:
@@ -219,7 +237,7 @@ def main() -> None:
     elif options.command == "values":
         measure_values([*MODELS, *options.models])
     else:
-        print("\n".join([*table(), "", *values_table(), "", *speed_table()]))
+        print("\n".join([*table(), "", *other_dtypes(), "", *values_table(), "", *speed_table()]))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "popular models": popular_models.table,
     "rounding": rounding.table,
     "packing": packing.table,
+    "packing dtypes": packing.other_dtypes,
     "packing values": packing.values_table,
     "packing speed": packing.speed_table,
     "processes": processes.table,
