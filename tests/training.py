@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ DENSE = ("embed", "lm_head", "wte", "wpe", "gate.weight")
 def pruned_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model, the same one each time, with 2 of every 4 weights along a row removed at random."""
     torch.manual_seed(0)
-    config = CONFIGS[family]
+    config = copy.deepcopy(CONFIGS[family])  # tests change what they get
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
