@@ -558,23 +558,3 @@ def test_interrupted_packing_with_other_scales_starts_again(
     sparsellm.pack(outputs["streamed"], tmp_path / "whole", values="int3")
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert filecmp.cmp(file, tmp_path / "packed" / file.name, shallow=False)
-
-
-@pytest.mark.long
-def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path], tmp_path: Path) -> None:
-    """Files are read as before, or refused in one message."""
-    folder = tmp_path / "packed"
-    sparsellm.pack(outputs["opt"], folder, values="int4")
-    expected, random, tally = packing._read_digests(packing.Source.open(folder)), Random(0), Tally()
-    file = folder / "model.safetensors"
-    valid, entries = file.read_bytes(), locate_all(file)[1]
-    for _ in range(300):
-        file.write_bytes(damage(valid, random))
-        os.utime(file, ns=(tally.tried, tally.tried))
-
-        def read() -> None:
-            digests = packing._read_digests(packing.Source.open(folder))
-            assert all(digests[name] == expected[name] for name in entries if name in digests)
-
-        attempt(tally, read)
-    assert tally.message > 100

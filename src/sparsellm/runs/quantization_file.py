@@ -65,7 +65,8 @@ def write_scales(folder: Path, scales: Mapping[str, Scales]) -> None:
     """
     entries = {name: asdict(_Entry(x.bits, x.group_size, x.transposed)) for name, x in sorted(scales.items())}
     tensors = {name + _SUFFIX: x.scales.detach().cpu().contiguous() for name, x in sorted(scales.items())}
-    durable(folder / SCALES_FILE, save(tensors, {"format": "pt", _METADATA: json.dumps(entries)}))
+    # One entry: safetensors writes several in an order that changes from process to process.
+    durable(folder / SCALES_FILE, save(tensors, {_METADATA: json.dumps(entries)}))
 
 
 def read_scales(folder: Path) -> dict[str, Scales]:
