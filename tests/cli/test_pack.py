@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -297,6 +298,26 @@ def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None
     assert not (tmp_path / "new").exists()
 
 
+def test_a_packed_tensor_that_is_not_listed_is_refused(packed: Path, tmp_path: Path) -> None:
+    """Its parts would be read as tensors of their own; a list that names another one twice has lost one."""
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    content = (packed / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    listed = json.loads(header["__metadata__"]["sparsellm"])
+    (first, entry), *rest = listed.items()
+    twice = f'{{"{first}": {json.dumps(entry)}, {json.dumps(listed)[1:]}'
+    for text, message in {
+        json.dumps(dict(rest)): f"it does not list {first}, of which it holds the parts",
+        twice: f"its list of packed tensors (it names '{first}' twice)",
+    }.items():
+        header["__metadata__"]["sparsellm"] = text
+        changed = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
+        with pytest.raises(BadCheckpoint, match=re.escape(message)):
+            sparsellm.unpack(folder, tmp_path / "new")
+
+
 def test_changed_models_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
     """A model whose tensors are not those that its report lists is not packed."""
     folder = tmp_path / "model"
@@ -558,3 +579,23 @@ def test_interrupted_packing_with_other_scales_starts_again(
     sparsellm.pack(outputs["streamed"], tmp_path / "whole", values="int3")
     for file in (tmp_path / "whole").glob("*.safetensors"):
         assert filecmp.cmp(file, tmp_path / "packed" / file.name, shallow=False)
+
+
+@pytest.mark.long
+def test_random_damage_to_quantized_files_is_one_message(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """Files are read as before, or refused in one message."""
+    folder = tmp_path / "packed"
+    sparsellm.pack(outputs["opt"], folder, values="int4")
+    expected, random, tally = packing._read_digests(packing.Source.open(folder)), Random(0), Tally()
+    file = folder / "model.safetensors"
+    valid, entries = file.read_bytes(), locate_all(file)[1]
+    for _ in range(300):
+        file.write_bytes(damage(valid, random))
+        os.utime(file, ns=(tally.tried, tally.tried))
+
+        def read() -> None:
+            digests = packing._read_digests(packing.Source.open(folder))
+            assert all(digests[name] == expected[name] for name in entries if name in digests)
+
+        attempt(tally, read)
+    assert tally.message > 100

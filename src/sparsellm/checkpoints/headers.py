@@ -194,5 +194,7 @@ def _unpacked_headers(
         if wrong := [name for name in names if headers[name].dtype != "uint8" or len(headers[name].shape) != 1]:
             raise BadCheckpoint(f"{file.name} is damaged: {wrong[0][:80]} is no part of a packed tensor.")
         parts |= set(names)
+    if left := next((key for key in headers if key not in parts and len(parts_of(key, headers)) > 1), None):
+        raise BadCheckpoint(f"{file.name} is damaged: it does not list {left[:80]}, of which it holds the parts.")
     unpacked = {key: TensorHeader(entry.dtype, entry.shape) for key, entry in entries.items()}
     return dict(sorted((unpacked | {key: header for key, header in headers.items() if key not in parts}).items()))

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from sparsellm.errors import BadCheckpoint, UnsupportedModel
+from sparsellm.data.json_files import build_mapping
+from sparsellm.errors import BadCheckpoint, UnsupportedModel, first_line
 
 METHOD = "sparsellm"
 """`quant_method` of a packed checkpoint's configuration, and the metadata of a weight file that list packed tensors."""
@@ -128,11 +129,13 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     if text is None:
         return {}
     try:
-        entries = TypeAdapter(dict[str, PackedEntry]).validate_json(text)
+        entries = TypeAdapter(dict[str, PackedEntry]).validate_python(json.loads(text, object_pairs_hook=build_mapping))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "top level"
         raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({where}: {first['msg']}).") from None
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file.name} is damaged: its list of packed tensors ({first_line(error)}).") from None
     for key, entry in entries.items():
         if entry.bits not in QUANTIZED_BITS or entry.group_size < 0 or entry.group_size % GROUP_UNIT:
             raise BadCheckpoint(f"{file.name} is damaged: {key[:80]} has {entry.bits} bits in groups of {entry.group_size}.")
@@ -143,10 +146,9 @@ def parse_entries(file: Path, metadata: Mapping[str, str] | None) -> dict[str, P
     return entries
 
 
-def parts_of(key: str, stored: Iterable[str]) -> dict[str, str]:
+def parts_of(key: str, stored: Collection[str]) -> dict[str, str]:
     """Return the names in a file of a packed tensor's parts, by the name of the part."""
-    names = set(stored)
-    return {part: name for part in _decoders[METHOD][0] if (name := key + part.removeprefix("weight")) in names}
+    return {part: name for part in _decoders[METHOD][0] if (name := key + part.removeprefix("weight")) in stored}
 
 
 def decode_tensor(file: Path, key: str, entry: PackedEntry, *, parts: Mapping[str, Tensor]) -> Tensor:

@@ -185,7 +185,7 @@ class PublishedSparseLLM:
             raise NonFinite(f"The feed-forward error of {block.name} is not finite in any epoch. Try `dtype='float32'`.")
         for name, weight in best.weights.items():
             final = weight
-            if self.values:  # around the solved weight: the signals that it was solved toward are gone
+            if self.values:  # toward the solved weight, since its targets are not kept
                 problem = replace(problems[name], weight=weight)
                 final = self.values.rounded_layer(block, name, weight, problem)
                 self.values.broadcast_scales(block, name, 0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsellm.errors import plural
 from sparsellm.models.contexts import eval_mode
 from sparsellm.sparse import kernels
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
@@ -77,7 +78,7 @@ def measure_speeds(
         with _threads(count):
             reads: list[float] = []
             for batch in batches:
-                observe(f"{counted(count, 'thread')}, {counted(batch, 'sequence')}")
+                observe(f"{plural(count, 'thread')}, {plural(batch, 'sequence')}")
                 prompts = _prompts(models[TORCH], batch, prompt)
                 for model in models.values():
                     _decode(model, _prefill(model, prompts[:, :1])[0], tokens=1)  # warms up
@@ -172,8 +173,3 @@ def _decode(model: nn.Module, output: Any, tokens: int) -> tuple[Any, float]:
             chosen = output.logits[:, -1:].argmax(-1)
             output = model(chosen, past_key_values=output.past_key_values, use_cache=True)
     return output, time.perf_counter() - started
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

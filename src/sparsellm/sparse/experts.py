@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +87,11 @@ def become_packed(module: nn.Module, layers: Mapping[str, PackedLinear]) -> None
         delattr(module, parameter)
     for number in range(experts.count):
         module.add_module(str(number), nn.ModuleDict({name: layers[f"{number}.{name}"] for name in GATED}))
+    original = type(module)
     # Of no class of transformers any more, which would initialise the parameters of experts.
-    module.original, module.expert_count, module.activate = type(module), experts.count, experts.activate  # type: ignore
     module.__class__ = PackedExperts
+    packed = cast(PackedExperts, module)
+    packed.original, packed.expert_count, packed.activate = original, experts.count, experts.activate
 
 
 def number_layers(model: nn.Module, state: MutableMapping[str, Tensor]) -> list[tuple[PackedLinear, dict[str, Tensor]]]:

@@ -60,17 +60,4 @@ static ALWAYS_INLINE TARGET void GLUE(tile_, NAME)(const Job *job, int64_t row, 
             if (t < job->tokens) store(job, t, row + i, TOTAL_OF(results[i][t]) * job->factors[t]);
 }
 
-#define TAKE(tokens)                                                                                   \
-    for (; row + ROWS(tokens) <= stop; row += ROWS(tokens)) GLUE(tile_, NAME)(job, row, ROWS(tokens), tokens); \
-    for (; row < stop; row++) GLUE(tile_, NAME)(job, row, 1, tokens)
-
-static TARGET void GLUE(rows_, NAME)(const Job *job, int64_t row, int64_t stop) {
-    switch (padded_tokens(job->tokens)) {
-    case 1: TAKE(1); break;
-    case 2: TAKE(2); break;
-    case 4: TAKE(4); break;
-    default: TAKE(8);
-    }
-}
-
-#undef TAKE
+#include "kernels_rows.h"
