@@ -15,8 +15,8 @@ from sparsellm.sparse.parts import PARTS
 FUSED = {"gate_up_proj": GATED[:2], "down_proj": GATED[2:]}
 """The parameters of gated experts, and the layers whose rows each of them holds one after the other."""
 
-NUMBERS = torch.int64
-"""Dtype of the numbers that stand for layers while transformers finds the names of stored tensors."""
+NUMBERS = torch.uint64
+"""Dtype of the numbers that stand for layers while transformers finds the names of stored tensors; no model has others of it."""
 
 
 class PackedExperts(nn.Module):
@@ -111,6 +111,6 @@ def number_layers(model: nn.Module, state: MutableMapping[str, Tensor]) -> list[
             for name, layer in module.layers(parameter):
                 stored = {part: f"{path}.{name}.{part}" for part in PARTS}
                 found.append((layer, {part: state.pop(key) for part, key in stored.items() if key in state}))
-            numbers = torch.arange(start, len(found), dtype=NUMBERS)
+            numbers = torch.arange(start, len(found)).to(NUMBERS)
             state[f"{path}.{parameter}"] = numbers.view(-1, len(names), 1)
     return found

@@ -125,7 +125,7 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         layers = {id(state[f"{path}.weight"]): module for path, module in modules.items() if f"{path}.weight" in state}
         model._weight_conversions = self._conversions
         stored = revert_weight_conversion(model, state)
-        numbered = {key: experts[int(x)] for key, x in stored.items() if experts and x.dtype is NUMBERS and x.shape == (1, 1)}
+        numbered = {key: experts[int(x)] for key, x in stored.items() if x.dtype is NUMBERS}
         decoded = {key for key, tensor in self.packed.items() if tensor.is_sparse} | numbered.keys()
         entries, lengths = {}, {}
         for key in [key for key, tensor in sorted(stored.items()) if id(tensor) in layers or key in decoded]:
