@@ -16,7 +16,7 @@ FUSED = {"gate_up_proj": GATED[:2], "down_proj": GATED[2:]}
 """The parameters of gated experts, and the layers whose rows each of them holds one after the other."""
 
 NUMBERS = torch.uint64
-"""Dtype of the numbers that stand for layers while transformers finds the names of stored tensors; no model has others of it."""
+"""Dtype of the numbers that stand for layers while transformers finds names of stored tensors; no model has others of it."""
 
 
 class PackedExperts(nn.Module):
