@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from sparsellm.errors import InvalidSetting, UnsupportedModel
 from sparsellm.methods import BlockMethod, BlockResult, EpochResult, LayerResult
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
@@ -70,6 +71,21 @@ def prune(
     model = tiny(family)
     plan = uniform_plan(blocks_of(model), parse_pattern(text), **choice)  # type: ignore[arg-type]
     return model, list(prune_blocks(model, batches(*sizes), method, plan))
+
+
+@pytest.fixture
+def after_signals(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The objective over alpha after each update of the signals, which no run computes."""
+    objectives: list[float] = []
+    refit = AuxiliarySignals.refit
+
+    def recorded(signals: AuxiliarySignals, weights: dict[str, Tensor]) -> float:
+        error = refit(signals, weights)
+        objectives.append(signals.objective(weights))
+        return error
+
+    monkeypatch.setattr(AuxiliarySignals, "refit", recorded)
+    return objectives
 
 
 def epochs_of(steps: list[Step]) -> list[EpochResult]:
@@ -185,30 +201,32 @@ def test_omega(family: str) -> None:
 @pytest.mark.parametrize(("alpha", "beta"), [(0.1, 0.1), (1.0, 0.05), (0.1, 5.0)])
 @pytest.mark.parametrize("solver", [Magnitude(), SparseGPT()], ids=lambda solver: type(solver).__name__)
 @two_families
-def test_signals_never_raise_the_objective(family: str, solver: LayerSolver, alpha: float, beta: float) -> None:
+def test_signals_never_raise_the_objective(
+    family: str, solver: LayerSolver, alpha: float, beta: float, after_signals: list[float]
+) -> None:
     """In every epoch of every block the objective is no higher after the signals than before, up to rounding."""
     _, steps = prune(family, PublishedSparseLLM(solver, epochs=3, alpha=alpha, beta=beta))
     epochs = epochs_of(steps)
     assert [epoch.epoch for epoch in epochs] == [1, 2, 3] * 2
-    for epoch in epochs:
-        assert (epoch.after_signals is None) == (epoch.epoch == 3)  # nobody would need the last signals
-        assert epoch.after_signals is None or 0 <= epoch.after_signals <= epoch.after_weights * (1 + 1e-5)
-    assert epochs[0].after_signals < 0.9 * epochs[0].after_weights
+    updated = [epoch for epoch in epochs if epoch.epoch < 3]  # nobody would need the last signals
+    for epoch, after in zip(updated, after_signals, strict=True):
+        assert 0 <= alpha * after <= epoch.after_weights * (1 + 1e-5)
+    assert alpha * after_signals[0] < 0.9 * epochs[0].after_weights
 
 
 @pytest.mark.parametrize("solver", [Magnitude(), SparseGPT()], ids=lambda solver: type(solver).__name__)
 @pytest.mark.parametrize(("index", "alpha", "beta"), [(0, 0.1, 0.1), (1, 1.0, 0.3)])
 @every_family
-def test_against_algorithm_1_in_memory(family: str, index: int, alpha: float, beta: float, solver: LayerSolver) -> None:
+def test_against_algorithm_1_in_memory(
+    family: str, index: int, alpha: float, beta: float, solver: LayerSolver, after_signals: list[float]
+) -> None:
     """The streamed float32 sums give the objectives, true errors and weights of the slow float64 reference."""
     layers, method = [*READERS[family], WRITER[family]], PublishedSparseLLM(solver, 3, alpha, beta, keep_best=False)
     model, steps = prune(family, method, "60%", chosen=frozenset({index}), include=layers)
     trace, weights = algorithm_1(family, index, solver, parse_pattern("60%"), method)
-    for epoch, wanted in zip(epochs_of(steps), trace, strict=True):
-        got = [epoch.after_weights, epoch.after_signals, epoch.feed_forward_error]
-        assert [one for one in got if one is not None] == pytest.approx(
-            [one for one, other in zip(wanted, got, strict=True) if other is not None], rel=1e-3
-        )
+    after = [alpha * objective for objective in after_signals]
+    for epoch, wanted, got in zip(epochs_of(steps), trace, [*after, trace[-1][1]], strict=True):
+        assert [epoch.after_weights, got, epoch.feed_forward_error] == pytest.approx(wanted, rel=1e-3)
     for name in layers:
         distance = (blocks_of(model)[index].layer(name).weight.detach().double() - weights[name]).norm()
         assert float(distance / weights[name].norm()) < 1e-2, name
@@ -248,6 +266,31 @@ def test_keep_best_returns_the_best_epoch(family: str, good: int, keep_best: boo
     with torch.no_grad():
         missed = (part(x.float()).double() - y).square().sum() / (y - bias).square().sum()
     assert float(missed) == pytest.approx(errors[returned - 1], rel=1e-3)
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+@two_families
+def test_reported_error_is_of_evenly_spaced_tokens(family: str, keep_best: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last epoch's error is that of the written weights on every third token of each batch, or with `keep_best` on all."""
+    monkeypatch.setattr("sparsellm.methods.algorithm1.ERROR_TOKENS", 64)  # of 192
+    layers = [*READERS[family], WRITER[family]]
+    x, y = feed_forward_signals(tiny(family), family, 0)
+    method = PublishedSparseLLM(SparseGPT(), epochs=2, keep_best=keep_best)
+    model, steps = prune(family, method, chosen=frozenset({0}), include=layers)
+    reported = [epoch for epoch in epochs_of(steps) if epoch.accepted][-1].feed_forward_error
+    block = blocks_of(model)[0].module.double()
+    with torch.no_grad():
+        output = block.fc2(relu(block.fc1(x))) if family == "opt" else block.mlp(x)
+        squares = (output - y).square().sum(1), (y - (block.fc2.bias if family == "opt" else 0)).square().sum(1)
+    all_tokens, spaced = (
+        float(torch.cat([one[0] for one in parts]).sum() / torch.cat([one[1] for one in parts]).sum())
+        for parts in (
+            [squares],
+            [[each.split([96, 64, 32])[batch][::3] for each in squares] for batch in range(3)],
+        )
+    )
+    assert abs(all_tokens / spaced - 1) > 1e-2
+    assert reported == pytest.approx(all_tokens if keep_best else spaced, rel=1e-4)
 
 
 @pytest.mark.parametrize("solver", [Wanda(), SparseGPT()], ids=lambda solver: type(solver).__name__)

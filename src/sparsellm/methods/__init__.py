@@ -92,10 +92,10 @@ class EpochResult:
         epoch: Number of the step among those of its kind, from 1.
         step: "published" for an epoch of Algorithm 1, "solve" for the first solve of the default, "newton" for a Gauss-Newton
             round, "round" for the rounding to integers.
-        feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖².
+        feed_forward_error: E‖t - FFN(x)‖² of the pruned part, relative to E‖t‖². Algorithm 1 measures it on 2,048 or more
+            evenly spaced tokens, or with `keep_best` on all.
         accepted: Whether the weights of this step were kept.
         after_weights: The objective with the new weights and the previous signals, mean over tokens.
-        after_signals: The objective with the new signals too; None in the last epoch, which does not update them.
     """
 
     block: str
@@ -104,7 +104,6 @@ class EpochResult:
     feed_forward_error: float
     accepted: bool
     after_weights: float | None = None
-    after_signals: float | None = None
 
 
 @dataclass(frozen=True)

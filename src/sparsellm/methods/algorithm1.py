@@ -24,7 +24,7 @@ from sparsellm.methods import (
     solve_in_parallel,
     unplanned_layers,
 )
-from sparsellm.methods.auxiliary_signals import AuxiliarySignals
+from sparsellm.methods.auxiliary_signals import ERROR_TOKENS, AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics, measure_layer, problem_of, prune_layer, solve
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block
@@ -120,7 +120,8 @@ class PublishedSparseLLM:
         """`prune` for a block with feed-forward parts whose layers are all planned."""
         coupled = {name for part in parts for name in (*part.in_proj, part.out_proj)}
         needs = {name: Gram if name in coupled else self.solver.needs for name in planned_layers(block, plan)}
-        signals = [AuxiliarySignals(block, part, self.beta / self.alpha) for part in parts]
+        ratio, error_tokens = self.beta / self.alpha, None if self.keep_best else ERROR_TOKENS
+        signals = [AuxiliarySignals(block, part, ratio, updated=self.epochs > 1, error_tokens=error_tokens) for part in parts]
         requests = [part_signals.request for part_signals in signals]
         request = CaptureRequest(
             [name for one in requests for name in one.inputs], [name for one in requests for name in one.outputs]
@@ -131,6 +132,8 @@ class PublishedSparseLLM:
                 part_signals.append(captured)
 
         statistics = collect_statistics(block, inputs, needs, request=request, observe=observe)
+        for layer_stats in statistics.values():
+            layer_stats.finalize()
         problems = {name: problem_of(block, name, layer_stats, self.keep_zeros) for name, layer_stats in statistics.items()}
         owners = assign_owners(block, [name for name in problems if name not in coupled])
         local = [name for name, owner in owners.items() if owner == collectives.rank()]
@@ -170,9 +173,8 @@ class PublishedSparseLLM:
             solution = self._solve_all(block, current, plan, epoch)
             after_weights, last = self.alpha * signals.objective(solution.weights), epoch == self.epochs
             solution.error = signals.error(solution.weights) if last else signals.refit(solution.weights)
-            after_signals = None if last else self.alpha * signals.objective(solution.weights)
             better = solution.error < best.error or not self.keep_best
-            yield EpochResult(block.name, epoch, "published", solution.error, better, after_weights, after_signals)
+            yield EpochResult(block.name, epoch, "published", solution.error, better, after_weights)
             if better:
                 best = solution
             if not last:

@@ -11,14 +11,18 @@ from torch.nn.functional import linear
 
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.errors import SingularGram
-from sparsellm.methods.signal_updates import activation_correction, fit_activated, fit_hidden
+from sparsellm.methods.gate_update import CHUNK
+from sparsellm.methods.signal_updates import activation_correction, fit_activated_, fit_hidden
 from sparsellm.models.blocks import Block
-from sparsellm.models.feedforward import FeedForward
+from sparsellm.models.feedforward import FeedForward, Hidden
 from sparsellm.models.linear_views import Layer
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
+
+ERROR_TOKENS = 2048
+"""Least number of tokens on which the feed-forward error of an epoch is measured where it is only reported."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Fit:
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x‖²."""
-        return self.power - 2 * dot_float64(self.cross, weight) + float(quadratic_form(weight, self.inputs.matrix, weight))
+        return self.power - 2 * dot_float64(self.cross, weight) + float(quadratic_form(weight, self.inputs.view, weight))
 
 
 class AuxiliarySignals:
@@ -52,36 +56,57 @@ class AuxiliarySignals:
     signal p, the input of the output projection, follows from them in closed form and exists for one batch at a time; only its
     sums E[p pᵀ] and E[y pᵀ] are kept.
 
+    Cost of an epoch that updates them: two products of (tokens, model) by (model, hidden) for each input projection, three for
+    the output projection, and the Gram matrix of p.
+
     Args:
         feed_forward: A feed-forward part of it.
         ratio: beta / alpha.
+        updated: Whether the signals are ever updated, so that their first values are kept.
+        error_tokens: Least number of tokens, over all processes, on which errors are measured; they are evenly spaced. None for
+            all tokens.
     """
 
-    def __init__(self, block: Block, feed_forward: FeedForward, ratio: float) -> None:
+    def __init__(
+        self,
+        block: Block,
+        feed_forward: FeedForward,
+        ratio: float,
+        *,
+        updated: bool = True,
+        error_tokens: int | None = ERROR_TOKENS,
+    ) -> None:
         self._feed_forward = feed_forward
         self._ratio = ratio
+        self._updated, self._error_tokens, self._error_step = updated, error_tokens, 1
         self._names = {name: block.full_name(name) for name in (*feed_forward.in_proj, feed_forward.out_proj)}
         self._layers = {name: block.layer(name) for name in self._names}
         self._dense = {name: layer.weight.detach().to(torch.float32, copy=True) for name, layer in self._layers.items()}
         self._inputs: list[Tensor] = []  # x, (tokens, model), in the model's dtype
         self._outputs: list[Tensor] = []  # y, (tokens, model)
-        self._hidden: list[tuple[Tensor, ...]] = []  # (z,) or (s, z), (tokens, hidden) each
+        self._hidden: list[Hidden] = []  # (z,) or (s, z), (tokens, hidden) each; missing where the model computes in 16 bits
         self._fits: dict[str, Fit] = {}
         self._distance = 0.0  # E‖p - φ(z)‖²
 
     @property
     def request(self) -> CaptureRequest:
-        """What to capture in a pass through the dense block: the part's inputs and outputs."""
-        return CaptureRequest([self._feed_forward.in_proj[0]], [self._feed_forward.out_proj])
+        """What to capture in a pass through the dense block: the part's inputs and outputs, and the first signals."""
+        in_proj = self._feed_forward.in_proj
+        return CaptureRequest([in_proj[0]], [*(in_proj if self._updated else ()), self._feed_forward.out_proj])
 
     def append(self, captured: Capture) -> None:
         """Add what was captured from a batch."""
         self._inputs.append(captured.inputs[self._feed_forward.in_proj[0]])
         self._outputs.append(captured.outputs[self._feed_forward.out_proj])
+        hidden = tuple(captured.outputs[name] for name in self._feed_forward.in_proj if self._updated)
+        if hidden and all(signal.dtype == torch.float32 for signal in hidden):
+            self._hidden.append(hidden)
 
     def start(self, inputs: Mapping[str, Gram]) -> None:
         """Start from the signals of the dense part: z = W₀x, p = φ(z). `inputs`: the Gram matrix of each layer's inputs."""
         self._fits = {name: Fit.of_dense(weight, inputs[name]) for name, weight in self._dense.items()}
+        tokens = inputs[self._feed_forward.out_proj].tokens
+        self._error_step = 1 if self._error_tokens is None else max(1, tokens // self._error_tokens)
 
     def objective(self, weights: Mapping[str, Tensor]) -> float:
         """The paper's objective (eq. 5 or 6) divided by alpha, mean over tokens, for the current signals."""
@@ -101,56 +126,91 @@ class AuxiliarySignals:
 
     def error(self, weights: Mapping[str, Tensor]) -> float:
         """The true feed-forward error of these weights, relative to E‖y‖², where y is the dense output without its bias."""
-        out_proj = self._feed_forward.out_proj
-        device = weights[out_proj].device
-        sums = torch.zeros(2, dtype=devices.widest_float(device), device=device)  # squared error, energy of the target
+        errors = _ErrorSums(weights[self._feed_forward.out_proj].device)
         for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
-            target = _without_bias(outputs.float(), self._layers[out_proj])
-            error = self._squared_error(self._project(inputs.float(), weights), target, weights)
-            sums += torch.stack([error, target.square().sum()])
-        collectives.all_reduce_(sums)
-        return float(sums[0] / sums[1]) if sums[1] > 0 else 0.0
+            rows = slice(None, None, self._error_step)
+            self._add_error(errors, self._project(inputs[rows].float(), weights), outputs[rows], weights)
+        return errors.relative()
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
         """Set every signal to its minimiser for these weights, in one pass over the batches in the order p, z, s (eqs. 9-12).
 
         Args:
             weights: The pruned weights by layer, (out, in) float32.
+
+        Returns:
+            The same as `error`.
         """
         in_proj, out_proj = self._feed_forward.in_proj, self._feed_forward.out_proj
         correction = activation_correction(weights[out_proj], self._ratio)
-        sums = _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, out_proj, weights[out_proj].device)
+        device = weights[out_proj].device
+        sums, errors = (
+            _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, out_proj, device),
+            _ErrorSums(device),
+        )
         for batch, (inputs, outputs) in enumerate(zip(self._inputs, self._outputs, strict=True)):
             x = inputs.float()
             target = _without_bias(outputs.float(), self._layers[out_proj])
             projected = self._project(x, weights)
+            rows = slice(None, None, self._error_step)
+            self._add_error(errors, tuple(signal[rows] for signal in projected), outputs[rows], weights)
             hidden = self._hidden[batch] if self._hidden[batch:] else self._project(x, self._dense)
-            activated = fit_activated(self._feed_forward.activate(*hidden), weights[out_proj], target, correction)  # p
-            hidden = fit_hidden(self._feed_forward, hidden, projected, activated, ratio=self._ratio)
-            self._hidden[batch : batch + 1] = [hidden]
-
-            sums.target_power += target.square().sum()
-            sums.squared_error += self._squared_error(projected, target, weights)
-            sums.distance += self._feed_forward.activate(*hidden).sub_(activated).square_().sum()
+            activated = fit_activated_(self._feed_forward.activate(*hidden), weights[out_proj], target, correction)  # p
+            targets = self._update_hidden(hidden, projected, activated, sums)
+            self._hidden[batch : batch + 1] = [projected]
             sums.inputs.update(activated)
             sums.add(out_proj, target, activated)
-            for name, signal in zip(in_proj, hidden, strict=True):
-                sums.add(name, _without_bias(signal, self._layers[name]), x)
+            for name, signal in zip(in_proj, targets, strict=True):
+                sums.cross[name].update(signal, x)
         sums.reduce()
+        sums.inputs.finalize()
         tokens = max(sums.inputs.tokens, 1)
         self._distance = float(sums.distance) / tokens
         grams = {name: self._fits[name].inputs for name in in_proj} | {out_proj: sums.inputs}
         self._fits = {name: Fit(float(sums.power[name]) / tokens, sums.cross[name].matrix, grams[name]) for name in weights}
-        return float(sums.squared_error / sums.target_power) if sums.target_power > 0 else 0.0
+        return errors.relative()
+
+    def _update_hidden(self, hidden: Hidden, projected: Hidden, activated: Tensor, sums: _Sums) -> Hidden:
+        """Update the signals of one batch in place of `projected`, and overwrite `hidden`; the signals without biases.
+
+        On a CPU a few rows at a time, so that the temporaries stay in its cache.
+        """
+        in_proj, tokens = self._feed_forward.in_proj, len(activated)
+        rows = max(tokens, 1) if devices.queued(activated.device) else max(1, CHUNK // activated.shape[1])
+        for start in range(0, tokens, rows):
+            part = slice(start, start + rows)
+            old, outputs = (tuple(signal[part] for signal in signals) for signals in (hidden, projected))
+            new = fit_hidden(self._feed_forward, old, outputs, activated[part], ratio=self._ratio)
+            sums.distance += self._feed_forward.activate(*new).sub_(activated[part]).square_().sum()
+            for name, before, output, signal in zip(in_proj, old, outputs, new, strict=True):
+                output.copy_(signal)
+                target = before.copy_(_without_bias(signal, self._layers[name]))
+                sums.power[name] += target.square().sum()
+        return hidden
+
+    def _add_error(self, errors: _ErrorSums, hidden: Hidden, outputs: Tensor, weights: Mapping[str, Tensor]) -> None:
+        """Add ‖y - V φ(z)‖² and ‖y‖² of some tokens, where `hidden` is z."""
+        out_proj = self._feed_forward.out_proj
+        target = _without_bias(outputs.float(), self._layers[out_proj])
+        output = self._feed_forward.activate(*hidden) @ weights[out_proj].T
+        errors.squared += torch.stack([output.sub_(target).square_().sum(), target.square().sum()])
 
     def _project(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs of the input projections with these weights, (tokens, hidden) each."""
         return tuple(linear(x, weights[name], _bias(self._layers[name])) for name in self._feed_forward.in_proj)
 
-    def _squared_error(self, hidden: tuple[Tensor, ...], target: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """The sum over tokens of ‖y - V φ(z)‖², where `hidden` is z."""
-        output = self._feed_forward.activate(*hidden) @ weights[self._feed_forward.out_proj].T
-        return output.sub_(target).square_().sum()
+
+class _ErrorSums:
+    """Sums over tokens of the squared feed-forward error and of the energy of its target."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.squared = torch.zeros(2, dtype=devices.widest_float(device), device=device)
+
+    def relative(self) -> float:
+        """The relative error over all processes; 0 if the target's energy is 0."""
+        collectives.all_reduce_(self.squared)
+        error, power = devices.to_python(list(self.squared))
+        return error / power if power > 0 else 0.0
 
 
 class _Sums:
@@ -161,7 +221,7 @@ class _Sums:
         wide = devices.widest_float(device)
         self.power = {name: torch.zeros((), dtype=wide, device=device) for name in shapes}
         self.inputs = Gram(shapes[out_proj][1], device)  # of p
-        self.target_power, self.squared_error, self.distance = torch.zeros(3, dtype=wide, device=device)
+        self.distance = torch.zeros((), dtype=wide, device=device)  # of p from φ(z)
 
     def add(self, name: str, targets: Tensor, inputs: Tensor) -> None:
         """Add a batch of a layer's targets, (tokens, out), and inputs, (tokens, in)."""
@@ -173,7 +233,7 @@ class _Sums:
         self.inputs.reduce()
         for cross in self.cross.values():
             cross.reduce()
-        collectives.all_reduce_(*self.power.values(), self.target_power, self.squared_error, self.distance)
+        collectives.all_reduce_(*self.power.values(), self.distance)
 
 
 def _bias(layer: Layer) -> Tensor | None:

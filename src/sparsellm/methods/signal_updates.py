@@ -59,7 +59,7 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
     return (torch.where(is_positive, positive, output),)
 
 
-def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
+def fit_activated_(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
     r"""Minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
 
     $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
@@ -68,7 +68,7 @@ def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Ten
     $(W^\top W + r I)$, which is (hidden, hidden).
 
     Args:
-        shape: φ, the output of the activation function, (tokens, hidden).
+        shape: φ, the output of the activation function, (tokens, hidden). Overwritten by p.
         weight: W, (model, hidden).
         target: y without the bias, (tokens, model).
         correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
@@ -76,7 +76,7 @@ def fit_activated(shape: Tensor, weight: Tensor, target: Tensor, correction: Ten
     Returns:
         p, (tokens, hidden).
     """
-    return torch.addmm(shape, torch.addmm(target, shape, weight.T, alpha=-1), correction)
+    return shape.addmm_(torch.addmm(target, shape, weight.T, alpha=-1), correction)
 
 
 def activation_correction(weight: Tensor, ratio: float) -> Tensor:

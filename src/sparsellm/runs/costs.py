@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sparsellm.activations.sensitivity import TOKENS
 from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.auxiliary_signals import ERROR_TOKENS
 from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS
 from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
 from sparsellm.methods.layerwise import LayerWise
@@ -222,18 +223,17 @@ def _algorithm1_cost(method: PublishedSparseLLM, shapes: BlockShapes) -> Cost:
     if method.scope == frozenset() or not shapes.parts:
         return first
     width, hidden, projections = shapes.width, shapes.hidden, shapes.projections
-    layers = [*[(hidden, width)] * projections, (width, hidden)]
-    part, tokens = shapes.parts * (projections + 1) * width * hidden, shapes.parts * shapes.share * shapes.tokens
+    layers, tokens = [*[(hidden, width)] * projections, (width, hidden)], shapes.parts * shapes.share * shapes.tokens
+    product, part = 2 * width * hidden, shapes.parts * (projections + 1) * width * hidden
     # All dense weights; of the part also the targets, their products, this epoch's weights and the best.
-    weights = 4 * sum(outputs * inputs for outputs, inputs in shapes.layers) + 4 * 4 * part
+    weights = 4 * (sum(outputs * inputs for outputs, inputs in shapes.layers) + 4 * part)
     signals = tokens * (2 * shapes.itemsize * width + 4 * projections * hidden)
     sums = 8 * part + 8 * STORED * hidden**2 + 4 * 4 * shapes.length * hidden
-    memory = 4 * sum(features**2 for features in shapes.inputs) + weights + signals
-    gates = GATE_BYTES * tokens * hidden * (projections > 1)
-    epoch = work(tokens * 2 * width * hidden * (2 * projections + 4), passes=gates) + shapes.parts * shapes.gram(hidden)
-    epoch += shapes.parts * shapes.solves(method.solver, layers, extra=4)
-    memory += max(sums, shapes.solve_bytes(method.solver, layers))
-    return Cost(memory, first.lists, first.work + (method.epochs - 1) * epoch)
+    memory = weights + signals + max(sums, shapes.solve_bytes(method.solver, layers)) + 4 * sum(n**2 for n in shapes.inputs)
+    measured = tokens if method.keep_best else min(tokens, shapes.parts * ERROR_TOKENS)  # for the reported error
+    epoch = work(product * (tokens * (2 * projections + 3) + measured), passes=GATE_BYTES * tokens * hidden * (projections > 1))
+    epoch += shapes.parts * (shapes.gram(hidden) + shapes.solves(method.solver, layers, extra=3.5))
+    return Cost(memory, first.lists, first.work + (method.epochs - 1) * epoch + work(product * measured * (projections + 1)))
 
 
 def _sparsellm_cost(method: SparseLLM, shapes: BlockShapes) -> Cost:
