@@ -16,7 +16,8 @@ import sparsellm
 from sparsellm.errors import InvalidSetting
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.page import comparison_page
-from sparsellm.runs.records import SavedFigure, SavedPair, SavedReport
+from sparsellm.runs.records import SavedPair, SavedReport
+from sparsellm.runs.result_records import SavedFigure
 from sparsellm.runtime.memory import human_bytes
 
 Command = Callable[..., Result]

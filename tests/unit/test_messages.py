@@ -25,7 +25,7 @@ FIELDS = set(Recipe.model_fields) | set(RecoveryRecipe.model_fields)
 
 KEYWORDS = {"against", "record", "changes", "output", "overwrite", "private", "restart", "resume", "smoke", "text", "tokenizer"}
 KEYWORDS |= {"allow_dense", "max_perplexity_increase", "max_size", "min_accuracy", "pack", "positive_zeros"}
-KEYWORDS |= {"step", "threads", "tokens", "values"}
+KEYWORDS |= {"from", "stages", "step", "threads", "to", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
 OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "messages", "role", "content"}

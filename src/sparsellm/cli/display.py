@@ -18,6 +18,7 @@ from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.records import SavedReport
 from sparsellm.runs.report import Report
+from sparsellm.runs.result_records import SavedGradual
 from sparsellm.runtime.memory import human_bytes
 
 
@@ -44,6 +45,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             [name, *(plus_minus(x.value, x.standard_error) for x in pair.values())] for name, pair in report.perplexity.items()
         ]
         show(console, table(["text", "dense perplexity", "pruned perplexity"], rows))
+    if report.gradual:
+        show(console, table(*SavedGradual.model_validate(report.gradual).table()))
     if report.tasks:
         rows = [
             [name, task_metric(next(iter(pair.values())).metric), *map(task_value, pair.values())]

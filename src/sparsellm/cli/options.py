@@ -170,6 +170,11 @@ PrunedFrom = Annotated[
     str | None,
     typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from; not needed with --loss text."),
 ]
+_gradual = functools.partial(typer.Option, rich_help_panel="Gradual pruning")
+FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help="Sparsity before the first stage.")]
+ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]
+_STAGES = "Number of stages, each of which prunes further and then trains."
+Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
 Text = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."),
@@ -177,10 +182,7 @@ Text = Annotated[
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
-Resume = Annotated[
-    bool,
-    _output("--resume", help="Continue an unfinished run, if there is one."),
-]
+Resume = Annotated[bool, _output("--resume", help="Continue an unfinished run, if there is one.")]
 Restart = Annotated[bool, _output("--restart", help="Discard an unfinished run and start again.")]
 Overwrite = Annotated[bool, _output("--overwrite", help="Replace OUT if sparsellm wrote every file in it.")]
 AlsoPack = Annotated[bool, _output("--pack", help="Also write OUT-packed, without the zeros; see pack.")]
@@ -250,10 +252,8 @@ Repo = Annotated[
     str, typer.Argument(metavar="REPO", help="Repository on the hub, as owner/name; created if it does not exist.")
 ]
 Private = Annotated[bool, typer.Option("--private", help="Make the repository private.")]
-Branch = Annotated[
-    str | None,
-    typer.Option("--revision", help="Branch to push to; created if it does not exist.", show_default="main"),
-]
+_BRANCH = "Branch to push to; created if it does not exist."
+Branch = Annotated[str | None, typer.Option("--revision", help=_BRANCH, show_default="main")]
 Replace = Annotated[bool, typer.Option("--overwrite", help="Replace the files in REPO.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Run all checks and list the files, but push nothing; needs no login.")]
 

@@ -25,6 +25,7 @@ from sparsellm.runs.recipe_fields import RecoveryFields
 
 if TYPE_CHECKING:
     from sparsellm.runs.display import Mode
+    from sparsellm.runs.gradual import GradualPruning
     from sparsellm.runs.recipe import Recipe
     from sparsellm.runs.recovery_recipe import RecoveryRecipe
     from sparsellm.runs.report import Report
@@ -66,8 +67,8 @@ def prune(
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         mode: Mode = "quiet" if quiet else progress
-        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json, "pack": pack}
-        _write(context, recipes, output, report_to=report_to or [], mode=mode, **keywords)
+        keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
+        _write(context, recipes, output, report_to=report_to or [], mode=mode, pack=pack, gradual=None, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -77,6 +78,9 @@ def recover(
     output: options.Recovered,
     *,
     model: options.PrunedFrom = None,
+    from_sparsity: options.FromSparsity = None,
+    to_sparsity: options.ToSparsity = None,
+    stages: options.Stages = None,
     resume: options.Resume = False,
     restart: options.Restart = False,
     overwrite: options.Overwrite = False,
@@ -88,19 +92,21 @@ def recover(
 ) -> None:
     """Train the weights of a pruned checkpoint, keeping its zeros.
 
-    Writes the recovered checkpoint.
+    Writes the recovered checkpoint. With --from and --to, prunes further and trains by turns.
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with report_errors(context):
         from sparsellm.runs.export import check_output
+        from sparsellm.runs.gradual import read_stages
         from sparsellm.runs.recovery import read_recovery
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
         check_output(output, overwrite or resume or restart, recipe.pruned)
+        gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, [recipe], output, report_to=report_to or [], mode=mode, **keywords)
+        _write(context, [recipe], output, report_to=report_to or [], mode=mode, gradual=gradual, **keywords)
 
 
 def _write(
@@ -114,6 +120,7 @@ def _write(
     report_to: list[str],
     mode: Mode,
     as_json: bool,
+    gradual: GradualPruning | None,
     pack: bool = False,
 ) -> None:
     """Run one or several recipes, in one process or in those of a launcher, write the outputs, and print the results."""
@@ -122,19 +129,19 @@ def _write(
 
     from sparsellm.cli.allocator import manage_memory
     from sparsellm.runs.display import Display
-    from sparsellm.runs.events import NextRun, combine_observers
-    from sparsellm.runs.export import is_finished
+    from sparsellm.runs.events import combine_observers
     from sparsellm.runs.packing import packed_outputs
-    from sparsellm.runs.several import check_outputs, output_folders, run_into, shared_results
+    from sparsellm.runs.several import check_outputs, finished_runs, output_folders, run_each, shared_results
     from sparsellm.runs.tracking import Tracked
     from sparsellm.runtime import collectives, watchdog
 
-    folders, end = output_folders(output, recipes), partial(print_error, context=context)
+    folders, end = gradual.runs if gradual else output_folders(output, recipes), partial(print_error, context=context)
+    replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
     with watchdog.init_process_group(os.environ, end) as is_main:  # only the main process prints
         if is_main:
-            check_outputs(output, folders, resume=resume, restart=restart, overwrite=overwrite)
+            check_outputs(output, folders, gradual, **replace)
             to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
-        finished = collectives.broadcast_object([resume and is_finished(folder) for folder in folders])
+        finished = collectives.broadcast_object(finished_runs(folders, gradual) if resume else [False] * len(folders))
         if all(finished):
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
             if is_main:
@@ -143,19 +150,12 @@ def _write(
         with (
             Display(mode if is_main else "off", partial(in_options, context=context)) as display,
             Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-            shared_results(output, folders, display) as shared,
+            shared_results(gradual.folder if gradual else output, folders, display) as shared,
         ):
             observe = combine_observers(manage_memory, display, tracked)
-            for number, (folder, recipe) in enumerate(folders.items(), 1):
-                if not finished[number - 1]:
-                    if len(folders) > 1:
-                        display(NextRun(number, len(folders), folder.name))
-                    replaces = overwrite or (restart and len(folders) > 1)
-                    report = run_into(
-                        folder, recipe, observe, shared=shared, resume=resume, restart=restart, overwrite=replaces
-                    )
+            report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)
         if is_main:
-            _print_results(folders, report, as_json)
+            _print_results([Path(output)] if gradual else folders, report, as_json)
             _pack(to_pack, overwrite, on_stderr=as_json)
 
 

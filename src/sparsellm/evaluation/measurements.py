@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from html import escape
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -99,7 +99,21 @@ def mean(accuracies: Collection[tuple[float, float | None]]) -> tuple[float, flo
     return sum(value for value, _ in accuracies) / len(accuracies), error
 
 
-def plus_minus(result: Perplexity | Accuracy | None) -> str:
+class Measurement(Protocol):
+    """A value with its standard error, if that is known."""
+
+    @property
+    def value(self) -> float:
+        """The value."""
+        ...
+
+    @property
+    def standard_error(self) -> float | None:
+        """Its standard error."""
+        ...
+
+
+def plus_minus(result: Measurement | None) -> str:
     """Format a result with its standard error."""
     if result is None:
         return "not measured"

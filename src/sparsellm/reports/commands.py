@@ -13,20 +13,28 @@ import yaml
 from sparsellm.reports.sweep_file import Published, Sweep
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.result_records import SavedGradual
 
 
-def run_command(recipe: Recipe | RecoveryRecipe, output: str) -> str:
+def run_command(recipe: Recipe | RecoveryRecipe, output: str, gradual: SavedGradual | None = None) -> str:
     """The command line that gives a recipe, quoted for a POSIX shell, with each option on a line of its own.
 
     Args:
         output: Folder that the command writes.
+        gradual: The stages of which the recipe is the last.
     """
+    stages: list[list[str]] = []
+    if gradual and isinstance(recipe, RecoveryRecipe):
+        first = {"pruned": gradual.pruned} | ({} if recipe.has_teacher else {"model": gradual.pruned})
+        recipe = recipe.model_copy(update=first)
+        stages = [["--from", gradual.start], ["--to", gradual.to], ["--stages", str(len(gradual.stages))]]
     lines, without = [["sparsellm", "prune", recipe.model, output]], {"model"}
     if isinstance(recipe, RecoveryRecipe):  # `recover` takes the dtype of the pruned checkpoint
         lines, without = (
             [["sparsellm", "recover", recipe.pruned, output], *([["--against", recipe.model]] if recipe.has_teacher else [])],
             {"model", "pruned", "dtype"},
         )
+    lines += stages
     for name, value in recipe.model_dump(mode="json", exclude_defaults=True, exclude=without).items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

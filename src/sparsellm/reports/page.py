@@ -184,7 +184,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
         + (f" {report.packing.describe()}" if report.packing else ""),
         "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),
         "notes": report.notes,
-        "tables": tables | (speed_tables(bench) if bench else {}),
+        "tables": tables | _stages(report) | (speed_tables(bench) if bench else {}),
         "legend": "± is the standard error over sequences or questions." if measured else "",
         "worst": worst if worst[1] else None,
         "not_predicted": _not_predicted(recipe),
@@ -201,12 +201,18 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
             ]
             for x in report.layers
         ],
-        "command": run_command(recipe, f"{name}-again"),
+        "command": run_command(recipe, f"{name}-again", report.gradual),
         "inputs": _input_names(recipe),
         "file": "recipe.yaml",
         "settings": recipe.to_yaml(),
         "environment": report.environment,
     }
+
+
+def _stages(report: SavedReport) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """The table of the stages of a gradual pruning."""
+    head, lines = report.gradual.table() if report.gradual else ([], [])
+    return {"Stages": (head, lines)} if lines else {}
 
 
 def _not_predicted(recipe: Recipe | RecoveryRecipe) -> str:

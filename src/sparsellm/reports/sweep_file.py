@@ -15,7 +15,7 @@ from sparsellm.data.yaml_files import read_mapping, read_value
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_file import explain, read_recipe
-from sparsellm.runs.records import Finite
+from sparsellm.runs.result_records import Finite
 from sparsellm.solvers.patterns import parse_pattern
 
 MAX_CELLS = 10_000

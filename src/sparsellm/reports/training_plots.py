@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from sparsellm.errors import plural
 from sparsellm.reports.figures import SCALES, WIDTH, Plot, new_figure, plain_numbers
-from sparsellm.runs.records import SavedReport, SavedTraining
+from sparsellm.runs.records import SavedReport
+from sparsellm.runs.result_records import SavedTraining
 
 
 def training_curves(report: SavedReport) -> Plot | None:
@@ -14,6 +16,12 @@ def training_curves(report: SavedReport) -> Plot | None:
 
     trainings: dict[str, SavedTraining] = {"whole model": report.recovered} if report.recovered else {}
     trainings |= {f"block {block.index}": block.refined for block in report.blocks if block.refined}
+    if report.gradual:
+        trainings = {
+            f"{stage.sparsity}, {name}": training
+            for stage in report.gradual.stages
+            for name, training in stage.training.items()
+        }
     trainings = {name: training for name, training in trainings.items() if len(training.curve) > 1}
     if not trainings:
         return None
@@ -23,7 +31,8 @@ def training_curves(report: SavedReport) -> Plot | None:
         for point in training.curve
     ]
     ratios = [x.after / x.before for x in trainings.values() if x.before]
-    of = "the whole model" if report.recovered else f"{len(trainings)} blocks"
+    of = "the whole model" if report.recovered else plural(len(report.blocks), "block")
+    of += f" in {plural(len(report.gradual.stages), 'stage')}" if report.gradual else ""
     text = (
         f"Training of {of}: the held-out loss of the state that was kept is{' on average' if len(ratios) > 1 else ''} "
         f"{sum(ratios) / max(len(ratios), 1):.3g} times the one before."

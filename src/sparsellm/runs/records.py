@@ -12,6 +12,7 @@ from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
+from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
 
@@ -26,34 +27,6 @@ WORK = ".sparsellm"
 
 CARD = "README.md"
 """The model card, which users may edit."""
-
-
-def _parse_number(value: Any) -> Any:
-    """Convert the strings that `report.strict_json` writes for infinity and NaN; reject integers that exceed 64 bits."""
-    if value in ("inf", "-inf", "nan"):
-        return float(value)
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError("the integer is too large")
-    return value
-
-
-Number = Annotated[float, BeforeValidator(_parse_number)]
-Finite = Annotated[Number, Field(allow_inf_nan=False)]
-Index = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class Record(BaseModel, strict=True, extra="allow"):
-    """Base of all records. They declare only the fields that are read; files may have more."""
-
-
-class SavedFigure(Record):
-    """A perplexity, with the sequences that it was measured on, or an accuracy."""
-
-    value: Number
-    standard_error: Finite | None
-    metric: str = "acc"  # of an accuracy
-    windows: int | None = None
-    length: int | None = None
 
 
 class SavedPair(Record):
@@ -83,23 +56,6 @@ class SavedStep(Record):
     feed_forward_error: Number
     accepted: bool
     after_weights: Number | None
-
-
-class SavedValidation(Record):
-    """A `CurvePoint`."""
-
-    step: Index
-    training: Number | None = None
-    held_out: Number
-
-
-class SavedTraining(Record):
-    """A `TrainingResult`."""
-
-    before: Number
-    after: Number
-    steps: Index
-    curve: list[SavedValidation] = []
 
 
 class SavedBlock(Record):
@@ -186,6 +142,7 @@ class SavedReport(Record):
     tasks: dict[str, SavedPair] = {}
     samples: dict[str, dict[str, str]] = {}
     search: SavedSearch | None = None
+    gradual: SavedGradual | None = None
     notes: list[str]
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite

@@ -21,6 +21,7 @@ from sparsellm.models.coverage import Coverage
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.records import layer_frame
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.result_records import SavedGradual
 from sparsellm.solvers.statistics import TokenCount
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Report(Summarized):
         recovered: Result of training the whole model, if the run did.
         pruned: For a recovery, the report of the pruned checkpoint.
         search: For a search, its target and the sparsities that were tried, as plain data.
+        gradual: For a stage of a gradual pruning, the results of all stages so far, as plain data.
         parameters: Number of stored parameters.
         zeros: Number of stored parameters that are zero.
         peak_memory: Peak memory of this process so far, in bytes; the command line resets it before each run.
@@ -79,6 +81,7 @@ class Report(Summarized):
     recovered: TrainingResult | None = None
     pruned: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
+    gradual: dict[str, Any] | None = None
     parameters: int = 0
     zeros: int = 0
     peak_memory: int = 0
@@ -215,6 +218,7 @@ class Report(Summarized):
             "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
             **({"pruned": self.pruned} if self.pruned else {}),
             **({"search": self.search} if self.search else {}),
+            **({"gradual": self.gradual} if self.gradual else {}),
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 
@@ -235,6 +239,7 @@ class Report(Summarized):
             **origin.terms,
         )
         previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else ""
+        gradual = SavedGradual.model_validate(self.gradual) if self.gradual else None
         environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
         environment.filters.update(plain=plain, fenced=fenced, plus_minus=plus_minus)
         return environment.from_string(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).render(
@@ -247,6 +252,8 @@ class Report(Summarized):
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=previous,
+            gradual=gradual,
+            stages=gradual and gradual.table(),
         )
 
 

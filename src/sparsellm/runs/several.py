@@ -10,9 +10,10 @@ from pathlib import Path
 
 from sparsellm.errors import CannotResume, OutputExists
 from sparsellm.pruning.journal import JOURNAL
-from sparsellm.runs.events import WRITING, Observer, Stage
+from sparsellm.runs.events import WRITING, NextRun, Observer, Stage
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.gradual import GradualPruning
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -36,11 +37,25 @@ def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe
     }
 
 
-def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart: bool, overwrite: bool) -> None:
+def finished_runs(folders: Folders, gradual: GradualPruning | None = None) -> list[bool]:
+    """Whether each run need not be repeated; of a gradual pruning also an unwritten one before a finished stage."""
+    return gradual.finished() if gradual else [is_finished(folder) for folder in folders]
+
+
+def check_outputs(
+    output: str | Path,
+    folders: Folders,
+    gradual: GradualPruning | None = None,
+    *,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+) -> None:
     """Check that the outputs can be written.
 
     Args:
         output: The output, or the folder that holds several. That one may hold other folders, but no files.
+        gradual: The gradual pruning that the runs belong to, which checks its own outputs.
         resume: Outputs that are finished are kept.
         restart: Outputs of an unfinished command for several are replaced.
         overwrite: Outputs of earlier runs are replaced.
@@ -50,6 +65,9 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
         CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set.
         InvalidSetting: As `check_output`.
     """
+    if gradual:
+        gradual.check(resume=resume, restart=restart, overwrite=overwrite)
+        return
     if len(folders) > 1:
         path = Path(output).expanduser()
         unfinished = (path / WORK).exists()
@@ -67,7 +85,45 @@ def check_outputs(output: str | Path, folders: Folders, *, resume: bool, restart
             check_output(folder, overwrite, recipe.model)
 
 
-def run_into(
+def run_each(
+    folders: Folders,
+    observe: Observer,
+    *,
+    finished: Sequence[bool],
+    shared: DenseCache | None,
+    resume: bool,
+    restart: bool,
+    overwrite: bool,
+    gradual: GradualPruning | None = None,
+) -> Report:
+    """Run recipes one after the other, and write their outputs.
+
+    Args:
+        finished: Whether each is finished already; not all are.
+        shared: Cache of results on dense models.
+        resume: As for `work_directory`.
+        restart: As for `work_directory`, and outputs are replaced if there are several.
+        overwrite: Replace outputs.
+        gradual: The gradual pruning that the runs belong to.
+
+    Returns:
+        The report of the last run.
+    """
+    replaces = overwrite or (restart and len(folders) > 1)
+    for number, (folder, recipe) in enumerate(folders.items()):
+        if finished[number]:
+            continue
+        if len(folders) > 1:
+            observe(NextRun(number + 1, len(folders), folder.name))
+        # The pruning runs of stages have different inputs each, so their results serve no other run.
+        cache = None if gradual and isinstance(recipe, Recipe) else shared
+        report = _run_into(
+            folder, recipe, observe, shared=cache, resume=resume, restart=restart, overwrite=replaces, gradual=gradual
+        )
+    return report
+
+
+def _run_into(
     folder: Path,
     recipe: Recipe | RecoveryRecipe,
     observe: Observer,
@@ -76,6 +132,7 @@ def run_into(
     resume: bool = False,
     restart: bool = False,
     overwrite: bool = False,
+    gradual: GradualPruning | None = None,
 ) -> Report:
     """Run a recipe and write its output.
 
@@ -83,12 +140,17 @@ def run_into(
         shared: Cache of results on dense models, shared with other runs.
         resume: As for `work_directory`.
         restart: As for `work_directory`.
+        gradual: The gradual pruning that the run belongs to, whose stages its report then has.
     """
     name = f"{folder.parent.name}, {recipe.sparsity}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:
         result = run(recipe, observe, work=work, shared=shared, name=name)
+        if gradual and collectives.is_main():
+            gradual.record(folder, result.report)
         observe(Stage(WRITING))
         result.save_pretrained(folder, overwrite)
+    if gradual and collectives.is_main():
+        gradual.remove_input(folder)
     report = result.report
     del result
     gc.collect()  # frees the model
@@ -97,7 +159,7 @@ def run_into(
 
 @contextmanager
 def shared_results(output: str | Path, folders: Collection[Path], observer: Observer) -> Iterator[DenseCache | None]:
-    """A cache of the dense model's results for the runs that write several outputs, in the work folder of `output`; else None.
+    """A cache of the dense model's results for the runs that write several outputs, in a work folder in `output`; else None.
 
     It is removed at the end. After an error it is kept if any output is begun, with a note on the error that says how to
     resume.
@@ -116,6 +178,8 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
         raise
     if collectives.is_main():
         shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            work.parent.rmdir()  # of a gradual pruning of one stage it is empty
 
 
 def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:

@@ -1,0 +1,259 @@
+"""Gradual pruning: stages that each prune the output of the one before, with its zeros kept, and recover it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsellm.errors import CannotResume, InvalidSetting
+from sparsellm.runs.export import check_output, is_finished
+from sparsellm.runs.fingerprint import NOT_DECISIVE
+from sparsellm.runs.loading import open_model
+from sparsellm.runs.outputs import Output, read_finished, read_output
+from sparsellm.runs.publication import Paths
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import RecipeFields, RunFields
+from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.recovery import recovery_plan
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.report import Report, finite
+from sparsellm.runs.result_records import WHEN
+from sparsellm.runs.workspace import recover_output
+from sparsellm.solvers.patterns import Unstructured, parse_pattern
+
+STAGES = 4
+"""Default number of stages."""
+
+SURPLUS = 1e-3
+"""Fraction of weights by which a checkpoint may be sparser than `from`: some weights are zero in the dense model already."""
+
+OF_RECOVERY = ("model", "revision", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
+"""Recipe fields that the pruning runs do not take from the recovery: each stage is measured when it is recovered."""
+
+OF_STAGE = ("sparsity", "keep_zeros", "values", "group_size", "written")
+"""Recipe fields that the pruning runs do not take from the run that wrote the first checkpoint."""
+
+
+@dataclass(frozen=True)
+class GradualPruning:
+    r"""The runs of a gradual pruning: for each stage a pruning run, whose zeros include those before, and a recovery.
+
+    Pruning and training take turns as in Zhu & Gupta, To prune, or not to prune (2017). Departs from it: every stage removes
+    the same fraction of the remaining weights, as in Frankle & Carbin, The Lottery Ticket Hypothesis (ICLR 2019). With the
+    density $d_0$ before the first of n stages and $d_n$ after the last, $d_k = d_0 (d_n / d_0)^{k/n}$, rounded to 0.1 %.
+
+    Attributes:
+        recipe: The recovery of the checkpoint that the first stage prunes.
+        digest: Digest of that checkpoint's report.
+        start: Sparsity before the first stage.
+        sparsities: Sparsity of each stage.
+        output: Folder of the last stage.
+        runs: The recipe of each run, in order, by the folder that it is written to.
+    """
+
+    recipe: RecoveryRecipe
+    digest: str
+    start: Unstructured
+    sparsities: tuple[Unstructured, ...]
+    output: Path
+    runs: Mapping[Path, Recipe | RecoveryRecipe]
+
+    @property
+    def folder(self) -> Path:
+        """Folder beside the output that holds the outputs of the stages before the last."""
+        return stages_folder(self.output)
+
+    @property
+    def stages(self) -> list[Path]:
+        """Folder of each stage's recovery."""
+        return [folder for folder, recipe in self.runs.items() if isinstance(recipe, RecoveryRecipe)]
+
+    def finished(self) -> list[bool]:
+        """Whether each run need not be repeated: it is finished, or a later one is."""
+        present = [is_finished(folder) for folder in self.runs]
+        return [any(present[number:]) for number in range(len(present))]
+
+    def check(self, *, resume: bool, restart: bool, overwrite: bool) -> None:
+        """Check before any heavy work that the outputs can be written, and the checkpoint be recovered.
+
+        Raises:
+            OutputExists: An output exists.
+            CannotResume: Stages of an unfinished run exist and neither `resume` nor `restart` is set, or of another run.
+            InvalidSetting: As `check_output` and `recovery_plan`.
+            VerificationFailed: As `recovery_plan`.
+        """
+        unfinished = self.folder.is_dir() and any(self.folder.iterdir()) and not is_finished(self.output)
+        if unfinished and not resume and not restart:
+            raise CannotResume(
+                f"{self.output} is unfinished: {self.folder} holds its stages. "
+                "Pass `resume=True` to continue it, or `restart=True` to start over."
+            )
+        others = {path.name for path in self.folder.glob("[!.]*")} - {folder.name for folder in self.runs}
+        if resume and unfinished and others:
+            raise CannotResume(
+                f"{self.folder} holds {min(others)}, which is no stage of this run. "
+                "Pass the original settings, or `restart=True`."
+            )
+        for folder, recipe in self.runs.items():
+            recover_output(folder)
+            if not (resume and is_finished(folder)):
+                for source in (recipe.model, self.recipe.pruned):
+                    check_output(folder, overwrite or resume or (restart and unfinished), source)
+            elif isinstance(recipe, RecoveryRecipe):
+                self._check_same(folder, recipe)
+        if not any(resume and is_finished(folder) for folder in self.runs):
+            recovery_plan(self.recipe, open_model(self.recipe).source)
+
+    def _check_same(self, folder: Path, recipe: RecoveryRecipe) -> None:
+        """Raise CannotResume unless a finished stage was written by this run."""
+        content = read_output(folder).content
+        local = {"pruned"} if recipe.has_teacher else {"pruned", "model"}  # this folder's own, which is removed
+        expected = Paths(recipe).without(recipe).model_dump(mode="json", exclude={*NOT_DECISIVE, *local})
+        number = self.stages.index(folder)
+        expected |= {"pruned checkpoint": self.digest, "from": str(self.start), "to": str(self.sparsities[-1])}
+        expected |= {"stages": [str(sparsity) for sparsity in self.sparsities[: number + 1]]}
+        gradual = content.get("gradual") or {"stages": []}
+        stored = content["recipe"] | {name: gradual.get(name) for name in ("from", "to")}
+        stored |= {"pruned checkpoint": gradual.get("digest"), "stages": [stage["sparsity"] for stage in gradual["stages"]]}
+        for name, value in expected.items():
+            if stored.get(name) != value:
+                raise CannotResume(
+                    f"{folder} is a stage of another run: {name} was {stored.get(name)!r}, now {value!r}. "
+                    "Pass the original settings, or `restart=True`."
+                )
+
+    def record(self, folder: Path, report: Report) -> None:
+        """Add the results of the stages so far to the report of a recovery, before it is written."""
+        if folder not in self.stages:
+            return
+        number = self.stages.index(folder)
+        earlier = read_output(self.stages[number - 1]).content["gradual"]["stages"] if number else []
+        trainings = {"whole model": report.recovered} | {f"block {x.index}": x.refined for x in report.blocks}
+        measured = {
+            text: zip(WHEN, (report.before(text), x.get("pruned")), strict=True) for text, x in report.perplexity.items()
+        }
+        stage = {
+            "sparsity": str(self.sparsities[number]),
+            "perplexity": {text: {when: asdict(x) for when, x in pairs if x} for text, pairs in measured.items()},
+            "training": {name: asdict(training) for name, training in trainings.items() if training},
+            "seconds": report.seconds["total"],
+        }
+        report.gradual = {
+            "pruned": self.recipe.pruned,
+            "digest": self.digest,
+            "from": str(self.start),
+            "to": str(self.sparsities[-1]),
+            "stages": [*earlier, finite(stage)],
+        }
+
+    def remove_input(self, folder: Path) -> None:
+        """Remove the pruned checkpoint of a stage, once it is recovered."""
+        recipe = self.runs[folder]
+        if isinstance(recipe, RecoveryRecipe):
+            shutil.rmtree(recipe.pruned, ignore_errors=True)
+
+
+def stages_folder(output: Path) -> Path:
+    """The folder beside an output that holds the outputs of the stages before the last."""
+    return output.with_name(f"{output.name}-stages")
+
+
+def read_stages(
+    recipe: RecoveryRecipe, output: str | Path, *, start: str | None, to: str | None, stages: int | None
+) -> GradualPruning | None:
+    """Read the settings of a gradual pruning.
+
+    Args:
+        recipe: The recovery of each stage; its `pruned` is the checkpoint that the first stage prunes.
+        output: Folder of the last stage.
+        start: Sparsity before the first stage, which the pruned checkpoint does not exceed.
+        to: Sparsity of the last stage.
+        stages: Number of stages; None for `STAGES`.
+
+    Returns:
+        The runs; None if neither `start`, `to` nor `stages` is given.
+
+    Raises:
+        InvalidSetting: A setting is missing or invalid, or the checkpoint is sparser than `start`.
+    """
+    if start is None and to is None and stages is None:
+        return None
+    if start is None or to is None:
+        given = ", ".join(f"`{name}`" for name, value in (("from", start), ("to", to), ("stages", stages)) if value is not None)
+        raise InvalidSetting(f"Gradual pruning needs both `from` and `to`, got only {given}. Pass both, or none of these.")
+    lowest, highest = _unstructured("from", start), _unstructured("to", to)
+    if not lowest.sparsity < highest.sparsity:
+        raise InvalidSetting(f"`from` must be below `to`, got {lowest} and {highest}.")
+    sparsities = _sparsities(lowest, highest, STAGES if stages is None else stages)
+    finished = read_finished(recipe.pruned)
+    if (zeros := finished.report.totals.sparsity_of_pruned_layers) > lowest.sparsity + SURPLUS:
+        raise InvalidSetting(
+            f"{recipe.pruned} is sparser than `from`: its pruned layers have {100 * zeros:.2f} % zeros, got {lowest}. "
+            "Pass a higher `from`, or a checkpoint with fewer zeros."
+        )
+    path = Path(output).expanduser()
+    runs = dict(_runs(recipe, finished, sparsities, path))
+    return GradualPruning(recipe, finished.digests.report, lowest, sparsities, path, runs)
+
+
+def _unstructured(name: str, value: str) -> Unstructured:
+    """Parse a sparsity; raise InvalidSetting for N:M."""
+    try:
+        pattern = parse_pattern(value)
+    except InvalidSetting as error:
+        raise InvalidSetting(str(error).replace("`sparsity`", f"`{name}`")) from None
+    if not isinstance(pattern, Unstructured):
+        raise InvalidSetting(
+            f"`{name}` must be an unstructured sparsity such as 80%, got {value}: an N:M pattern does not contain the zeros "
+            "of another pattern. Prune the dense model to N:M in one step, and recover it."
+        )
+    return pattern
+
+
+def _sparsities(lowest: Unstructured, highest: Unstructured, stages: int) -> tuple[Unstructured, ...]:
+    """The sparsity of each stage, increasing."""
+    if stages < 1:
+        raise InvalidSetting(f"`stages` must be at least 1, got {stages}.")
+    first, last = 1 - lowest.sparsity, 1 - highest.sparsity
+    values = [round(1 - first * (last / first) ** (number / stages), 3) for number in range(1, stages)]
+    sparsities = [lowest.sparsity, *values, highest.sparsity]
+    if sorted(set(sparsities)) != sparsities:
+        raise InvalidSetting(f"`stages` {stages} are too many from {lowest} to {highest}: two would differ by less than 0.1 %.")
+    return tuple(Unstructured(value) for value in sparsities[1:])
+
+
+def _runs(
+    recipe: RecoveryRecipe, finished: Output, sparsities: tuple[Unstructured, ...], output: Path
+) -> Iterator[tuple[Path, Recipe | RecoveryRecipe]]:
+    """The recipe of each run with the folder that it is written to."""
+    settings = _pruning_settings(recipe, finished)
+    model = recipe.pruned
+    for number, sparsity in enumerate(sparsities, 1):
+        name = str(sparsity).removesuffix("%")
+        pruned = stages_folder(output) / f"{name}-pruned"
+        folder = output if number == len(sparsities) else stages_folder(output) / name
+        yield pruned, validated(Recipe, {**settings, "model": model, "sparsity": str(sparsity)})
+        dense = recipe.model if recipe.has_teacher else str(pruned)
+        yield folder, recipe.model_copy(update={"pruned": str(pruned), "model": dense})
+        model = str(folder)
+
+
+def _pruning_settings(recipe: RecoveryRecipe, finished: Output) -> dict[str, Any]:
+    """Settings of the pruning runs: the method of the run that pruned the checkpoint, data and machine of the recovery."""
+    content: Mapping[str, Any] = finished.content
+    while "pruned" in content["recipe"]:  # a recovery's
+        content = content["pruned"]
+    left_out = {*RunFields.model_fields, *OF_STAGE}
+    settings = {name: x for name, x in content["recipe"].items() if name in RecipeFields.model_fields and name not in left_out}
+    if str(settings.get("allocation")).endswith((".yaml", ".yml")):
+        raise InvalidSetting(
+            f"{recipe.pruned} was pruned with the sparsities of a file, `allocation` {settings['allocation']}, and gradual "
+            "pruning needs a rule. Prune each stage yourself, with `keep_zeros`, and recover it."
+        )
+    if settings.get("effort") == "best":  # the effort standard, and then the training that the recovery does
+        settings["effort"] = "standard"
+    shared = {name: getattr(recipe, name) for name in RunFields.model_fields if name not in OF_RECOVERY}
+    return {**settings, **shared, "keep_zeros": True}

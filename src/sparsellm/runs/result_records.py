@@ -1,0 +1,84 @@
+"""Records of what runs measured and trained, as parts of their reports."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from sparsellm.evaluation.measurements import plus_minus
+
+WHEN = ("pruned", "recovered")
+"""When a stage of a gradual pruning is measured."""
+
+
+def _parse_number(value: Any) -> Any:
+    """Convert the strings that `report.strict_json` writes for infinity and NaN; reject integers that exceed 64 bits."""
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("the integer is too large")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_parse_number)]
+Finite = Annotated[Number, Field(allow_inf_nan=False)]
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Record(BaseModel, strict=True, extra="allow"):
+    """Base of all records. They declare only the fields that are read; files may have more."""
+
+
+class SavedFigure(Record):
+    """A perplexity, with the sequences that it was measured on, or an accuracy."""
+
+    value: Number
+    standard_error: Finite | None
+    metric: str = "acc"  # of an accuracy
+    windows: int | None = None
+    length: int | None = None
+
+
+class SavedValidation(Record):
+    """A `CurvePoint`."""
+
+    step: Index
+    training: Number | None = None
+    held_out: Number
+
+
+class SavedTraining(Record):
+    """A `TrainingResult`."""
+
+    before: Number
+    after: Number
+    steps: Index
+    curve: list[SavedValidation] = []
+
+
+class SavedStage(Record):
+    """A stage of a gradual pruning: its sparsity, the perplexity before and after its recovery, and its trainings by name."""
+
+    sparsity: str
+    perplexity: dict[str, dict[str, SavedFigure]] = {}
+    training: dict[str, SavedTraining] = {}
+    seconds: Finite = 0.0
+
+
+class SavedGradual(Record):
+    """The stages of a gradual pruning so far, from one sparsity to another."""
+
+    pruned: str
+    start: Annotated[str, Field(alias="from")]
+    to: str
+    stages: list[SavedStage]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""
+        lines = [
+            [stage.sparsity, text, *(plus_minus(pair.get(when)) for when in WHEN)]
+            for stage in self.stages
+            for text, pair in stage.perplexity.items()
+        ]
+        return ["stage", "text", "pruned perplexity", "recovered perplexity"], lines
