@@ -1,6 +1,6 @@
 """Write measured figures into the pages: every table between `<!-- name -->` and `<!-- /name -->`, and the chart of results.
 
-sparsellm demo --json > benchmarks/measured/demo.json
+sparsellm demo --output FOLDER --json > benchmarks/measured/demo.json
 python benchmarks/render.py
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import decode
 import excess
@@ -31,7 +32,9 @@ import streaming
 import time_left
 from measuring import MEASURED, ROOT, markdown_table
 
+from sparsellm.runs.decoding import PACKED, TORCH
 from sparsellm.runs.display import plus_minus
+from sparsellm.runtime.memory import human_bytes
 
 PAGES = (
     "README.md",
@@ -53,13 +56,26 @@ CHARTS = {PICTURES / "perplexity.svg": quality.chart, PICTURES / "few-bits.svg":
 
 
 def demo_table() -> list[str]:
-    """What `sparsellm demo` found, as a Markdown table."""
+    """What `sparsellm demo` found, as a Markdown table, and the packed model's size and speed."""
     data = json.loads((MEASURED / "demo.json").read_text())
     rows = []
     for row in data["rows"]:
         value = plus_minus(row["perplexity"], row["standard_error"])
         rows.append([row["method"], value, f"{100 * row['sparsity']:.1f} %", f"{row['seconds']:.1f}"])
-    return markdown_table([f"{data['model']}, {data['sparsity']} removed", "perplexity", "zeros", "seconds"], rows)
+    head = [f"{data['model']}, {data['sparsity']} removed", "perplexity", "zeros", "seconds"]
+    return [*markdown_table(head, rows), *(["", *packed_lines(data["packed"])] if "packed" in data else [])]
+
+
+def packed_lines(bench: dict[str, Any]) -> list[str]:
+    """The size and the speed of the packed model beside the dense one's."""
+    packed, dense = (next(x for x in bench["speeds"] if x["form"] == form) for form in (PACKED, TORCH))
+    sizes = human_bytes(bench["disk_bytes"]), human_bytes(bench["memory_bytes"][TORCH])
+    speeds = f"{packed['decode']:.0f} tokens a second packed, {dense['decode']:.0f} dense"
+    ratios = f"{packed['times_torch']:.2f} × torch, {packed['times_ceiling']:.2f} × the ceiling of memory"
+    return [
+        f"Packed it takes {sizes[0]}, dense {sizes[1]}. It decodes {speeds}:",
+        f"{ratios}. Python takes most of that time; models of more than 1 GB gain more.",
+    ]
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {

@@ -27,7 +27,7 @@ from sparsellm.reports.search import bisect
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
-from sparsellm.runs.several import output_folders, run_into
+from sparsellm.runs.several import output_folders, run_each
 
 FILE = MEASURED / "search.json"
 INCREASE, HIGHEST = 0.05, 95
@@ -74,8 +74,8 @@ def several(model: str, settings: dict[str, Any]) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
             started = time.process_time()
             shared = DenseCache(Path(folder) / "dense") if label == "shared" else None
-            for output, recipe in output_folders(folder, recipes).items():
-                run_into(output, recipe, lambda _: None, shared=shared)
+            anew = {"finished": [False] * len(recipes), "resume": False, "restart": False, "overwrite": False}
+            run_each(output_folders(folder, recipes), lambda _: None, shared=shared, **anew)
             seconds[label] = time.process_time() - started
     return seconds
 
