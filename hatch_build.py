@@ -1,4 +1,4 @@
-"""Compile the kernels for packed models, where there is a C compiler, when pip builds the package or as a script."""
+"""Compile the kernels for sparse weights, where there is a C compiler, when pip builds the package or as a script."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ except ImportError:  # run as a script, or by the tests: hatchling is only where
 
 FOLDER = Path(__file__).parent / "src" / "sparsellm" / "sparse"
 LIBRARY = "_kernels.so"
+SOURCES = (FOLDER / "kernels.c", FOLDER.parent / "models" / "sparse_matmul.c")
+"""Each makes a library of its own, of its name with an underscore before it."""
+
 FLAGS = ("-O2", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")
 VARIANTS = ((), ("-DSPARSELLM_PORTABLE",))
 """The second is for compilers that do not know the instruction sets."""
 
 
-def compile_kernels(folder: Path = FOLDER, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Compile kernels.c of a folder to a library beside it.
+def compile_kernels(
+    folder: Path = FOLDER, environment: Mapping[str, str] = os.environ, *, source: str = "kernels.c"
+) -> Path | None:
+    """Compile a source of a folder to a library beside it.
 
     A library of an earlier build is removed first, so that it never serves other sources.
 
     Args:
-        folder: Where kernels.c is.
+        folder: Where the source is.
         environment: CC names another compiler than cc, gcc or clang; ARCHFLAGS and CFLAGS are added.
 
     Returns:
         The library; None without a compiler, if the compiler fails, or on Windows.
     """
-    library = folder / LIBRARY
+    library = folder / f"_{Path(source).stem}.so"
     library.unlink(missing_ok=True)
     candidates = [environment["CC"]] if environment.get("CC") else ["cc", "gcc", "clang"]
     compiler = next((words for name in candidates if shutil.which((words := shlex.split(name))[0])), None)
@@ -45,7 +50,7 @@ def compile_kernels(folder: Path = FOLDER, environment: Mapping[str, str] = os.e
     flags = [*FLAGS, *shlex.split(environment.get("ARCHFLAGS", "")), *shlex.split(environment.get("CFLAGS", ""))]
     partial = library.with_suffix(f".{os.getpid()}")
     for variant in VARIANTS:
-        command = [*compiler, *flags, *variant, "-o", str(partial), str(folder / "kernels.c")]
+        command = [*compiler, *flags, *variant, "-o", str(partial), str(folder / source)]
         try:
             subprocess.run(command, check=True, timeout=600, stdin=subprocess.DEVNULL, capture_output=True)
             return partial.replace(library)
@@ -60,19 +65,22 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before a wheel, ordinary or editable, is put together."""
         try:
-            library = compile_kernels()
+            libraries = [compile_kernels(source.parent, source=source.name) for source in SOURCES]
         except OSError:  # such as a folder without permission to write
-            library = None
-        if library is None:
-            self.app.display_warning("no kernels for packed models: a C compiler (gcc or clang) was not found, or failed")
+            libraries = []
+        compiled = [f"/{library.relative_to(self.root).as_posix()}" for library in libraries if library]
+        if len(compiled) < len(SOURCES):
+            self.app.display_warning("no kernels for sparse weights: a C compiler (gcc or clang) was not found, or failed")
+        if not compiled:
             return
-        build_data["artifacts"].append(f"/{library.relative_to(self.root).as_posix()}")
+        build_data["artifacts"] += compiled
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"  # the library knows nothing of Python
 
 
 if __name__ == "__main__":
-    result = compile_kernels()
-    print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
-    sys.exit(result is None)
+    results = [compile_kernels(source.parent, source=source.name) for source in SOURCES]
+    for result in results:
+        print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
+    sys.exit(None in results)

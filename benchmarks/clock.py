@@ -216,7 +216,7 @@ def instrumented(
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
-        if module.name not in ("sparsellm.__main__", "sparsellm.sparse._kernels")  # the latter is a library, not a module
+        if module.name != "sparsellm.__main__" and not module.name.endswith(("._kernels", "._sparse_matmul"))  # C libraries
     ]
     originals: list[tuple[Any, str, Any]] = []
     try:

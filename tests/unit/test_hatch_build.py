@@ -41,6 +41,13 @@ def test_compiler_without_the_instruction_sets_makes_portable_kernels(build: Mod
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_every_source_makes_its_library(build: ModuleType, tmp_path: Path) -> None:
+    for source in build.SOURCES:
+        (tmp_path / source.name).write_text("int symbol;\n", encoding="ascii")
+        assert build.compile_kernels(tmp_path, {}, source=source.name) == tmp_path / f"_{source.stem}.so"
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_wheel_names_the_platform_only_with_a_library(build: ModuleType, compiled: bool, tmp_path: Path) -> None:
     library = tmp_path / "src" / build.LIBRARY if compiled else None
@@ -49,12 +56,12 @@ def test_wheel_names_the_platform_only_with_a_library(build: ModuleType, compile
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
     with (
         mock.patch.multiple(build.CustomBuildHook, root=str(tmp_path), app=app, create=True),
-        mock.patch.object(build, "compile_kernels", return_value=library),
+        mock.patch.object(build, "compile_kernels", side_effect=lambda folder, source: library and library.with_name(source)),
     ):
         hook.initialize("standard", data)
     assert app.display_warning.called is not compiled
     assert data["pure_python"] is not compiled
-    assert data["artifacts"] == ([f"/src/{build.LIBRARY}"] if compiled else [])
+    assert data["artifacts"] == (["/src/kernels.c", "/src/sparse_matmul.c"] if compiled else [])
     assert data.get("tag", "py3-none-").startswith("py3-none-")
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sparsellm.models.blocks import Block, Call, output_tensor
 from sparsellm.models.contexts import replace_forward
+from sparsellm.models.sparse_matmul import PrunedLayers
 from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import OffloadManager, TensorList
 from sparsellm.solvers.linalg import allclose_bf16
@@ -189,8 +190,9 @@ class OutputCache:
         for entry in self._entries.values():
             if entry.pending and entry.module.writer in names:
                 layer = block.module_of(entry.module.writer)
-                for number, shape in enumerate(self._shapes):
-                    entry.tensors[number] = layer(entry.tensors[number].view(*shape, -1))
+                with PrunedLayers(block).used():
+                    for number, shape in enumerate(self._shapes):
+                        entry.tensors[number] = layer(entry.tensors[number].view(*shape, -1))
                 entry.pending = False
 
     @contextmanager

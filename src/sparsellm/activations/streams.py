@@ -15,6 +15,7 @@ from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.blocks import Block, Call, output_tensor
 from sparsellm.models.contexts import replace_forward
 from sparsellm.models.experts import ExpertSamples, Rows, expert_members, experts_of, forward_by_expert
+from sparsellm.models.sparse_matmul import PrunedLayers
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers.linalg import all_finite, allclose_bf16, squares_finite
@@ -220,8 +221,9 @@ class Stream:
         """
         advance = advance and not (request and (block.views or block.index + 1 == len(self._calls)))
         finite: list[Tensor] = []
+        kernels = PrunedLayers(block)
         for number, call in enumerate(self._calls[block.index]):
-            with self.cache.replay_or_record(block, number) if self.cache else nullcontext():
+            with kernels.used(), self.cache.replay_or_record(block, number) if self.cache else nullcontext():
                 batch_rows = partial(rows, number) if rows else None
                 captured = capture(block, request, self._hidden[number], call, rows=batch_rows, whole=advance)
             if self.cache:

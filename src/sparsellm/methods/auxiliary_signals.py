@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.errors import SingularGram
@@ -16,6 +15,7 @@ from sparsellm.methods.signal_updates import activation_correction, fit_activate
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, Hidden
 from sparsellm.models.linear_views import Layer
+from sparsellm.models.sparse_matmul import MatMul, matmul_of
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
@@ -127,9 +127,10 @@ class AuxiliarySignals:
     def error(self, weights: Mapping[str, Tensor]) -> float:
         """The true feed-forward error of these weights, relative to E‖y‖², where y is the dense output without its bias."""
         errors = _ErrorSums(weights[self._feed_forward.out_proj].device)
+        products = {name: matmul_of(weight) for name, weight in weights.items()}
         for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
             rows = slice(None, None, self._error_step)
-            self._add_error(errors, self._project(inputs[rows].float(), weights), outputs[rows], weights)
+            self._add_error(errors, self._project(inputs[rows].float(), products), outputs[rows], products)
         return errors.relative()
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
@@ -143,6 +144,8 @@ class AuxiliarySignals:
         """
         in_proj, out_proj = self._feed_forward.in_proj, self._feed_forward.out_proj
         correction = activation_correction(weights[out_proj], self._ratio)
+        products = {name: matmul_of(weight) for name, weight in weights.items()}
+        dense = {name: matmul_of(weight) for name, weight in self._dense.items()}
         device = weights[out_proj].device
         sums, errors = (
             _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, out_proj, device),
@@ -151,11 +154,12 @@ class AuxiliarySignals:
         for batch, (inputs, outputs) in enumerate(zip(self._inputs, self._outputs, strict=True)):
             x = inputs.float()
             target = _without_bias(outputs.float(), self._layers[out_proj])
-            projected = self._project(x, weights)
+            projected = self._project(x, products)
             rows = slice(None, None, self._error_step)
-            self._add_error(errors, tuple(signal[rows] for signal in projected), outputs[rows], weights)
-            hidden = self._hidden[batch] if self._hidden[batch:] else self._project(x, self._dense)
-            activated = fit_activated_(self._feed_forward.activate(*hidden), weights[out_proj], target, correction)  # p
+            self._add_error(errors, tuple(signal[rows] for signal in projected), outputs[rows], products)
+            hidden = self._hidden[batch] if self._hidden[batch:] else self._project(x, dense)
+            shape = self._feed_forward.activate(*hidden)
+            activated = fit_activated_(shape, products[out_proj](shape, None), target, correction)  # p, in place of shape
             targets = self._update_hidden(hidden, projected, activated, sums)
             self._hidden[batch : batch + 1] = [projected]
             sums.inputs.update(activated)
@@ -188,16 +192,16 @@ class AuxiliarySignals:
                 sums.power[name] += target.square().sum()
         return hidden
 
-    def _add_error(self, errors: _ErrorSums, hidden: Hidden, outputs: Tensor, weights: Mapping[str, Tensor]) -> None:
+    def _add_error(self, errors: _ErrorSums, hidden: Hidden, outputs: Tensor, products: Mapping[str, MatMul]) -> None:
         """Add ‖y - V φ(z)‖² and ‖y‖² of some tokens, where `hidden` is z."""
         out_proj = self._feed_forward.out_proj
         target = _without_bias(outputs.float(), self._layers[out_proj])
-        output = self._feed_forward.activate(*hidden) @ weights[out_proj].T
+        output = products[out_proj](self._feed_forward.activate(*hidden), None)
         errors.squared += torch.stack([output.sub_(target).square_().sum(), target.square().sum()])
 
-    def _project(self, x: Tensor, weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of the input projections with these weights, (tokens, hidden) each."""
-        return tuple(linear(x, weights[name], _bias(self._layers[name])) for name in self._feed_forward.in_proj)
+    def _project(self, x: Tensor, products: Mapping[str, MatMul]) -> Hidden:
+        """The outputs of the input projections, (tokens, hidden) each."""
+        return tuple(products[name](x, _bias(self._layers[name])) for name in self._feed_forward.in_proj)
 
 
 class _ErrorSums:

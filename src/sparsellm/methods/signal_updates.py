@@ -59,7 +59,7 @@ def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Te
     return (torch.where(is_positive, positive, output),)
 
 
-def fit_activated_(shape: Tensor, weight: Tensor, target: Tensor, correction: Tensor) -> Tensor:
+def fit_activated_(shape: Tensor, output: Tensor, target: Tensor, correction: Tensor) -> Tensor:
     r"""Minimise $\lVert y - W p \rVert^2 + r \lVert p - \varphi \rVert^2$ over the inputs p of the output projection.
 
     $$p = \varphi + W^\top (W W^\top + r I)^{-1} (y - W \varphi)$$
@@ -69,14 +69,14 @@ def fit_activated_(shape: Tensor, weight: Tensor, target: Tensor, correction: Te
 
     Args:
         shape: φ, the output of the activation function, (tokens, hidden). Overwritten by p.
-        weight: W, (model, hidden).
+        output: W φ, (tokens, model).
         target: y without the bias, (tokens, model).
         correction: (W Wᵀ + r I)⁻¹ W, from `activation_correction`; the same for all tokens of an epoch.
 
     Returns:
         p, (tokens, hidden).
     """
-    return shape.addmm_(torch.addmm(target, shape, weight.T, alpha=-1), correction)
+    return shape.addmm_(target - output, correction)
 
 
 def activation_correction(weight: Tensor, ratio: float) -> Tensor:

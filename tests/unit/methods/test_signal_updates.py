@@ -76,7 +76,7 @@ def test_activations_equal_the_normal_equations(sparse: float, ratio: float) -> 
     draw = drawer(1)
     weight = draw(MODEL, HIDDEN) * (torch.rand(MODEL, HIDDEN, generator=torch.Generator().manual_seed(2)) >= sparse)
     shape, target = draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
-    p = fit_activated_(shape.clone(), weight, target, activation_correction(weight, ratio))
+    p = fit_activated_(shape.clone(), shape @ weight.T, target, activation_correction(weight, ratio))
     matrix = weight.T @ weight + ratio * torch.eye(HIDDEN, dtype=torch.float64)
     wanted = torch.linalg.solve(matrix, (target @ weight + ratio * shape).T).T
     torch.testing.assert_close(p, wanted, rtol=1e-9, atol=1e-9)
@@ -87,7 +87,7 @@ def test_activations_are_the_minimiser(ratio: float) -> None:
     """The gradient vanishes there, and every perturbation of any size raises every token's cost."""
     draw = drawer(2)
     weight, shape, target = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN), draw(TOKENS, MODEL)
-    p = fit_activated_(shape.clone(), weight, target, activation_correction(weight, ratio)).requires_grad_()
+    p = fit_activated_(shape.clone(), shape @ weight.T, target, activation_correction(weight, ratio)).requires_grad_()
     lowest = activation_cost(p, shape, weight, target, ratio)
     (gradient,) = torch.autograd.grad(lowest.sum(), p)
     assert float(gradient.abs().max()) < 1e-9
@@ -105,13 +105,13 @@ def test_activations_in_float32(ratio: float) -> None:
     shape, weight, target = arguments
     correction = activation_correction(weight, ratio)
     assert torch.allclose((weight @ weight.T + ratio * torch.eye(len(weight))) @ correction, weight, atol=1e-4)
-    p = fit_activated_(shape, weight, target, correction)
+    p = fit_activated_(shape, shape @ weight.T, target, correction)
     assert p is shape
     for argument, copy in zip(arguments[1:], copies[1:], strict=True):
         assert torch.equal(argument, copy)
     arguments = copies[0], weight, target
     shape, weight, target = (argument.double() for argument in arguments)
-    best = fit_activated_(shape.clone(), weight, target, activation_correction(weight, ratio))
+    best = fit_activated_(shape.clone(), shape @ weight.T, target, activation_correction(weight, ratio))
     costs = [activation_cost(answer.double(), shape, weight, target, ratio) for answer in (p, best)]
     torch.testing.assert_close(costs[0], costs[1], rtol=1e-4, atol=1e-5)
 
@@ -120,7 +120,7 @@ def test_a_dense_fit_stays() -> None:
     """Where W φ is y already, p is φ."""
     draw = drawer(4)
     weight, shape = draw(MODEL, HIDDEN), draw(TOKENS, HIDDEN)
-    p = fit_activated_(shape.clone(), weight, shape @ weight.T, activation_correction(weight, 0.1))
+    p = fit_activated_(shape.clone(), shape @ weight.T, shape @ weight.T, activation_correction(weight, 0.1))
     torch.testing.assert_close(p, shape, rtol=1e-12, atol=1e-12)
 
 
@@ -189,7 +189,8 @@ def test_no_update_raises_the_objective(ff: PlainFeedForward | GatedFeedForward,
     correction = activation_correction(weight, ratio)
     last = objective(ff, hidden, outputs, p, (target - p @ weight.T).square().sum(1), ratio)
     for _ in range(3):
-        p = fit_activated_(ff.activate(*hidden), weight, target, correction)
+        shape = ff.activate(*hidden)
+        p = fit_activated_(shape, shape @ weight.T, target, correction)
         fit = (target - p @ weight.T).square().sum(1)
         steps = [objective(ff, hidden, outputs, p, fit, ratio)]
         fresh = fit_hidden(ff, hidden, outputs, p, ratio=ratio)
