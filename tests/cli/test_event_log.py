@@ -135,3 +135,13 @@ def test_lines_before_and_after_there_is_a_file(tmp_path: Path) -> None:
     assert text == log.text
     assert text.startswith('{"a": 1}\n')
     assert [line["fields"] for line in lines_of(text.removeprefix('{"a": 1}\n'))] == [{"text": "one"}, {"text": "two"}]
+
+
+def test_freed_memory_is_returned_where_blocks_are_read(
+    tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """`Begun` says so to the observer that sets the allocator, for a model that is read block by block."""
+    words = ("--method", "magnitude", "--calibration", text_file, "--offload")
+    assert command("prune", tiny["opt"], tmp_path / "out", *words).exit_code == 0
+    lines = lines_of((tmp_path / "out" / LOG).read_text(encoding="utf-8"))
+    assert [line["fields"]["tight"] for line in lines if line["event"] == "Begun"] == [True]

@@ -39,7 +39,7 @@ class Begun:
     """The run starts; all settings have been checked.
 
     Attributes:
-        tight: Whether the memory plan leaves no room for freed memory that the allocator keeps.
+        tight: Whether freed memory is returned at once: the plan leaves no room for it, or the model is read block by block.
     """
 
     name: str

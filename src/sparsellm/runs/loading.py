@@ -167,7 +167,7 @@ class Placement:
         streamed: Whether the model is read block by block.
         note: Reason for the choice, for the user; may be empty.
         ahead: Whether the next block is read while the current one is pruned.
-        tight: Whether memory is too scarce for the allocator to keep what is freed.
+        tight: Whether freed memory is returned at once, because memory is scarce or the model is read block by block.
     """
 
     memory: int

@@ -159,8 +159,9 @@ def fit_to_memory(
         raise TooLarge(f"{needed} of disk are needed, and {free} are free. Write to another disk.")
     if plan.batch < ready.batch:
         observer(Note(f"{plan.batch} windows at a time, where {ready.batch} are usual: more would not fit the memory"))
-    # Holes in the processor's heap can be as large as the data, which then fits only if freed memory is returned at once.
-    return replace(plan.placement, tight=plan.device == "cpu" and 2 * plan.peak.data_bytes > placement.memory), plan.batch
+    # Holes in the processor's heap can be as large as the data. A run that has little memory returns freed memory at once.
+    tight = plan.placement.streamed or 2 * plan.peak.data_bytes > placement.memory
+    return replace(plan.placement, tight=tight and plan.device == "cpu"), plan.batch
 
 
 def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement, speed: Work | None) -> StageEstimate:
