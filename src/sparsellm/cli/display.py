@@ -17,6 +17,7 @@ from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.records import SavedReport
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import SavedGradual
 from sparsellm.runtime.memory import human_bytes
@@ -140,7 +141,8 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
     shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
     count = plural(sum(plan.layers.values()), "layer")
-    print_line(console, f"{plural(plan.blocks, 'block')}, {count} to prune: {shapes}.")
+    action = "to recover" if isinstance(plan.recipe, RecoveryRecipe) else "to prune"
+    print_line(console, f"{plural(plan.blocks, 'block')}, {count} {action}: {shapes}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         print_line(console, coverage)
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")

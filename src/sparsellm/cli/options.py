@@ -64,7 +64,10 @@ class Command(typer.core.TyperCommand):
 
 
 def recipe_options(
-    *names: str, fields: type[RunFields] = RecipeFields, without: tuple[str, ...] = ("model",)
+    *names: str,
+    fields: type[RunFields] = RecipeFields,
+    without: tuple[str, ...] = ("model",),
+    others: type[RunFields] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options for fields of the recipe to a command.
 
@@ -74,11 +77,13 @@ def recipe_options(
     Args:
         *names: The fields. Default: all fields except `without`.
         without: Fields that are arguments of the command, or that the command line does not set.
+        others: Another class, whose own fields get options that only `--help-all` lists.
     """
-    chosen = [name for name in names or fields.model_fields if name not in without]
+    declared = {**(others.model_fields if others else {}), **fields.model_fields}
+    chosen = [name for name in names or declared if name not in without]
     # In the order of the panels; within one, the fields that `prune` and `recover` do not share come first.
-    chosen.sort(key=lambda name: (PANELS.index(_extra(fields.model_fields[name])["panel"]), name in RunFields.model_fields))
-    selected = {name: fields.model_fields[name] for name in chosen}
+    chosen.sort(key=lambda name: (PANELS.index(_extra(declared[name])["panel"]), name in RunFields.model_fields))
+    selected = {name: declared[name] for name in chosen}
 
     def add_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -90,7 +95,7 @@ def recipe_options(
         own = [parameter for name, parameter in signature.parameters.items() if name not in selected]
         parameters = [
             *(parameter for parameter in own if parameter.kind is _POSITIONAL),
-            *(_option(name, field) for name, field in selected.items()),
+            *(_option(name, field, hidden=name not in fields.model_fields) for name, field in selected.items()),
             *(parameter for parameter in own if parameter.kind is _KEYWORD),
             inspect.Parameter("help_all", _KEYWORD, default=False, annotation=HelpAll),
         ]
@@ -106,7 +111,7 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
     return cast("dict[str, Any]", field.json_schema_extra)
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
+def _option(name: str, field: FieldInfo, hidden: bool) -> inspect.Parameter:
     """The parameter of a command that sets a field."""
     kind, values = _option_type(field.annotation)
     extra = _extra(field)
@@ -115,7 +120,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
         help=field.description,
         metavar=f"[{'|'.join(values)}]" if values else _METAVARS.get(kind),
         rich_help_panel=extra["panel"],
-        hidden=not extra["essential"],
+        hidden=hidden or not extra["essential"],
         show_default=extra["default_text"] or (False if no_default else str(field.default)),
         autocompletion=(lambda incomplete: [value for value in values if value.startswith(incomplete)]) if values else None,
     )
@@ -166,19 +171,15 @@ ModelOrConfig = Annotated[str | None, typer.Argument(metavar="MODEL", help=Recip
 Out = Annotated[str | None, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
 Pruned = Annotated[str, typer.Argument(metavar="PRUNED", help=RecoveryFields.model_fields["pruned"].description)]
 Recovered = Annotated[str, typer.Argument(metavar="OUT", help="Folder to write; must not exist.")]
-PrunedFrom = Annotated[
-    str | None,
-    typer.Option("--against", metavar="DENSE", help="Dense model that PRUNED was made from; not needed with --loss text."),
-]
+_PRUNED_FROM = "Dense model that PRUNED was made from; not needed with --loss text."
+PrunedFrom = Annotated[str | None, typer.Option("--against", metavar="DENSE", help=_PRUNED_FROM)]
 _gradual = functools.partial(typer.Option, rich_help_panel="Gradual pruning")
 FromSparsity = Annotated[str | None, _gradual("--from", metavar="PERCENT", help="Sparsity before the first stage.")]
 ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Sparsity of the last stage.")]
 _STAGES = "Number of stages, each of which prunes further and then trains."
 Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
-Text = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."),
-]
+_TEXT = "Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."
+Text = Annotated[list[str] | None, typer.Option(metavar="TEXT", help=_TEXT)]
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]
@@ -200,19 +201,18 @@ Progress = Annotated[
 ]
 Json = Annotated[bool, _output("--json", help="Print the result as JSON on stdout.")]
 
+_RECOVERED = "Plan the recovery of this folder toward MODEL, with the options of `recover`."
+PlannedRecovery = Annotated[str | None, typer.Option("--recover", metavar="PRUNED", help=_RECOVERED)]
 Against = Annotated[str | None, typer.Option(metavar="DENSE", help="List the tensors that differ from this model's.")]
-Dense = Annotated[
-    str | None,
-    typer.Option("--against", metavar="DENSE", help="Check that all tensors that were not pruned equal this model's."),
-]
+_DENSE = "Check that all tensors that were not pruned equal this model's."
+Dense = Annotated[str | None, typer.Option("--against", metavar="DENSE", help=_DENSE)]
 Expect = Annotated[
     str | None,
     typer.Option(help="Check that each pruned layer has this sparsity, or the one allocated to it; exit with status 1 if not."),
 ]
 
-DemoOutput = Annotated[
-    str | None, typer.Option(help="Folder to write the model pruned by the method sparsellm to; must not exist.")
-]
+_DEMO_OUTPUT = "Folder to write the model pruned by the method sparsellm to; must not exist."
+DemoOutput = Annotated[str | None, typer.Option(help=_DEMO_OUTPUT)]
 Family = Annotated[str, typer.Option(help="Bundled model: opt or llama.")]
 
 SweepFile = Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file with `recipe:` and `axes:`; see docs/sweeps.md.")]

@@ -187,18 +187,19 @@ def _print_results(folders: Collection[Path], report: Report, as_json: bool) -> 
         print_summary(stdout, report, next(iter(written.values())))
 
 
-@options.recipe_options()
+@options.recipe_options(without=("model", "pruned"), others=RecoveryFields)
 def plan(
     context: typer.Context,
     model: options.ModelOrConfig = None,
     output: options.Out = None,
     *,
+    recovered: options.PlannedRecovery = None,
     config: options.Config = None,
     layers: options.Layers = False,
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Estimate memory, disk, operations and time of a `prune` command.
+    """Estimate memory, disk, operations and time of a `prune` command, or with --recover of a `recover` command.
 
     Reads no weights.
 
@@ -209,11 +210,15 @@ def plan(
         from sparsellm.errors import TooLarge
         from sparsellm.runs.planning import plan_run
         from sparsellm.runs.recipe_file import read_recipe
+        from sparsellm.runs.recovery import read_recovery
 
+        if recovered is not None and config is not None:
+            raise typer.BadParameter("--config is for pruning runs: leave it out with --recover")
         if model is not None:
             settings["model"] = model
         with stderr.status("planning"):
-            run_plan = plan_run(read_recipe(settings, config), output)
+            planned = read_recovery({**settings, "pruned": recovered}) if recovered else read_recipe(settings, config)
+            run_plan = plan_run(planned, output)
         if as_json:
             print_json(run_plan.to_dict())
         else:

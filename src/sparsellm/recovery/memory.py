@@ -23,18 +23,23 @@ def trained_bytes(blocks: Sequence[Block], together: bool, *, train: Train = "fu
 
 def _trained_floats(block: Block, train: Train, rank: int) -> int:
     """float32 numbers for the training of a block; those of its other parameters, which are cast, are counted too."""
-    parameters = dict(block.module.named_parameters())
-    total = sum(tensor.numel() for tensor in parameters.values())
+    total = sum(tensor.numel() for tensor in block.module.parameters())
+    trained = trained_numbers(block, train, rank)
     if train == "full":
         return COPIES * total
+    return total + (COPIES - 1) * trained if train == "norms" else LORA_COPIES * total + COPIES * trained
+
+
+def trained_numbers(block: Block, train: Train, rank: int) -> int:
+    """Count the numbers that training changes in a block: its parameters, or the factors of rank `rank`."""
+    parameters = dict(block.module.named_parameters())
     trained = [parameters[name] for name in trained_names(block, list(block.layers), train)]
-    if train == "norms":
-        return total + (COPIES - 1) * sum(tensor.numel() for tensor in trained)
-    factors: int = sum(
+    if train != "lora":
+        return sum(tensor.numel() for tensor in trained)
+    return sum(
         (tensor.numel() // (tensor.shape[-1] * tensor.shape[-2])) * min(rank, *tensor.shape[-2:]) * sum(tensor.shape[-2:])
         for tensor in trained
     )
-    return LORA_COPIES * total + COPIES * factors
 
 
 def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:

@@ -67,6 +67,7 @@ class Cost(NamedTuple):
     memory: float  # bytes at the peak
     lists: Sequence[float]  # bytes of each list of hidden states, which may be in files
     work: Work
+    seconds: float = 0.0  # besides the work
 
 
 @dataclass(frozen=True)

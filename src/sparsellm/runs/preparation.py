@@ -167,8 +167,12 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
     return method, plan
 
 
-def recipe_layers(recipe: Recipe, ready: Prepared) -> list[PlannedLayer]:
+def recipe_layers(recipe: RunRecipe, ready: Prepared) -> list[PlannedLayer]:
     """Every linear layer of the blocks with its pattern in the recipe's plan, or the reason why it stays dense."""
+    if not isinstance(recipe, Recipe):
+        layers = list_layers(blocks_and_head(ready.skeleton, ready.plan), Unstructured(0))
+        reason = "the pruned model has it dense"
+        return [replace(x, pattern=ready.plan.get(x.name), reason="" if x.name in ready.plan else reason) for x in layers]
     layers = list_layers(pattern=recipe.pattern, **_selection(recipe, ready))
     return [replace(layer, pattern=ready.plan.get(layer.name)) for layer in layers]
 

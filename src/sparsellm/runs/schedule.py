@@ -13,11 +13,8 @@ from sparsellm.errors import SparseLLMError
 from sparsellm.evaluation.measurements import TOKENS
 from sparsellm.methods import planned_layers
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.recovery.block_training import windows_a_step
-from sparsellm.recovery.distillation import AT_A_TIME
-from sparsellm.recovery.masked_training import VALIDATIONS
 from sparsellm.runs import layer_costs
-from sparsellm.runs.costs import BlockShapes, Work, block_shapes, rates, work
+from sparsellm.runs.costs import block_shapes, rates
 from sparsellm.runs.events import (
     ALLOCATION,
     ANSWERING,
@@ -28,8 +25,6 @@ from sparsellm.runs.events import (
     MEASURING,
     MEASURING_CHECKPOINT,
     PREDICTING,
-    PRUNING,
-    RECOVERING,
     SENSITIVITIES,
     TRAINING,
     WRITING,
@@ -42,19 +37,11 @@ from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.training import model_step, model_written
+from sparsellm.runs.stage_costs import block_stage
+from sparsellm.runs.training_costs import block_training_cost
 
 READ_SECONDS, WRITTEN_SECONDS = 0.7e-9, 6e-9
 """Seconds for each byte that is read, or written, read back and digested, from a disk that the system caches."""
-
-ADAM_PASSES = 4
-"""How often a step of Adam reads and writes its float32 numbers: weights, two moments, gradients and their float64 sums."""
-
-CALL_SECONDS = 1e-3
-"""Seconds for calling the modules of a block on a token, beside the operations."""
-
-CACHE_PASSES, SAMPLING_BYTES = 6, 600
-"""How often a generated token reads or writes the keys and values so far; bytes read and written to draw it, for each logit."""
 
 OF_ITS_OWN = {"method", "sparsity", "effort", "solver", "as_published", "scope", "gauss_newton_steps", "epochs", "alpha"}
 OF_ITS_OWN |= {"beta", "allocation", "allocation_bounds", "blocks", "include", "exclude", "keep_zeros", "true_sequential"}
@@ -82,19 +69,15 @@ def expected_stages(
     stages += [ExpectedStage(LOADING, READ_SECONDS * placement.model * (not placement.streamed), LOADING)]
     stages += _measurements("dense", recipe, ready, placement, seconds=seconds)
     stages += _layer_costs(1, recipe, ready, placement, seconds=seconds)
-    generated, samples, length = recipe.calibration_written, len(ready.windows), ready.length
-    if generated:
-        stages.append(_generation(ready, placement, generated))
+    generated = [ExpectedStage(GENERATING, seconds.get(GENERATING, 0.0), GENERATING)]
+    stages += generated * bool(recipe.calibration_written)
     stages += [ExpectedStage(name, seconds[name], name) for name in seconds if name.startswith((SENSITIVITIES, ALLOCATION))]
     if recipe.model_steps:
-        more = model_written(recipe, samples, length)
-        predicted, trained = samples + more, 4 * recipe.model_steps * model_step(samples, length)
-        training = seconds[TRAINING] / (trained + more)
-        stages.append(_generation(ready, placement, more))
-        stages.append(ExpectedStage(PREDICTING, training * predicted, PREDICTING))
-    stages.append(_pruning(recipe, ready, seconds[PRUNING], batch=batch, restored=restored))
+        stages += generated
+        stages += [ExpectedStage(PREDICTING, seconds[PREDICTING], PREDICTING)] * (PREDICTING in seconds)
+    stages.append(_pruning(recipe, ready, seconds[block_stage(recipe)], batch=batch, restored=restored))
     if recipe.model_steps:
-        stages.append(ExpectedStage(TRAINING, training * trained, TRAINING))
+        stages.append(ExpectedStage(TRAINING, seconds[TRAINING], TRAINING))
     stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
     stages += _layer_costs(layer_costs.WORST + 2, recipe, ready, placement, seconds=seconds)
     if written:
@@ -197,17 +180,6 @@ def _layer_costs(
         yield ExpectedStage(LAYERS, seconds[MEASURING] / 2 * passes * tokens / total, LAYERS)
 
 
-def _generation(ready: Prepared, placement: Placement, count: int) -> ExpectedStage:
-    """The generation of sequences with the dense model, token by token."""
-    config, length, depth = ready.skeleton.config.get_text_config(), ready.length, len(ready.blocks)
-    stored = ready.source.dtype("auto").itemsize
-    batches, cached = -(-count // AT_A_TIME), 2 * 4 * length / 2 * config.hidden_size * depth  # keys and values, on average
-    passes = batches * placement.model + count * (CACHE_PASSES * cached + SAMPLING_BYTES * config.vocab_size)
-    products = 2 * count * placement.model / stored
-    seconds = CALL_SECONDS * batches * depth + float((work(products, passes=passes) / rates(ready.device)).sum())
-    return ExpectedStage(GENERATING, length * seconds, GENERATING)
-
-
 def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, restored: int) -> ExpectedStage:
     """The stage that prunes or trains block by block. Restored blocks take the forward passes that lead to them."""
     blocks_there = blocks_and_head(ready.skeleton, ready.plan)
@@ -216,18 +188,8 @@ def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, 
     passed = float((shapes.forward(shapes.tokens) / speed).sum())
     block = (seconds - pruned[-1] * passed) / len(pruned)
     if isinstance(ready.method, BlockRecovery):
-        block = float((_recovery_work(ready.method, shapes) / speed).sum())
+        block = float((block_training_cost(ready.method, ready, shapes).work / speed).sum())
     gaps = (index - before for before, index in pairwise([0, *pruned]))
     blocks = tuple(gap * passed + block * (number >= restored) for number, gap in enumerate(gaps))
-    name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
+    name = block_stage(recipe)
     return ExpectedStage(name, sum(blocks), f"{name} {ready.method!r}", blocks)
-
-
-def _recovery_work(method: BlockRecovery, shapes: BlockShapes) -> Work:
-    """Work of copying a block's pruned weights and, with steps, of its dense stream, Adam's steps and validations."""
-    moved, steps = work(passes=8 * shapes.parameters), method.training.steps
-    if not steps:
-        return moved
-    trained = windows_a_step(shapes.tokens // shapes.length, shapes.length) * shapes.length
-    validations = (VALIDATIONS + 1) * shapes.forward(method.training.held * shapes.tokens)
-    return moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(trained) + ADAM_PASSES * moved) + validations

@@ -1,0 +1,119 @@
+"""What each stage of a run takes, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
+from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
+from sparsellm.activations.sensitivity import TOKENS
+from sparsellm.evaluation.perplexity import batch_to_measure
+from sparsellm.methods import planned_layers
+from sparsellm.models.output_head import blocks_and_head
+from sparsellm.runs.costs import BlockShapes, Cost, block_cost, block_shapes, work
+from sparsellm.runs.events import ALLOCATION, GENERATING, MEASURING, MEASURING_CHECKPOINT, PRUNING, RECOVERING, SENSITIVITIES
+from sparsellm.runs.loading import Placement
+from sparsellm.runs.preparation import Prepared
+from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recovery import BlockRecovery
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
+from sparsellm.runs.training_costs import LOGITS_PASSES, block_training_cost, generation_cost, model_training_costs
+
+HEAD_EXTRA = (1, 0), (6, 3)
+"""float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
+a block they are small against the rest: of a layer-wise method, and of one with a dense stream. Counted."""
+
+LOGITS_BYTES = 12
+"""Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
+
+
+def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
+    """What each stage takes, by its name, in running order."""
+    shapes = block_shapes(recipe, ready, batch)
+    depth, vocabulary, stored = shapes.depth, shapes.vocabulary, shapes.stored
+    parameters = placement.model // stored
+    non_block = shapes.itemsize * (parameters - depth * shapes.parameters)
+    model = placement.model + shapes.parameters * (shapes.itemsize - stored)  # one block is converted for computing
+    if placement.streamed:
+        model = shapes.parameters * (shapes.itemsize + placement.ahead * stored)
+
+    if ready.method.needs_fisher:
+        yield SENSITIVITIES, _gradient_cost(shapes, model, min(shapes.tokens, TOKENS), batch=shapes.batch, stop=1)
+    if recipe.allocation_rule == "fisher":
+        tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
+        yield f"{ALLOCATION} (fisher)", _gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
+    elif recipe.allocation_rule in ALLOCATIONS[1:]:
+        memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
+        yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
+
+    if recipe.calibration_written:
+        yield GENERATING, generation_cost(ready, placement, recipe.calibration_written)
+    yield block_stage(recipe), _pruning_cost(recipe, ready, placement, shapes=shapes, model=model, non_block=non_block)
+
+    if ready.tests:
+        lengths = [windows.numel() for windows in ready.tests.values()]
+        tokens = min(shapes.length * batch_to_measure(vocabulary, shapes.length, placement.memory), max(lengths))
+        logits, memory = 2 * tokens * vocabulary * shapes.itemsize, tokens * shapes.forward_bytes
+        done = work(2 * vocabulary * shapes.width * sum(lengths)) + depth * shapes.forward(sum(lengths))
+        lists = [max(lengths) * shapes.width * shapes.itemsize] if placement.streamed else []
+        memory = max(model + memory, non_block + logits) if lists else parameters * shapes.itemsize + max(memory, logits)
+        if isinstance(recipe, RecoveryRecipe):
+            yield MEASURING_CHECKPOINT, Cost(memory, lists, done)
+        yield MEASURING, Cost(memory, lists, 2 * done)  # before and after
+    if recipe.model_steps:
+        yield from model_training_costs(recipe, ready, placement, shapes)
+
+
+def _pruning_cost(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, *, shapes: BlockShapes, model: float, non_block: float
+) -> Cost:
+    """Each planned block beside the model (or the block that is read), and the output head after all blocks."""
+    if isinstance(ready.method, BlockRecovery) and not ready.method.training.steps:
+        shapes = replace(shapes, tokens=0)  # the pruned weights are copied, and no sequence is read
+    *_, last = planned = [b for b in blocks_and_head(ready.skeleton, ready.plan) if planned_layers(b, ready.plan)]
+    entering = non_block + placement.model * (not placement.streamed)  # what is outside the blocks makes the first inputs
+    total = Cost(entering, [], last.index * shapes.forward(shapes.tokens))
+    if len(planned) > last.is_head:
+        block = _block_cost(ready, shapes)
+        # For `predicted_kl`, the dense weights are copied.
+        copies = (recipe.allocation_rule == "fisher") * shapes.stored * sum(out * into for out, into in shapes.layers)
+        done = (len(planned) - last.is_head) * block.work + total.work
+        total = Cost(max(model + block.memory + copies, entering), block.lists, done)
+    if last.is_head:
+        outputs, inputs = next(iter(last.layers.values())).weight.shape
+        one = {
+            "layers": [(outputs, inputs)],
+            "inputs": [inputs],
+            "parameters": outputs * inputs,
+            "pattern": ready.plan[last.name],
+        }
+        alone = replace(shapes, parts=0, projections=0, hidden=0, active=0, **one)  # type: ignore[arg-type]
+        head = _block_cost(ready, alone)
+        matrices, products = HEAD_EXTRA[ready.method.needs_dense_stream]
+        memory = placement.model * (not placement.streamed) + (shapes.itemsize + 4 * matrices) * alone.parameters + head.memory
+        done = total.work + head.work + work(2 * products * alone.parameters * inputs)
+        total = Cost(max(total.memory, memory), max(total.lists, head.lists, key=sum), done)
+    return total
+
+
+def _block_cost(ready: Prepared, shapes: BlockShapes) -> Cost:
+    """What pruning or recovering a block takes."""
+    method = ready.method
+    return block_training_cost(method, ready, shapes) if isinstance(method, BlockRecovery) else block_cost(method, shapes)
+
+
+def block_stage(recipe: RunRecipe) -> str:
+    """Name of the stage that goes from block to block."""
+    return RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
+
+
+def _gradient_cost(shapes: BlockShapes, model: float, tokens: int, *, batch: int, stop: int) -> Cost:
+    """Forward, then for each block down to `stop` forward again and backward; the inputs of all blocks are held."""
+    memory = model + max(2 * batch * shapes.forward_bytes, LOGITS_BYTES * shapes.length * shapes.vocabulary)
+    # The logits' products, F of each block, and the logits' float32 softmax and running sums.
+    products = 4 * shapes.vocabulary * shapes.width + 2 * shapes.depth * shapes.width**2
+    done = tokens * work(products, passes=4 * LOGITS_PASSES * shapes.vocabulary)
+    inputs = (shapes.depth + 1) * tokens * shapes.width * shapes.itemsize
+    return Cost(memory, [inputs], done + (3 * shapes.depth - 2 * stop) * shapes.forward(tokens))
