@@ -103,6 +103,17 @@ def test_impossible_settings(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rounded_models_are_not_rounded_again(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """With other integers or the same; also before weights are read. `plan` says so too."""
+    words = ("--method", "magnitude", "--sparsity", "50%")
+    assert command("prune", tiny["opt"], tmp_path / "int4", *words, "--values", "int4").exit_code == 0
+    for values in ("int4", "int8"):
+        for words_before in (("prune", tmp_path / "int4", tmp_path / "out"), ("plan", tmp_path / "int4")):
+            refused(command(*words_before, *words, "--values", values), "is quantized already, to int4", "--values")
+    assert [file.name for file in tmp_path.iterdir()] == ["int4"]
+    assert command("prune", tmp_path / "int4", tmp_path / "out", *words).exit_code == 0
+
+
 def test_a_method_with_inputs_needs_a_text(tiny: dict[str, Path], tmp_path: Path, command: Command) -> None:
     """No calibration text for a method that needs one: the message names what can be passed."""
     refused(command("prune", tiny["llama"], tmp_path / "out"), "--calibration", "c4")

@@ -14,7 +14,7 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.runs.loading import open_source
 from sparsellm.runs.packed_documents import Source
-from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
+from sparsellm.runs.quantization_file import SCALES_FILE, check_unrounded, read_scales
 from sparsellm.solvers.quantization import check_format, default_group_size, round_to_nearest
 from sparsellm.sparse.quantization import QuantizedBitmask, exact_form
 
@@ -82,11 +82,7 @@ def values_of(source: Source, values: str | None, group_size: int | None) -> dic
     if values not in VALUES:
         raise InvalidSetting(f"`values` got {values!r}; it must be {', '.join(VALUES)}.")
     check_format(VALUES[values], group_size or 0)
-    if scales:
-        kinds = ", ".join(sorted({f"int{x.bits}" for x in scales.values()}))
-        raise InvalidSetting(
-            f"{source.name} is quantized already, to {kinds}, and `values` would round it again. Leave it out."
-        )
+    check_unrounded(source.name, scales)
     return {name: Values(VALUES[values], group_size, transposed) for name, transposed in _layer_weights(source).items()}
 
 

@@ -25,6 +25,7 @@ from sparsellm.recovery.block_training import windows_a_step
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
+from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.recovery import BlockRecovery
@@ -148,8 +149,11 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
 
     Raises:
         UnsupportedModel: The method cannot solve the model's feed-forward layers.
+        InvalidSetting: The recipe rounds a model that is rounded already.
     """
     blocks = opened.blocks
+    if recipe.values and isinstance(opened.source, Checkpoint):
+        check_unrounded(recipe.model, read_scales(opened.source.folder))
     method = recipe.to_method(len(blocks))
     coupled = isinstance(method, PublishedSparseLLM) and method.scope != frozenset()
     if coupled and blocks[0].architecture.known and not any(block.architecture.feed_forward_parts for block in blocks):

@@ -102,6 +102,13 @@ def read_scales(folder: Path) -> dict[str, Scales]:
     return scales
 
 
+def check_unrounded(name: str, scales: Mapping[str, Scales]) -> None:
+    """Raise InvalidSetting if a model, which `values` would round, has scales already."""
+    if scales:
+        kinds = ", ".join(sorted({f"int{x.bits}" for x in scales.values()}))
+        raise InvalidSetting(f"{name} is quantized already, to {kinds}, and `values` would round it again. Leave it out.")
+
+
 def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     """Return the scales of the quantized tensors in packed weight files, by stored name."""
     found = {}
