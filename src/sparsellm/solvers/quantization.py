@@ -1,7 +1,7 @@
 r"""Rounding of weights to integers of a few bits with a scale for each group of columns of a row.
 
-A weight is :math:`w = s q` with an integer :math:`|q| \le 2^{b-1} - 1`, so that zero is exact. Groups are along the columns of
-the dense weight.
+A weight is :math:`w = s q` with an integer :math:`q` in the range of `integer_range`, so that zero is exact. The scale may be
+negative, so that the one integer without an opposite serves the larger side. Groups are along the columns of the dense weight.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Quantized:
     """A weight as integers and scales.
 
     Attributes:
-        integers: (out, in) int8, of absolute value up to 2^(bits - 1) - 1. A kept weight may be 0.
-        scales: (out, groups) bfloat16, at least 0.
+        integers: (out, in) int8, in the range of `integer_range`. A kept weight may be 0.
+        scales: (out, groups) bfloat16.
         bits: Bits of an integer.
         group_size: Columns of a group; the last group of a row may have fewer. 0 for one group a row.
     """
@@ -57,8 +57,8 @@ class Quantized:
     group_size: int
 
     def to_dense(self) -> Tensor:
-        """The weight, (out, in) float32."""
-        return self.integers.float() * expand_groups(self.scales.float(), self.group_size, self.integers.shape[1])
+        """The weight, (out, in) float32, without -0.0."""
+        return self.integers.float().mul_(expand_groups(self.scales.float(), self.group_size, self.integers.shape[1])).add_(0.0)
 
 
 def check_format(bits: int, group_size: int) -> None:
@@ -79,6 +79,22 @@ def default_group_size(bits: int, density: float) -> int:
         return 0
     natural = GROUP_UNIT / max(density, 1 / 1024)
     return 1 << max(6, round(float(torch.tensor(natural).log2())))
+
+
+def integer_range(bits: int, density: float) -> tuple[int, int]:
+    """The least and the largest integer.
+
+    With 4 and 3 bits all numbers in two's complement are used. A sparse matrix with 3 bits has, besides, 2^(bits - 1): its mask
+    says where 0 is, which needs no number then. With 8 bits no side is favoured.
+
+    Args:
+        density: The fraction of weights that are kept. Below 1 - 1 / bits, a mask and the kept integers take fewer bits than
+            all integers.
+    """
+    largest = 2 ** (bits - 1) - 1
+    if bits == 8:
+        return -largest, largest
+    return -largest - 1, largest + (bits == 3 and density < 1 - 1 / bits)
 
 
 def bits_per_weight(density: float, bits: int, group_size: int, columns: int) -> float:
@@ -128,41 +144,47 @@ def round_to_nearest(
     padded = torch.nn.functional.pad(kept, (0, -columns % size)).unflatten(1, (-1, size))
     weights = None if importance is None else torch.nn.functional.pad(importance.float(), (0, -columns % size)).view(-1, size)
     rows = max(1, MAX_BUDGET // padded[0].numel())
-    scales = torch.cat([_search_scales(part, bits, weights) for part in padded.split(rows)])
-    integers = to_integers(padded, scales.unsqueeze(2), bits).flatten(1)[:, :columns]
+    limits = integer_range(bits, _density(kept != 0 if mask is None else mask))
+    scales = torch.cat([_search_scales(part, limits, weights) for part in padded.split(rows)])
+    integers = to_integers(padded, scales.unsqueeze(2), limits).flatten(1)[:, :columns]
     return Quantized(integers.to(torch.int8), scales.bfloat16(), bits, group_size)
 
 
-def to_integers(weight: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The integers nearest to weight / scale, in the weight's dtype; 0 where the scale is 0."""
-    largest = 2 ** (bits - 1) - 1
-    inverse = torch.where(scales > 0, scales, torch.inf).reciprocal()
-    return (weight * inverse).round_().clamp_(-largest, largest)
+def _density(keep: Tensor) -> float:
+    """The fraction of weights that are kept."""
+    return int(keep.count_nonzero()) / max(keep.numel(), 1)
 
 
-def _search_scales(groups: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+def to_integers(weight: Tensor, scales: Tensor, limits: tuple[int, int]) -> Tensor:
+    """The integers nearest to weight / scale within limits, in the weight's dtype; 0 where the scale is 0."""
+    inverse = torch.where(scales == 0, torch.inf, scales).reciprocal()
+    return (weight * inverse).round_().clamp_(*limits)
+
+
+def _search_scales(groups: Tensor, limits: tuple[int, int], importance: Tensor | None) -> Tensor:
     """The best scale of each group, (rows, groups), as float32 numbers that bfloat16 holds."""
-    top = groups.abs().amax(2) / (2 ** (bits - 1) - 1)
+    top = groups.abs().amax(2) / limits[1]
     best: Tensor = top
     least = torch.full_like(top, torch.inf)
-    for clip in CLIPS:
+    for clip in CLIPS if sum(limits) == 0 else (*CLIPS, *(-clip for clip in CLIPS)):
         scale = (top * clip).bfloat16().float()
-        errors = (to_integers(groups, scale.unsqueeze(2), bits).mul_(scale.unsqueeze(2)) - groups).square_()
+        errors = (to_integers(groups, scale.unsqueeze(2), limits).mul_(scale.unsqueeze(2)) - groups).square_()
         error = (errors if importance is None else errors * importance).sum(2)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
 
 
 def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tensor | None = None) -> Quantized:
-    r"""Round column by column, with the error of each passed on to the columns to its right.
+    r"""Round column by column, with the error of each passed on to the columns that follow.
 
     With :math:`U` upper triangular, :math:`G^{-1} = U^\top U`:
 
     .. math:: w_k \leftarrow w_k - \frac{w_j - \hat w_j}{U_{jj}} U_{jk} \quad (k > j)
 
     Follows Frantar et al., GPTQ: accurate post-training quantization for generative pre-trained transformers (ICLR 2023),
-    Algorithm 1, with a scale for each group of columns, searched when the group is reached. With a mask, removed weights take
-    no part; the formula, whose inverse is of the whole Gram matrix, is then a heuristic.
+    Algorithm 1, with the columns of the largest inputs first and a scale for each group of columns, which is searched before,
+    with errors weighted by the Gram diagonal. With a mask, removed weights take no part; the formula, whose inverse is of the
+    whole Gram matrix, is then a heuristic.
 
     Args:
         weight: (out, in).
@@ -174,26 +196,25 @@ def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tens
     Raises:
         SingularGram: If the Gram matrix is not positive definite.
     """
-    check_format(bits, group_size)
-    factor, pivot = inverse_factor(gram)
+    keep = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
+    nearest = round_to_nearest(weight, bits, group_size, mask=keep, importance=gram.diagonal())
+    limits, order = integer_range(bits, _density(keep)), gram.diagonal().argsort(descending=True, stable=True)
+    factor, pivot = inverse_factor(gram[order][:, order])
     check_pivot(pivot, len(gram), 0.0)
-    columns = weight.T.float().contiguous()  # (in, out)
-    keep = torch.ones_like(columns) if mask is None else mask.T.to(columns.dtype)
-    integers, scales = torch.empty_like(columns), []
-    size = group_size or len(columns)
+    columns, keep = weight.T[order].float(), keep.T[order].float()  # (in, out)
+    scales = expand_groups(nearest.scales.float(), group_size, len(gram)).T[order]
+    integers = torch.empty_like(columns)
     for start in range(0, len(columns), GROUP_UNIT):
         stop = min(start + GROUP_UNIT, len(columns))
-        if start % size == 0:
-            group = (columns[start : start + size] * keep[start : start + size]).T
-            scales.append(_search_scales(group.unsqueeze(1), bits, None)[:, 0])
         panel, errors = columns[start:stop], torch.empty_like(columns[start:stop])
         for j in range(stop - start):
-            row = factor[start + j, start + j : stop]
-            integers[start + j] = to_integers(panel[j], scales[-1], bits) * keep[start + j]
-            errors[j] = (panel[j] * keep[start + j] - integers[start + j] * scales[-1]) / row[0]
+            row, column = factor[start + j, start + j : stop], start + j
+            integers[column] = to_integers(panel[j], scales[column], limits) * keep[column]
+            errors[j] = (panel[j] * keep[column] - integers[column] * scales[column]) / row[0]
             panel[j:].addr_(row, errors[j], alpha=-1)
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return Quantized(integers.T.to(torch.int8).contiguous(), torch.stack(scales, 1).bfloat16(), bits, group_size)
+    integers = integers[order.argsort()].T.to(torch.int8).contiguous()
+    return Quantized(integers, nearest.scales, bits, group_size)
 
 
 def round_compensated(
@@ -226,15 +247,7 @@ def round_compensated(
         (target if start is None else start.float()) * mask, target, gram, keep=mask, steps=REFIT_STEPS, tolerance=1e-5
     )
     rounded = gptq(best, gram, bits, group_size, mask=mask)
-    descent = _Descent(
-        rounded.integers.T.to(gram.dtype).contiguous(),
-        rounded.scales.T.to(gram.dtype).contiguous(),
-        target.T.to(gram.dtype).contiguous(),
-        gram,
-        keep=mask.T.to(gram.dtype).contiguous(),
-        bits=bits,
-        size=group_size or len(gram),
-    )
+    descent = _Descent(rounded, target, gram, mask)
     for _ in range(SWEEPS):
         descent.sweep()
     return Quantized(descent.integers.T.to(torch.int8).contiguous(), descent.scales.T.bfloat16(), bits, group_size)
@@ -243,11 +256,11 @@ def round_compensated(
 class _Descent:
     """Coordinate descent over integers (in, out) and scales (groups, out), with the gradient G (Q - T)ᵀ kept up to date."""
 
-    def __init__(
-        self, integers: Tensor, scales: Tensor, target: Tensor, gram: Tensor, *, keep: Tensor, bits: int, size: int
-    ) -> None:
-        self.integers, self.scales, self._gram, self._keep, self._bits, self._size = integers, scales, gram, keep, bits, size
-        self._gradient = gram @ (integers * scales.repeat_interleave(size, 0)[: len(gram)] - target)
+    def __init__(self, start: Quantized, target: Tensor, gram: Tensor, keep: Tensor) -> None:
+        self.integers, self.scales = (part.T.to(gram.dtype).contiguous() for part in (start.integers, start.scales))
+        self._gram, self._size = gram, start.group_size or len(gram)
+        self._keep, self._limits = keep.T.to(gram.dtype).contiguous(), integer_range(start.bits, _density(keep))
+        self._gradient = gram @ (start.to_dense() - target).T.to(gram.dtype)
 
     def sweep(self) -> None:
         """Update each scale, then the integers of its group, from left to right."""
@@ -264,7 +277,7 @@ class _Descent:
         slope = (integers * self._gradient[start:stop]).sum(0)
         best = (scale - torch.where(curvature > 0, slope / curvature, 0)).bfloat16().to(scale.dtype)
         change = best - scale
-        change *= (best > 0) & (change * (change * curvature + 2 * slope) < 0)
+        change *= (best * scale > 0) & (change * (change * curvature + 2 * slope) < 0)
         self.scales[number] = scale + change
         self._gradient += self._gram[:, start:stop] @ (integers * change)
 
@@ -277,7 +290,7 @@ class _Descent:
             torch.empty_like(self.integers[panel]),
         )
         for j, integers in enumerate(self.integers[panel]):
-            best = to_integers(integers * scale - gradient[j] / gram[j, j], scale, self._bits) * self._keep[start + j]
+            best = to_integers(integers * scale - gradient[j] / gram[j, j], scale, self._limits) * self._keep[start + j]
             changes[j] = (best - integers) * scale
             integers.copy_(best)
             gradient.addr_(gram[j], changes[j])

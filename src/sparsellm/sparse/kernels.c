@@ -92,7 +92,7 @@ static ALWAYS_INLINE void write_scaled(const Job *job, int64_t row, int64_t grou
     float numbers[GROUP], scale = from_bfloat16(job->scales[row * job->scale_groups + group / job->scale_words]);
     uint16_t words[GROUP];
     int64_t count = job->columns - group * GROUP < GROUP ? job->columns - group * GROUP : GROUP, first = row * job->columns + group * GROUP;
-    for (int i = 0; i < GROUP; i++) numbers[i] = integers[i] * scale;
+    for (int i = 0; i < GROUP; i++) numbers[i] = integers[i] * scale + 0.0f; /* no -0.0 of a negative scale */
     if (job->dtype == FLOAT32) {
         memcpy((float *)job->out + first, numbers, (size_t)count * 4);
         return;

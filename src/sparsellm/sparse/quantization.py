@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.solvers.quantization import check_format, expand_groups, group_count, to_integers
+from sparsellm.solvers.quantization import check_format, expand_groups, group_count, integer_range, to_integers
 from sparsellm.sparse.bitmask import GROUP, PADDING, count_bits, pack_bits, unpack_bits
 
 
@@ -111,7 +111,7 @@ class QuantizedBitmask:
     def to_dense(self, start: int = 0, stop: int | None = None, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Decode rows `start` to `stop` and round the products of scales and integers to a dtype: (stop - start, in)."""
         scales = expand_groups(self.scales[start:stop].float(), self.group_size, self.shape[1])
-        return self.to_integers(start, stop).float().mul_(scales).to(dtype)
+        return self.to_integers(start, stop).float().mul_(scales).add_(0.0).to(dtype)
 
 
 def exact_form(weight: Tensor, scales: Tensor, *, bits: int, group_size: int) -> QuantizedBitmask | None:
@@ -124,7 +124,7 @@ def exact_form(weight: Tensor, scales: Tensor, *, bits: int, group_size: int) ->
         group_size: Columns that share a scale; 0 for whole rows.
     """
     expanded = expand_groups(scales.float(), group_size, weight.shape[1])
-    integers = to_integers(weight.float(), expanded, bits)
+    integers = to_integers(weight.float(), expanded, integer_range(bits, 0))
     if not bool(((integers * expanded).to(weight.dtype) == weight).all()):
         return None
     integers, keep = integers.to(torch.int8), integers != 0

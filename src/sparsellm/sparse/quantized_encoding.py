@@ -3,7 +3,8 @@ r"""The stored form of a quantized weight: the integers of its kept numbers, its
 As in `encoding`, all parts are one-dimensional uint8 tensors, bits are stored lowest first, and numbers row by row:
 
 - `weight`: the integers in two's complement. With 8 bits a byte each, with 4 bits two a byte, the lower half first, with 3 bits
-  three planes of bits, lowest first.
+  three planes of bits, lowest first. With 3 bits and a mask, integers above 0 are stored minus 1: the mask has no zeros, and
+  the range reaches 4.
 - `weight_mask`, `weight_groups`: as in `encoding`. Without either, the integers of removed weights are stored too, which are 0.
 - `weight_scales`: the lower bytes of the bfloat16 scales, row by row, then the upper ones.
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.quantization import group_count
+from sparsellm.solvers.quantization import group_count, integer_range
 from sparsellm.sparse.bitmask import unpack_bits
 from sparsellm.sparse.parts import (
     Bytes,
@@ -49,10 +50,16 @@ def encode_quantized(weight: QuantizedBitmask, archive: bool = False) -> dict[st
     Returns:
         The parts that are not empty, by name; `weight` always.
     """
-    mask = np.packbits(unpack_bits(weight.mask.cpu(), weight.shape[1]).numpy(), bitorder="little")
-    kept = _encode_integers(weight.integers().cpu().numpy(), weight.bits, archive) | encode_mask(mask, archive)
-    if weight.kept > 0.5 * weight.shape[0] * weight.shape[1]:  # a mask of few zeros may take more than they do
-        everything = _encode_integers(weight.to_integers().cpu().flatten().numpy(), weight.bits, archive)
+    keep = unpack_bits(weight.mask.cpu(), weight.shape[1])
+    integers = weight.integers().cpu().numpy()
+    if weight.bits == 3:
+        keep = keep.masked_scatter(keep, torch.from_numpy(integers != 0))
+        integers = integers[integers != 0]
+    mask = np.packbits(keep.numpy(), bitorder="little")
+    kept = _encode_integers(integers, weight.bits, archive, masked=True) | encode_mask(mask, archive)
+    fits = not len(integers) or integers.max() <= integer_range(weight.bits, 1)[1]
+    if fits and weight.kept > 0.5 * keep.numel():  # a mask of few zeros may take more than they do
+        everything = _encode_integers(weight.to_integers().cpu().flatten().numpy(), weight.bits, archive, masked=False)
         kept = min(everything, kept, key=size_of)
     scales = weight.scales.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).reshape(-1)
     planes = {"weight_scales": np.concatenate([scales & 255, scales >> 8]).astype(np.uint8)}
@@ -76,11 +83,11 @@ def decode_quantized(
     """
     stored = stored_bytes(parts, shape, dtype)
     rows, columns = shape
-    if stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"}:
+    if masked := bool(stored.keys() & {"weight_mask", "weight_mask_deflated", "weight_groups"}):
         mask = decode_mask(stored, rows * columns)
     else:
         mask = np.packbits(np.ones(rows * columns, dtype=np.bool_), bitorder="little")
-    integers = _decode_integers(stored, bits, int(np.bitwise_count(mask).sum(dtype=np.int64)))
+    integers = _decode_integers(stored, bits, int(np.bitwise_count(mask).sum(dtype=np.int64)), masked=masked)
     scales = decode_scales(stored, shape, group_size)
     in_rows = torch.from_numpy(mask_in_rows(mask, shape))
     return QuantizedBitmask.from_parts(
@@ -98,10 +105,11 @@ def decode_scales(stored: Mapping[str, Bytes], shape: tuple[int, int], group_siz
     return scales
 
 
-def _encode_integers(integers: Integers, bits: int, archive: bool) -> dict[str, Bytes]:
-    """Return integers in the fewest bytes."""
+def _encode_integers(integers: Integers, bits: int, archive: bool, *, masked: bool) -> dict[str, Bytes]:
+    """Return integers in the fewest bytes; those of 3 bits that are `masked` are not 0."""
     numbers = integers.view(np.uint8)
     if bits == 3:
+        numbers = (integers - (integers > 0) if masked else integers).view(np.uint8)
         planes = [np.packbits(numbers >> bit & 1, bitorder="little") for bit in range(bits)]
         plain = {"weight": np.concatenate(planes)}
     else:
@@ -121,7 +129,7 @@ def _pairs(numbers: Bytes) -> Bytes:
     return halves[::2] | halves[1::2] << np.uint8(4)
 
 
-def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int) -> Integers:
+def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int, *, masked: bool) -> Integers:
     """Return `count` integers."""
     stored = dict(stored)
     deflated = "weight_deflated" in stored
@@ -140,7 +148,9 @@ def _decode_integers(stored: Mapping[str, Bytes], bits: int, count: int) -> Inte
         for bit in range(bits):
             numbers |= np.unpackbits(planes[bit], count=count, bitorder="little") << np.uint8(bit)
         integers = (numbers ^ 4).view(np.int8) - np.int8(4)
-    largest = 2 ** (bits - 1) - 1
-    if count and (integers.min() < -largest or integers.max() > largest):
-        raise BadCheckpoint(f"weight holds an integer beyond {largest}: the packed weight is damaged.")
+    if bits == 3 and masked:
+        integers += integers >= 0
+    least, largest = integer_range(bits, 0 if masked else 1)
+    if count and (integers.min() < least or integers.max() > largest):
+        raise BadCheckpoint(f"weight holds an integer outside of {least} to {largest}: the packed weight is damaged.")
     return integers

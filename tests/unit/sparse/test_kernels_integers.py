@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsellm.solvers.linalg import count_negative_zeros
+from sparsellm.solvers.quantization import integer_range
 from sparsellm.sparse import kernels
 from sparsellm.sparse.bitmask import PADDING, Bitmask
 from sparsellm.sparse.quantization import QuantizedBitmask
@@ -33,11 +35,11 @@ def threads() -> Iterator[None]:
 def random_weight(rows: int, columns: int, bits: int, group_size: int, *, density: float = 0.4) -> QuantizedBitmask:
     """A matrix of which row 1 is empty and row 2 full, with zeros among the kept integers."""
     generator = torch.Generator().manual_seed(rows * columns)
-    largest = 2 ** (bits - 1) - 1
-    integers = torch.randint(-largest, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
+    least, largest = integer_range(bits, density)
+    integers = torch.randint(least, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
     keep = torch.rand(rows, columns, generator=generator) < density
     keep[1:2], keep[2:3] = False, True
-    scales = torch.rand(rows, -(-columns // group_size) if group_size else 1, generator=generator).bfloat16()
+    scales = torch.rand(rows, -(-columns // group_size) if group_size else 1, generator=generator).sub(0.3).bfloat16()
     return QuantizedBitmask.from_integers(integers * keep, scales, bits=bits, group_size=group_size, keep=keep)
 
 
@@ -80,6 +82,7 @@ def test_rows_are_decoded_as_by_torch(name: str, bits: int, group_size: int) -> 
                 expected, result = scaled.to_dense(dtype=dtype), kernels.decode(scaled, dtype=dtype)
                 assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
                 assert torch.equal(result.isnan(), expected.isnan())
+                assert count_negative_zeros(kernels.decode(weight, dtype=dtype)) == 0
                 assert torch.equal(kernels.decode(scaled, 1, rows, dtype=dtype).nan_to_num(7), expected[1:].nan_to_num(7))
 
 
@@ -104,7 +107,8 @@ def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
     kernels.set_instruction_set(name)
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-(2**21), 2**21, (3, 300), generator=generator)
-    numbers = torch.randint(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), (300,), generator=generator)
+    least, largest = integer_range(bits, 1)
+    numbers = torch.randint(least, largest + 1, (300,), generator=generator)
     weight = QuantizedBitmask.from_integers(
         numbers.diag().to(torch.int8), torch.ones(300, 1).bfloat16(), bits=bits, group_size=0, keep=torch.eye(300).bool()
     )
@@ -115,7 +119,7 @@ def test_a_single_product_is_rounded_once(name: str, bits: int) -> None:
 @compiled
 def test_long_rows_do_not_overflow(columns: int) -> None:
     """Sums of 32 bits hold a scale's columns even if all products have one sign; beyond, x is multiplied in float32."""
-    for bits, number in ((8, 127), (8, -127), (4, 7), (4, -7)):
+    for bits, number in ((8, 127), (8, -127), (4, 7), (4, -8)):
         integers = torch.full((1, columns), number, dtype=torch.int8)
         weight = QuantizedBitmask.from_integers(integers, torch.ones(1, 1).bfloat16(), bits=bits, group_size=0)
         for value in (1.9921875, -1.9921875, 1 - 2.0**-22):

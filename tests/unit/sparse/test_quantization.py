@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.quantization import integer_range
 from sparsellm.sparse.bitmask import GROUP, PADDING, pack_bits
 from sparsellm.sparse.quantization import QuantizedBitmask
 
@@ -17,8 +18,8 @@ SHAPES = [(1, 1), (3, 63), (4, 64), (5, 65), (7, 200), (2, 512)]
 def integers_of(shape: tuple[int, int], *, bits: int, density: float, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random integers with zeros among the kept ones, and which are kept."""
     generator = torch.Generator().manual_seed(seed)
-    largest = 2 ** (bits - 1) - 1
-    integers = torch.randint(-largest, largest + 1, shape, dtype=torch.int8, generator=generator)
+    least, largest = integer_range(bits, density)
+    integers = torch.randint(least, largest + 1, shape, dtype=torch.int8, generator=generator)
     keep = torch.rand(shape, generator=generator) < density
     return integers * keep, keep
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.solvers.quantization import bits_per_weight, group_count, round_to_nearest
+from sparsellm.solvers.quantization import bits_per_weight, group_count, integer_range, round_to_nearest
 from sparsellm.sparse.parts import PARTS
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
@@ -25,8 +26,8 @@ def random_weight(random: Random) -> QuantizedBitmask:
     """A weight of any shape, format and density, with zeros among the kept integers, and rows that are empty or full."""
     shape, bits, group_size = random.choice(SHAPES), random.choice((8, 4, 3)), random.choice((0, 64, 128))
     generator = torch.Generator().manual_seed(random.randrange(2**32))
-    largest = 2 ** (bits - 1) - 1
-    integers = torch.randint(-largest, largest + 1, shape, dtype=torch.int8, generator=generator)
+    least, largest = integer_range(bits, random.choice((0, 1)))
+    integers = torch.randint(least, largest + 1, shape, dtype=torch.int8, generator=generator)
     keep = torch.rand(shape, generator=generator) >= random.choice([0, 0, 0.3, 0.5, 0.7, 0.9, 0.99, 1])
     if random.random() < 0.3:
         keep[random.randrange(shape[0])] = random.choice([False, True])
@@ -52,8 +53,10 @@ def test_every_integer_and_scale_survives(random: Random) -> None:
         assert torch.equal(again.to_integers(), weight.to_integers())
         assert torch.equal(again.scales, weight.scales)
         has_mask = not parts.keys().isdisjoint({"weight_mask", "weight_mask_deflated", "weight_groups"})
-        assert again.kept == (weight.kept if has_mask else weight.shape[0] * weight.shape[1])
-        if has_mask:
+        assert has_mask or again.kept == weight.shape[0] * weight.shape[1]
+        if has_mask and weight.bits == 3:
+            assert again.kept == int(weight.to_integers().count_nonzero())
+        elif has_mask:
             assert torch.equal(again.mask, weight.mask)
 
 
@@ -64,17 +67,18 @@ def test_parts_are_as_documented() -> None:
     keep = integers != 0
     keep[0, 3] = True
     scales = torch.tensor([[1.0], [-2.5]], dtype=torch.bfloat16)  # 0x3F80, 0xC020
+    integers[0, 0] = 4
     expected = {
-        8: [3, 256 - 3, 0, 255],
-        4: [3 | 13 << 4, 0 | 15 << 4],
-        3: [0b1011, 0b1001, 0b1010],  # planes of 3, 5, 0 and 7
+        8: [4, 256 - 3, 0, 255],
+        4: [4 | 13 << 4, 0 | 15 << 4],
+        3: [0b111, 0b101, 0b110],  # planes of 4 - 1, 5 and 7; the kept 0 is not stored
     }
     for bits, numbers in expected.items():
         weight = QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=0, keep=keep)
         assert {name: part.tolist() for name, part in encode_quantized(weight).items()} == {
             "weight": numbers,
             "weight_groups": [1, 0, 2],
-            "weight_mask": [0b1011 | 0b1000 << 4],
+            "weight_mask": [(0b0011 if bits == 3 else 0b1011) | 0b1000 << 4],
             "weight_scales": [0x80, 0x20, 0x3F, 0xC0],
         }
 
@@ -88,6 +92,9 @@ def test_sizes_are_those_of_the_formula(bits: int, density: float) -> None:
     keep = torch.rand(weight.shape, generator=generator) < density
     group_size = 0 if bits == 8 else 128
     rounded = round_to_nearest(weight, bits, group_size, mask=keep)
+    if density < 1:
+        keep = rounded.integers != 0
+        density = float(keep.float().mean())
     quantized = QuantizedBitmask.from_integers(rounded.integers, rounded.scales, bits=bits, group_size=group_size, keep=keep)
     stored = 8 * size(encode_quantized(quantized)) / weight.numel()
     assert stored == pytest.approx(bits_per_weight(density, bits, group_size, 1024), rel=0.01)
@@ -108,13 +115,13 @@ def test_damaged_parts_are_refused_or_decode_to_a_weight(random: Random) -> None
         assert "\n" not in text
     else:
         assert again.to_dense().shape == weight.shape
-        assert int(again.to_integers().abs().max()) < 2 ** (weight.bits - 1)
+        assert -(2 ** (weight.bits - 1)) <= int(again.to_integers().min())
+        assert int(again.to_integers().max()) <= 2 ** (weight.bits - 1) - (weight.bits != 3)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": [8]}, "beyond 7"),
         ({"weight": [1, 1]}, "weight has 2 bytes and should have 1"),
         ({"weight_deflated": [1]}, "both hold integers"),
         ({"weight_scales": [0x80, 0x80, 0x7F, 0x3F]}, "NaN or infinity"),
@@ -127,5 +134,21 @@ def test_damage_is_one_message(changes: dict[str, Any], message: str) -> None:
         torch.tensor([[1], [2]], dtype=torch.int8), torch.ones(2, 1).bfloat16(), bits=4, group_size=0
     )
     parts = encode_quantized(weight) | {name: torch.tensor(part, dtype=torch.uint8) for name, part in changes.items()}
+    with pytest.raises(BadCheckpoint, match=message):
+        decoded(parts, weight)
+
+
+@pytest.mark.parametrize(
+    ("bits", "stored", "message"),
+    [(8, {"weight": [128, 0]}, "outside of -127 to 127"), (3, {"weight": [], "weight_deflated": [0x45]}, "outside of -4 to 3")],
+)
+def test_integers_outside_of_the_range_are_refused(bits: int, stored: dict[str, list[int]], message: str) -> None:
+    """Those of 3 bits can only stand in an archive, where they take 4."""
+    integers = torch.tensor([[1], [2]], dtype=torch.int8)
+    weight = QuantizedBitmask.from_integers(integers, torch.ones(2, 1).bfloat16(), bits=bits, group_size=0)
+    parts = encode_quantized(weight)
+    for name, part in stored.items():
+        content = zlib.compress(bytes(part)) if name == "weight_deflated" else bytes(part)
+        parts[name] = torch.tensor(list(content), dtype=torch.uint8)
     with pytest.raises(BadCheckpoint, match=message):
         decoded(parts, weight)
