@@ -232,6 +232,7 @@ def test_the_limit_of_tokens_counts_those_of_short_rows(monkeypatch: pytest.Monk
     model = tiny("llama")
     metric = torch.eye(16)
     used: list[int] = []
+    monkeypatch.setattr("sparsellm.activations.sensitivity.TOKENS_PER_WIDTH", 0)
     for limit in (10, 30, 1000):
         monkeypatch.setattr("sparsellm.activations.sensitivity.TOKENS", limit)
         _, inputs = next(steps := walk(model, batches()))

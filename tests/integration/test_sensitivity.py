@@ -40,6 +40,12 @@ def tiny(family: str) -> PreTrainedModel:
     return model.eval()
 
 
+def limit_tokens(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let F and S see this many tokens, whatever the width."""
+    monkeypatch.setattr(sensitivity, "TOKENS", count)
+    monkeypatch.setattr(sensitivity, "TOKENS_PER_WIDTH", 0)
+
+
 @cache
 def windows(count: int) -> Tensor:
     """Different sequences of random tokens, (count, seq)."""
@@ -63,7 +69,9 @@ def outputs_of(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 @cache
 def sampled(family: str) -> list[Tensor]:
     """F by the source, from two sequences seen 1,200 times each."""
-    return output_sensitivities(tiny(family), list(windows(2).repeat(1200, 1).split(240)))
+    with pytest.MonkeyPatch.context() as patch:
+        limit_tokens(patch, 14_400)
+        return output_sensitivities(tiny(family), list(windows(2).repeat(1200, 1).split(240)))
 
 
 def exact_fisher(family: str) -> list[Tensor]:
@@ -157,7 +165,7 @@ def test_the_model_is_as_before(family: str, training: bool) -> None:
 def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit no more windows are looked at; the sums are divided by what was."""
     some = output_sensitivities(tiny("opt"), [windows(4)[:2]])
-    monkeypatch.setattr(sensitivity, "TOKENS", 2 * LENGTH - 1)
+    limit_tokens(monkeypatch, 2 * LENGTH - 1)
     limited = output_sensitivities(tiny("opt"), [windows(4)[:3], windows(4)[3:]])
     for a, b in zip(limited, some, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -166,13 +174,18 @@ def test_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[0], found[1])
 
 
+def test_wide_models_take_more_tokens() -> None:
+    """F of full rank needs a few tokens for each of its rows."""
+    assert [sensitivity.sampled_tokens(width) for width in (256, 1024, 1025, 4096)] == [4096, 4096, 4100, 16384]
+
+
 @every_family
 def test_batches_make_no_difference(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However windows are batched, F and S are the same to the bit, also where the limit cuts a batch: masks follow last bits.
 
     The model is computed in float64, so that what its products round does not reach the sums, which are of float32 products.
     """
-    monkeypatch.setattr(sensitivity, "TOKENS", 7 * LENGTH)
+    limit_tokens(monkeypatch, 7 * LENGTH)
     found = []
     for size in (1, 3, 8):
         batches = windows(8).split(size)

@@ -28,11 +28,17 @@ from sparsellm.solvers.statistics import Gram
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS = 16384
-"""Maximum number of tokens: a few times the model's width, for matrices of full rank."""
+TOKENS, TOKENS_PER_WIDTH = 4096, 4
+"""Maximum number of tokens, and the same in multiples of the model's width, for matrices of full rank. The error of F falls
+with the root of the number, but a model pruned with four times as many is no better."""
 
 MANY = 2**32
 """Larger than any number of samples: block index * MANY + sample index is a distinct seed."""
+
+
+def sampled_tokens(width: int) -> int:
+    """The number of tokens that F and S are estimated from in a model of this width, if there are as many."""
+    return max(TOKENS, TOKENS_PER_WIDTH * width)
 
 
 def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -43,7 +49,7 @@ def output_sensitivities(model: PreTrainedModel | LoadedModel, batches: Sequence
     that the result depends on the batch size by rounding only.
 
     Args:
-        batches: Token ids, each (batch, seq). The samples with the first 16,384 tokens are used.
+        batches: Token ids, each (batch, seq). The first samples are used, with `sampled_tokens` tokens.
 
     Returns:
         One (model, model) float32 matrix per block.
@@ -56,7 +62,8 @@ def iterate_output_sensitivities(
     model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each block's index and its F as in `output_sensitivities`, one at a time from the last block to the first."""
-    batches = first_windows(batches, TOKENS)
+    loaded = LoadedModel.of(model)
+    batches = first_windows(batches, sampled_tokens(loaded.model.config.get_text_config().hidden_size))
     tokens = sum(batch.numel() for batch in batches)
 
     def mean(gradients: TensorList) -> Tensor:
@@ -64,7 +71,7 @@ def iterate_output_sensitivities(
         collectives.all_reduce_(total)
         return (total / tokens).float()
 
-    with run_backward(model, batches) as backward:
+    with run_backward(loaded, batches) as backward:
         yield backward.blocks[-1].index, mean(backward.gradients)
         for block in backward.iterate(stop=1):
             yield block.index - 1, mean(backward.gradients)
@@ -114,17 +121,17 @@ def layer_sensitivities(
     root = (vectors * eigenvalues.clamp(min=0).sqrt()) @ vectors.T  # symmetric, so the signs of eigenvectors do not matter
     generator = torch.Generator(device=metric.device)
     sums = {name: Gram(block.layer(name).out_features, metric.device, window) for name in names}
-    tokens = 0
+    tokens, limit = 0, sampled_tokens(len(metric))
     hooks = gradient_hooks(block, {name: gram.update for name, gram in sums.items()})
     with require_grad_only(block.module), hooks, torch.enable_grad():
         for batch, call, (first_sample, first_token) in zip(hidden, calls, offsets, strict=True):
-            if first_token >= TOKENS:
+            if first_token >= limit:
                 break
             leaf = batch.detach().clone().requires_grad_(True)
             output = block(leaf, call)
             noise = torch.zeros(output.shape, device=metric.device)
             for number, errors in enumerate(noise):  # a seed per sample: independent of the batch size
-                if first_token + number * len(errors) < TOKENS:
+                if first_token + number * len(errors) < limit:
                     generator.manual_seed(block.index * MANY + first_sample + number)
                     errors.copy_(torch.randn(errors.shape, generator=generator, device=metric.device) @ root)
                     tokens += len(errors)

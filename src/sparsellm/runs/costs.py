@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sparsellm.activations.sensitivity import TOKENS
+from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.auxiliary_signals import ERROR_TOKENS
@@ -252,7 +252,7 @@ def _sparsellm_cost(method: SparseLLM, shapes: BlockShapes) -> Cost:
         done += (4 if features == width else 2) * shapes.gram(features)
     lists = [2 * shapes.stream, shapes.stream, shapes.stream]  # the two streams, and what attention writes in each
     if curved:
-        seen = min(tokens, TOKENS)
+        seen = min(tokens, sampled_tokens(width))
         done += 2 * shapes.forward(seen) + work(seen * 2 * STORED * curvatures)
     if shapes.parts and method.scope != "none":
         part_memory, part_work = _gauss_newton_cost(method, shapes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
 from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
-from sparsellm.activations.sensitivity import TOKENS
+from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
 from sparsellm.models.output_head import blocks_and_head
@@ -40,7 +40,8 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
         model = shapes.parameters * (shapes.itemsize + placement.ahead * stored)
 
     if ready.method.needs_fisher:
-        yield SENSITIVITIES, _gradient_cost(shapes, model, min(shapes.tokens, TOKENS), batch=shapes.batch, stop=1)
+        tokens = min(shapes.tokens, sampled_tokens(shapes.width))
+        yield SENSITIVITIES, _gradient_cost(shapes, model, tokens, batch=shapes.batch, stop=1)
     if recipe.allocation_rule == "fisher":
         tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
         yield f"{ALLOCATION} (fisher)", _gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
