@@ -50,7 +50,10 @@ PHASES: dict[str, tuple[str, ...]] = {
         "methods.auxiliary_signals:AuxiliarySignals.error",
     ),
     "gate": ("methods.gate_update:solve_gate",),
-    "Gauss-Newton": ("methods.feedforward_problem:FeedForwardProblem.gauss_newton_step",),
+    "Gauss-Newton": (
+        "methods.feedforward_problem:FeedForwardProblem._gradient",
+        "methods.feedforward_problem:FeedForwardProblem._gauss_newton_product",
+    ),
     "output projection's statistics": (
         "methods.feedforward_problem:FeedForwardProblem.regression",
         "methods.feedforward_problem:FeedForwardProblem.curvatures",

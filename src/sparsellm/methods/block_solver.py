@@ -14,7 +14,7 @@ from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
-from sparsellm.methods.feedforward_problem import METRIC_LIFT, SAMPLED, FeedForwardProblem, Weights, weights_of
+from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, Weights, moved, weights_of
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.targets import LayerTargets, expert_regressions
@@ -31,12 +31,11 @@ from sparsellm.solvers.regression import Regression
 NEWTON_STEPS = 8
 """Conjugate gradient steps in one Gauss-Newton round."""
 
-SHORTEST_STEP = 0.1
-"""The line search stops at this fraction of the Gauss-Newton step."""
+TRIAL_LENGTH = 0.5
+"""The fraction of a Gauss-Newton change that is tried before the output projection is refitted to it, which allows for more."""
 
-WRITER_STEPS = 20
-"""Conjugate gradient steps in one refit of the output projection."""
-
+REFIT_STEPS, REFIT_DAMPING = 8, 0.01
+"""Conjugate gradient steps in one refit of the output projection, and the damping of its Gram matrix and F: the solvers'."""
 
 Scope = Literal["none", "feedforward"]
 
@@ -150,40 +149,55 @@ class BlockSolver:
 
     def _solve_jointly(self, problem: FeedForwardProblem, regressions: Mapping[str, Regression]) -> Iterator[EpochResult]:
         """Solve the layers of a feed-forward part, given the regressions of its input projections."""
-        names = problem.names
+        names, rounds, values = problem.names, self._settings.gauss_newton_steps, self._settings.values
+        training = problem.split()[0] if rounds else problem  # nothing may be fitted to what judges the rounds
         curvatures = problem.curvatures(self._weights(names))
         energy = max(problem.target_energy(), 1e-30)
-        self._solve(*(Task(name, regressions[name], curvatures[name]) for name in names[:-1]))
-        self._solve(Task(names[-1], problem.regression(self._weights(names)), problem.metric))
+        tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
+        self._solve(*tasks)
+        if not values:
+            tasks.clear()  # frees S
+        self._solve(Task(names[-1], training.regression(self._weights(names)), problem.metric))
         error = problem.error(self._weights(names))
         yield EpochResult(self._block.name, 1, "solve", error / energy, True)
-        yield from self._gauss_newton(problem, names, energy)
-        if self._settings.values:
-            tasks = [Task(name, regressions[name], curvatures[name]) for name in names[:-1]]
-            self._round_part(problem, tasks, self._settings.values)
+        if rounds:
+            yield from self._gauss_newton(problem, names, energy)
+        if values:
+            self._round_part(problem, tasks, values)
             yield EpochResult(self._block.name, 1, "round", problem.error(self._weights(names)) / energy, True)
 
     def _gauss_newton(self, problem: FeedForwardProblem, names: tuple[str, ...], energy: float) -> Iterator[EpochResult]:
-        """Gauss-Newton rounds over the input projections, until the error on held-out tokens no longer falls."""
+        """Gauss-Newton rounds, until the error on held-out tokens no longer falls; then a refit to all tokens."""
         training, held_out = problem.split()
         error = held_out.error(self._weights(names))
         for number in range(1, self._settings.gauss_newton_steps + 1):
             weights = self._weights(names)
-            steps = training.gauss_newton_step(weights, self._keep, NEWTON_STEPS)
-            length, new_error, new_weights = 1.0, error, weights
-            while length > SHORTEST_STEP:
-                new_weights = weights | {name: _add_step(weights[name], step, length) for name, step in steps.items()}
+            change, new_error = self._newton_change(training, held_out, weights, error=error)
+            new_weights = moved(weights, change)
+            if change:
                 regression = training.regression(new_weights)
-                new_weights |= {names[-1]: self._refit_out_proj(training, regression, new_weights, names[-1])}
+                new_weights[names[-1]] = self._refit_out_proj(training, regression, new_weights, names[-1])
                 new_error = held_out.error(new_weights)
-                if new_error < error:
-                    break
-                length /= 2
             yield EpochResult(self._block.name, number, "newton", new_error / energy, new_error < error)
             if not new_error < error:
                 break
             error = new_error
             self._write(new_weights)
+        if not self._settings.values:  # else the refit follows the rounding
+            weights = self._weights(names)
+            self._write({names[-1]: self._refit_out_proj(problem, problem.regression(weights), weights, names[-1])})
+
+    def _newton_change(
+        self, training: FeedForwardProblem, held_out: FeedForwardProblem, weights: Weights, *, error: float
+    ) -> tuple[Weights, float]:
+        """The last change before the held-out error of a part of it rises, or none, and the last error."""
+        chosen, new_error = Weights(), error
+        for change in training.gauss_newton_changes(weights, self._keep, NEWTON_STEPS):
+            new_error = held_out.error(moved(weights, change, TRIAL_LENGTH))
+            if not new_error < error:
+                break
+            chosen, error = change, new_error
+        return chosen, new_error
 
     def results(self) -> Iterator[LayerResult]:
         """The result of each layer, in running order: zeros of the current weight, error of the first solve."""
@@ -265,10 +279,10 @@ class BlockSolver:
     ) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the output projection `name`, refitted to the current activations with a fixed mask."""
         layer_problem = regression.problem(weights[name][0], self._settings.ridge)
-        metric = add_curvature_diagonal(problem.metric, METRIC_LIFT)
-        gram = add_diagonal_(layer_problem.gram, self._settings.ridge)
+        metric = add_curvature_diagonal(problem.metric, REFIT_DAMPING)
+        gram = add_diagonal_(layer_problem.gram, REFIT_DAMPING)
         weight = conjugate_gradient_refit(
-            weights[name][0], layer_problem.weight, gram, keep=self._keep[name], steps=WRITER_STEPS, curvature=metric
+            weights[name][0], layer_problem.weight, gram, keep=self._keep[name], steps=REFIT_STEPS, curvature=metric
         )
         return weight, regression.bias(weight)
 
@@ -281,11 +295,3 @@ class BlockSolver:
             self._block.write(name, weight)
             if bias is not None:
                 self._block.write_bias(name, bias)
-
-
-def _add_step(
-    current: tuple[Tensor, Tensor | None], step: tuple[Tensor, Tensor | None], length: float
-) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias plus `length` times a step."""
-    bias = current[1] if current[1] is None or step[1] is None else current[1] + length * step[1]
-    return current[0] + length * step[0], bias

@@ -30,7 +30,7 @@ Weights = dict[str, tuple[Tensor, Tensor | None]]
 HELD = 0.0625
 """The fraction of tokens, the last ones, that is held out to evaluate Gauss-Newton rounds."""
 
-SAMPLED, SAMPLED_WIDTHS = 8192, 4
+SAMPLED, SAMPLED_WIDTHS = 4096, 4
 """Least number of tokens for the curvature of a Gauss-Newton step, by default, and the same in multiples of the model width.
 The gradient uses all tokens: it sets the direction, the curvature only the step length in each direction."""
 
@@ -49,6 +49,15 @@ def weights_of(block: Block, names: tuple[str, ...]) -> Weights:
         bias = None if layer.bias is None else layer.bias.detach().to(torch.float32, copy=True)
         weights[name] = layer.weight.detach().to(torch.float32, copy=True), bias
     return weights
+
+
+def moved(weights: Weights, change: Weights, length: float = 1.0) -> Weights:
+    """Weights and biases plus `length` times a change of some of them."""
+    result = dict(weights)
+    for name, (step, bias_step) in change.items():
+        weight, bias = weights[name]
+        result[name] = weight + length * step, None if bias is None or bias_step is None else bias + length * bias_step
+    return result
 
 
 @dataclass
@@ -143,18 +152,19 @@ class FeedForwardProblem:
         return regression
 
     def curvatures(self, dense: Weights) -> dict[str, Tensor]:
-        r"""S of each input projection, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$."""
+        r"""S of each input projection on a sample, (hidden, hidden): $(V^\top F V) \circ E[\varphi'_k \varphi'^{\top}_k]$."""
         in_proj, out_proj = self.feed_forward.in_proj, self._weighted_out_proj(dense)
         grams = {name: Gram(out_proj.shape[1], out_proj.device) for name in in_proj}
-        for x, _ in self._batches():
+        for x, _ in self.sampled()._batches():
             for name, slopes in zip(in_proj, self.feed_forward.slopes(*self.hidden(dense, x)), strict=True):
                 grams[name].update(slopes)
         for gram in grams.values():
             gram.reduce()
-        return {name: (out_proj.T @ out_proj) * gram.matrix for name, gram in grams.items()}
+        squares = out_proj.T @ out_proj
+        return {name: grams.pop(name).matrix.mul_(squares) for name in in_proj}  # one Gram matrix's sums less each time
 
-    def gauss_newton_step(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Weights:
-        r"""A Gauss-Newton step of the input projections with fixed masks and a fixed output projection.
+    def gauss_newton_changes(self, weights: Weights, keep: Mapping[str, Tensor], steps: int) -> Iterator[Weights]:
+        r"""The changes of a Gauss-Newton step of the input projections, with fixed masks and a fixed output projection.
 
         Minimises $E\lVert t - V(p + \sum_k \varphi'_k \circ \Delta_k x) - c \rVert_F^2$ over $\Delta$ by conjugate gradients
         with a diagonal preconditioner, on a sample of the tokens.
@@ -164,30 +174,31 @@ class FeedForwardProblem:
             keep: By layer, True where a weight stays.
             steps: Number of conjugate gradient steps; each multiplies by the Jacobian and its transpose once.
 
-        Returns:
-            The changes of weights and biases, by input projection.
+        Yields:
+            The changes of weights and biases after each step, by input projection: each longer than the one before.
         """
         sample, stack = self.sampled(), self._stack(weights)
         mask = torch.cat([_with_bias(keep[name], weights[name][1]) for name in self.feed_forward.in_proj])
-        change = torch.zeros_like(stack)
         residual, curvature = self._gradient(weights, stack)
         slopes = [sample._slopes(_with_ones(x, stack), stack) for x, _ in sample._batches()]
+        change = stack.zero_()
         preconditioner = mask / (curvature + curvature.mean() * 1e-3)
-        ridge = NEWTON_RIDGE * curvature
-        residual = residual * mask
+        ridge = curvature.mul_(NEWTON_RIDGE)
+        residual *= mask
         direction = residual * preconditioner
         energy = float((residual * direction).sum())
         for _ in range(steps):
             if not energy > 0:
-                break
+                return
             product = (sample._gauss_newton_product(weights, slopes, direction) + ridge * direction) * mask
             length = energy / max(float((direction * product).sum()), 1e-30)
-            change += length * direction
+            change = change + length * direction
             residual -= length * product
+            del product
+            yield self._unstack(change, weights)
             new_energy = float((residual * residual * preconditioner).sum())
             direction = residual * preconditioner + new_energy / energy * direction
             energy = new_energy
-        return self._unstack(change, weights)
 
     def _gradient(self, weights: Weights, stack: Tensor) -> tuple[Tensor, Tensor]:
         """Jᵀ of the residual, mean over tokens, and an approximate diagonal of Jᵀ J, both of the stack's shape.

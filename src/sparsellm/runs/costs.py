@@ -17,8 +17,8 @@ from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.methods import coupled_parts, planned_layers
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.methods.auxiliary_signals import ERROR_TOKENS
-from sparsellm.methods.block_solver import NEWTON_STEPS, WRITER_STEPS
-from sparsellm.methods.feedforward_problem import HELD, SAMPLED_WIDTHS
+from sparsellm.methods.block_solver import NEWTON_STEPS, REFIT_STEPS
+from sparsellm.methods.feedforward_problem import SAMPLED_WIDTHS
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.runs.preparation import Prepared
@@ -263,19 +263,19 @@ def _sparsellm_cost(method: SparseLLM, shapes: BlockShapes) -> Cost:
 
 
 def _gauss_newton_cost(method: SparseLLM, shapes: BlockShapes) -> tuple[float, Work]:
-    """Bytes at the peak of one feed-forward part, and its work besides the solves."""
+    """Bytes at the peak of one feed-forward part, and its work besides the solves, with half of the rounds."""
     width, hidden, projections, tokens = shapes.width, shapes.hidden, shapes.projections, shapes.share * shapes.tokens
-    sampled = min(tokens * (1 - HELD), max(method.sampled, SAMPLED_WIDTHS * width))
+    sampled = tokens / max(1, tokens // max(method.sampled, SAMPLED_WIDTHS * width))
     # The sample's slopes; a dozen matrices of the input projections' size; hidden signals of a sequence; curvatures.
     memory = 4 * projections * hidden * (sampled + 12 * width + 4 * shapes.length + hidden)
     product = 2 * width * hidden  # operations of one projection for a token
-    once = tokens * (product * (3 * projections + 2) + projections * 2 * STORED * hidden**2)
+    once = sampled * projections * (product + 2 * STORED * hidden**2) + tokens * product * (2 * projections + 2)
+    refit = work(tokens * product * (projections + 1) + (REFIT_STEPS + 1) * product * (hidden + width), factors=hidden**3 / 3)
+    refit += shapes.gram(hidden)
     steps = sampled * product * NEWTON_STEPS * (2 * projections + 2)
-    numbers = 4 * projections * hidden * (4 * tokens + 2 * NEWTON_STEPS * sampled)
-    products = tokens * product * (4 * projections + 5) + steps + WRITER_STEPS * product * (hidden + width)
-    rounds = work(products, factors=hidden**3 / 3, passes=FORWARD_PASSES * numbers) + shapes.gram(hidden)
-    # All rounds are done if each lowers the held-out error; if the first does not, it is shortened three times: half the work.
-    return memory, work(once) + 0.7 * method.gauss_newton_steps * rounds
+    numbers = 4 * projections * hidden * (2 * tokens + 2 * NEWTON_STEPS * sampled)
+    rounds = refit + work(tokens * product * (2 * projections + 2) + steps, passes=FORWARD_PASSES * numbers)
+    return memory, work(once) + (method.gauss_newton_steps > 0) * refit + 0.5 * method.gauss_newton_steps * rounds
 
 
 @cache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
 
-from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, FeedForwardProblem, Weights, weights_of
+from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, FeedForwardProblem, Weights, moved, weights_of
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
@@ -231,6 +231,34 @@ def linearised(part: FeedForwardProblem, weights: Weights) -> tuple[Tensor, Tens
     return matrix, pull, flat(curvature)
 
 
+def step_of(part: FeedForwardProblem, weights: Weights, keep: dict[str, Tensor], steps: int) -> Weights:
+    """The change after so many conjugate gradient steps."""
+    *_, last = part.gauss_newton_changes(weights, keep, steps)
+    return last
+
+
+def test_every_change_goes_further_and_stays_as_it_is() -> None:
+    """A change of more steps is longer and leaves the earlier ones alone: a round picks one of them."""
+    part = part_of("opt")
+    weights, keep = pruned(part, "opt")
+    changes = list(part.gauss_newton_changes(weights, keep, 4))
+    lengths = [float(flat(in_a_row(part, change)).norm()) for change in changes]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) == 4
+    for number, change in enumerate(changes, 1):
+        assert torch.equal(flat(in_a_row(part, change)), flat(in_a_row(part, step_of(part, weights, keep, number))))
+
+
+def test_moved_adds_a_part_of_a_change() -> None:
+    weights: Weights = {"a": (torch.ones(2, 3), torch.ones(2)), "b": (torch.ones(1, 2), None)}
+    change: Weights = {"a": (torch.full((2, 3), 4.0), torch.full((2,), -2.0))}
+    result = moved(weights, change, 0.5)
+    assert torch.equal(result["a"][0], torch.full((2, 3), 3.0))
+    assert torch.equal(result["a"][1], torch.zeros(2))  # type: ignore[arg-type]
+    assert result["b"] is weights["b"]
+    assert torch.equal(weights["a"][0], torch.ones(2, 3))
+
+
 @every_family
 def test_newton_against_a_dense_solve(family: str) -> None:
     """With many steps the linearised problem, ridge included, is solved on the mask: zero off it, biases free."""
@@ -241,10 +269,10 @@ def test_newton_against_a_dense_solve(family: str) -> None:
     shifted = matrix + NEWTON_RIDGE * curvature.diag()
     wanted = torch.zeros_like(pull)
     wanted[free] = torch.linalg.lstsq(shifted[free][:, free], pull[free], driver="gelsd").solution  # dead units stay
-    steps = part.gauss_newton_step(weights, keep, 400)
+    steps = step_of(part, weights, keep, 400)
     assert tuple(steps) == part.feed_forward.in_proj
     assert [some.shape for some in in_a_row(part, steps)] == [some.shape for some in in_a_row(part, weights)]
-    got, few = flat(in_a_row(part, steps)), flat(in_a_row(part, part.gauss_newton_step(weights, keep, 3)))
+    got, few = flat(in_a_row(part, steps)), flat(in_a_row(part, step_of(part, weights, keep, 3)))
     assert not bool((got[~free] + few[~free]).any())
     assert float((got - wanted).norm() / wanted.norm()) < 2e-3
     lowest, low = (float(change @ shifted @ change / 2 - pull @ change) for change in (wanted, few))
@@ -256,14 +284,11 @@ def test_newton_lowers_the_error(family: str) -> None:
     """A short stretch of a step lowers the part's true error as much as its slope says; nothing moves at a solution."""
     part, length = part_of(family), 1e-2
     weights, keep = pruned(part, family)
-    steps, moved = part.gauss_newton_step(weights, keep, 8), dict(weights)
-    for name, (weight, bias) in weights.items():
-        more = steps.get(name, (torch.zeros(()), torch.zeros(())))
-        moved[name] = weight + length * more[0], None if bias is None or more[1] is None else bias + length * more[1]
+    steps = step_of(part, weights, keep, 8)
     slope = -2 * float(linearised(part, weights)[1] @ flat(in_a_row(part, steps)))
-    assert part.error(moved) - part.error(weights) == pytest.approx(length * slope, rel=0.1)
+    assert part.error(moved(weights, steps, length)) - part.error(weights) == pytest.approx(length * slope, rel=0.1)
     done = replace(part, targets=[output(part, weights, x) for x in part.inputs])
-    assert float(flat(in_a_row(part, done.gauss_newton_step(weights, keep, 8))).abs().max()) < 1e-4
+    assert float(flat(in_a_row(part, step_of(done, weights, keep, 8))).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("split", [(50,), (20, 1, 29), (1,) * 50], ids=str)
@@ -297,12 +322,9 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
             return plain(self, *arguments)
 
         monkeypatch.setattr(FeedForwardProblem, name, counted)
-    step = part.gauss_newton_step(weights, keep, 3)
+    step = step_of(part, weights, keep, 3)
     assert seen == [("_gradient", 50), *[("_gauss_newton_product", 10)] * 3]
-    (reader,) = part.feed_forward.in_proj
-    moved = dict(weights)
-    moved[reader] = (weights[reader][0] + 1e-3 * step[reader][0], weights[reader][1] + 1e-3 * step[reader][1])  # type: ignore[operator]
-    assert part.error(moved) < part.error(weights)
+    assert part.error(moved(weights, step, 1e-3)) < part.error(weights)
 
 
 @every_family
@@ -317,7 +339,7 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
         for part in (whole, last, whole._rows(slice(4, 50, 3)), last._rows(slice(1, 30, 2))):
             weights, keep = pruned(part, family)
             many += [torch.tensor([part.error(weights), part.target_energy()]), part.regression(weights)._cross()]
-            many += [weight for weight, _ in part.gauss_newton_step(weights, keep, 3).values()]
+            many += [weight for weight, _ in step_of(part, weights, keep, 3).values()]
             many += [*part.curvatures(weights).values()]
         return many
 
