@@ -34,7 +34,7 @@ PHASES: dict[str, tuple[str, ...]] = {
         "solvers.linalg:cholesky",
         "solvers.linalg:upper_factor",
         "solvers.linalg:invert_triangular_",
-        "solvers.admm:_shifted_by_eigenvectors",
+        "solvers.admm:Eigensystem.of",
     ),
     "regression": ("solvers.problem:LayerProblem.from_targets",),
     "column loop": ("solvers.sparsegpt:SparseGPT.solve",),

@@ -178,6 +178,8 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
             return SolverCost(2.3, 0, 0, 0, 0, 6 + mask)
         case Wanda():
             return SolverCost(4, 0, 0, 0, 0, 14 + (mask if isinstance(pattern, NM) else SORT_PASSES))
+        case ALPS(with_curvature=FastADMM() as with_curvature) if curved:
+            return solver_cost(with_curvature, pattern, curved)
         case ALPS():  # mostly ends after the fewest iterations, later where the penalty rises more slowly
             steps = min(solver.iterations, MIN_ITERATIONS / solver.penalty_growth**0.85)
             penalties = steps / CHECK_EVERY

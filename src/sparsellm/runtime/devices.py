@@ -132,6 +132,16 @@ def capability(device: torch.device) -> tuple[int, int]:
     return version
 
 
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has units that multiply bfloat16 matrices faster than float32 ones.
+
+    Decided by what the device says of itself, not by a measurement, so that every process on a machine decides alike.
+    """
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return is_nvidia(device) and capability(device) >= (8, 0)
+
+
 def queued(device: torch.device) -> bool:
     """Return whether a device runs asynchronously, so that reading a value waits for all work queued before."""
     return device.type != "cpu"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsellm.runtime import devices
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
@@ -23,6 +24,9 @@ Keep = Callable[[Tensor], Tensor]
 
 Shifted = Callable[[Tensor], Tensor]
 """Maps a right-hand side R (out, in) to the solution W of S W G + rho W = R, for one rho."""
+
+LEAST_BFLOAT16 = 128
+"""Smallest number of inputs and of outputs with bfloat16 products; for smaller layers the conversions take as long."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,14 @@ class NormalizedProblem:
         """A function that maps rho to a solver of S W G + rho W = R."""
         if self.curvature is None:
             return _shifted_by_cholesky(self.gram, self.damping)
-        return _shifted_by_eigenvectors(self.curvature, self.gram)
+        return self.eigensystem().shifted
+
+    def eigensystem(self, low_precision: bool = False) -> Eigensystem:
+        """Decompose S and G; `low_precision` allows products in bfloat16 where the device multiplies that faster."""
+        assert self.curvature is not None
+        low_precision &= self.target.dtype == torch.float32 and min(self.target.shape) >= LEAST_BFLOAT16
+        dtype = torch.bfloat16 if low_precision and devices.multiplies_bfloat16(self.target.device) else self.target.dtype
+        return Eigensystem.of(self.curvature, self.gram, dtype)
 
     def refit(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
         """Fit a weight on its support by conjugate gradients.
@@ -71,6 +82,51 @@ class NormalizedProblem:
         """
         refitted = conjugate_gradient_refit(weight, self.target, self.gram, keep=keep, steps=steps, curvature=self.curvature)
         return refitted / self.scale
+
+
+@dataclass(frozen=True)
+class Eigensystem:
+    """The map from W to S W G by the eigenvectors of S and G, which serve every penalty.
+
+    Attributes:
+        values: (out, in), its eigenvalues: the products of those of S and G, at least 0.
+        left: (out, out), eigenvectors of S as columns, in the dtype of the products.
+        right: (in, in), eigenvectors of G as columns.
+    """
+
+    values: Tensor
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, curvature: Tensor, gram: Tensor, dtype: torch.dtype | None = None) -> Eigensystem:
+        """Decompose S and G.
+
+        Args:
+            curvature: S, (out, out).
+            gram: G, (in, in).
+            dtype: Dtype of the products with eigenvectors; by default that of the matrices. In bfloat16 the relative error of a
+                solution is about 1 %.
+        """
+        curvature_values, left = eigh(curvature)
+        gram_values, right = eigh(gram)
+        dtype = dtype or gram.dtype
+        return cls(curvature_values.clamp(min=0).outer(gram_values.clamp(min=0)), left.to(dtype), right.to(dtype))
+
+    @property
+    def geometric_mean(self) -> float:
+        """The geometric mean of the eigenvalues, each at least `MIN_CURVATURE`; at most 1 for unit diagonals."""
+        return float(self.values.clamp(min=MIN_CURVATURE).log().mean().exp())
+
+    def shifted(self, penalty: float) -> Shifted:
+        """Solver of S W G + rho W = R for one rho."""
+        dtype = self.left.dtype
+
+        def solve(rhs: Tensor) -> Tensor:
+            rotated = self.left.T @ rhs.to(dtype) @ self.right / (self.values + penalty)
+            return (self.left @ rotated.to(dtype) @ self.right.T).to(rhs.dtype)
+
+        return solve
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,17 +143,5 @@ def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shif
         shifted.diagonal().add_(penalty)
         inverse = torch.cholesky_inverse(cholesky(shifted, damping))
         return lambda rhs: rhs @ inverse
-
-    return with_penalty
-
-
-def _shifted_by_eigenvectors(curvature: Tensor, gram: Tensor) -> Callable[[float], Shifted]:
-    """Solver of S W G + rho W = R in the eigenvectors of S and G; one decomposition of each serves every penalty."""
-    curvature_values, left = eigh(curvature)
-    gram_values, right = eigh(gram)
-    products = curvature_values.clamp(min=0).outer(gram_values.clamp(min=0))
-
-    def with_penalty(penalty: float) -> Shifted:
-        return lambda rhs: left @ ((left.T @ rhs @ right) / (products + penalty)) @ right.T
 
     return with_penalty

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.admm import Keep, NormalizedProblem
+from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import Gram, TokenCount
@@ -56,6 +57,7 @@ class ALPS:
         refit_steps: Conjugate gradient steps on the final mask.
         penalty_growth: Exponent in (0, 1] on the paper's growth factor of the penalty; below 1 the penalty rises more slowly.
         relaxation: Over-relaxation theta, in (0, 2); 1 in the paper.
+        with_curvature: Solver of problems with a full curvature, called with this solver's damping; None for this one.
     """
 
     damping: float = 0.01
@@ -63,6 +65,7 @@ class ALPS:
     refit_steps: int = 10
     penalty_growth: float = 1.0
     relaxation: float = 1.0
+    with_curvature: FastADMM | None = None
 
     needs: ClassVar[type[TokenCount]] = Gram
 
@@ -80,10 +83,16 @@ class ALPS:
 
     @classmethod
     def accurate(cls) -> ALPS:
-        """Return slower settings with a smaller error (docs/methods/alps-accurate.md)."""
-        return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6)
+        """Return slower settings with a smaller error (docs/methods/alps-accurate.md).
+
+        With a full curvature they are those of a `FastADMM` with growing penalties.
+        """
+        curved = FastADMM(refit_steps=5, growth=1.06, low_precision=True)
+        return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6, with_curvature=curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
+        if problem.curvature is not None and self.with_curvature is not None:
+            return replace(self.with_curvature, damping=self.damping).solve(problem, pattern)
         normalized, mask_of = NormalizedProblem.of(problem, self.damping), partial(problem.keep, pattern)
         weight = self._search(normalized, mask_of)
         keep = mask_of(weight.abs())
