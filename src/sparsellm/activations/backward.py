@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsellm.activations.walk import Activations
 from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.blocks import Block, Call, blocks_of
-from sparsellm.models.contexts import compute_dtype_context, eval_mode, require_grad_only
+from sparsellm.models.contexts import compute_dtype_context, eval_mode, product_dtype_context, require_grad_only
 from sparsellm.models.loaded_model import LoadedModel, stream_bytes
 from sparsellm.models.output_head import prediction_head
 from sparsellm.runtime import collectives, devices
@@ -85,7 +85,8 @@ def run_backward(model: PreTrainedModel | LoadedModel, batches: Sequence[Tensor]
         NonFinite: The logits hold NaN or infinity.
     """
     loaded = LoadedModel.of(model)
-    model, blocks, size = loaded.model, blocks_of(loaded.model), stream_bytes(loaded, batches)
+    model, size = loaded.model, stream_bytes(loaded, batches)
+    blocks = [replace(block, products=loaded.products) for block in blocks_of(model)]
     with eval_mode(model), require_grad_only(model), loaded.storage.new_lists(len(blocks) + 1, size) as (gradients, *entering):
         inputs = Activations.from_model(loaded, blocks, batches, entering[:1])
         if entering[0] and entering[0][0].ndim != 3:
@@ -115,7 +116,7 @@ def _add_last_gradients(backward: BackwardPass, batches: Sequence[Tensor]) -> No
             generator = torch.Generator(device=output.device)
             for sample, hidden in zip(batch.split(1), output.split(1), strict=True):
                 generator.manual_seed(offset + len(sample_gradients))
-                with torch.enable_grad():
+                with torch.enable_grad(), product_dtype_context(output.device, loaded.products):
                     leaf = hidden.detach().requires_grad_(True)
                     logits = predict(sample, leaf).flatten(0, 1)
                 if not all_finite(logits):

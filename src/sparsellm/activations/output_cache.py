@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.models.blocks import Block, Call, output_tensor
-from sparsellm.models.contexts import replace_forward
+from sparsellm.models.contexts import product_dtype_context, replace_forward
 from sparsellm.models.sparse_matmul import PrunedLayers
 from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import OffloadManager, TensorList
@@ -190,7 +190,7 @@ class OutputCache:
         for entry in self._entries.values():
             if entry.pending and entry.module.writer in names:
                 layer = block.module_of(entry.module.writer)
-                with PrunedLayers(block).used():
+                with PrunedLayers(block).used(), product_dtype_context(block.device, block.products):
                     for number, shape in enumerate(self._shapes):
                         entry.tensors[number] = layer(entry.tensors[number].view(*shape, -1))
                 entry.pending = False

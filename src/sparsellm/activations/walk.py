@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -276,7 +277,7 @@ def walk(
         InvalidSetting: There are fewer batches than processes.
     """
     loaded = LoadedModel.of(model)
-    blocks = blocks_and_head(loaded.model, layers)
+    blocks = [replace(block, products=loaded.products) for block in blocks_and_head(loaded.model, layers)]
     visited = blocks[:stop]
     if len(batches) < collectives.world():
         count = f"are {len(batches)} calibration batches for {collectives.world()} processes"

@@ -36,7 +36,7 @@ def doctor(context: typer.Context, as_json: options.Json = False) -> None:
         if as_json:
             print_json(_examine())
             return
-        with stderr.status("measuring the memory bandwidth"):
+        with stderr.status("measuring the processor and the memory bandwidth"):
             found = _examine()
         show(stdout, table(["this machine", ""], _rows(found), words=True))
 
@@ -46,9 +46,11 @@ def _examine() -> dict[str, Any]:
     import psutil
     import torch
 
+    from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
     from sparsellm.runtime import devices
     from sparsellm.sparse import kernels
 
+    speedup = bf16_speedup(torch.device("cpu"))
     memory = psutil.virtual_memory()
     accelerator = devices.accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
@@ -62,6 +64,7 @@ def _examine() -> dict[str, Any]:
         "processor": platform.machine(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
         "memory": {"total": memory.total, "available": memory.available, "bandwidth": kernels.stream_bandwidth()},
         "accelerators": [
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
@@ -74,13 +77,14 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     """The lines of the table."""
     from sparsellm.runtime.memory import human_bytes
 
-    present, memory = found["kernels"], found["memory"]
+    present, memory, half = found["kernels"], found["memory"], found["bfloat16"]
     others = ", ".join(name for name in present["instruction_sets"] if name != present["in_use"])
     threads = plural(found["threads"], "thread")
     rows = [
         ["sparsellm", f"{found['sparsellm']}, Python {found['python']}"],
         ["kernels", f"{present['in_use']} in use; also here: {others or 'no other'}" if present["in_use"] else NO_KERNELS],
         ["processor", f"{found['processor']}, {plural(found['processors'], 'processor')}, {threads} in use"],
+        ["bfloat16", f"products are {half['speedup']:.1f} times as fast as in float32, {'' if half['used'] else 'not '}used"],
         ["memory", f"{human_bytes(memory['total'])}, {human_bytes(memory['available'])} available"],
         ["bandwidth", f"{memory['bandwidth'] / 1e9:.1f} GB/s, read by {threads}"],
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -169,7 +170,7 @@ def _last_block_outputs(
     `report` is called with the indices of block and batch after each batch.
     """
     last = len(blocks_of(loaded.model)) - 1
-    for block, inputs in walk(loaded, batches):
+    for block, inputs in walk(replace(loaded, products=None), batches):  # texts are measured in `compute`
         for index, _ in enumerate(inputs.pruned.run(block, CaptureRequest(), advance=True)):
             if report is not None:
                 report(block.index, index)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsellm.errors import NonFinite, UnsupportedModel
 from sparsellm.models.architectures import Architecture, architecture_of, discover_architecture, is_linear
-from sparsellm.models.contexts import replace_forward
+from sparsellm.models.contexts import product_dtype_context, replace_forward
 from sparsellm.models.experts import Rows, experts_of, forward_by_expert
 from sparsellm.models.linear_views import Layer, LinearView, RouteMatmulThroughLayers, forward_by_views, piece_rows
 from sparsellm.solvers.linalg import all_finite
@@ -52,6 +52,7 @@ class Block:
         dtypes: Dtype in which each parameter is stored, by name; the block may compute in a wider one.
         views: The layers that are part of a parameter, by name.
         scales: By name of a quantized layer, its scales, (out, groups) bfloat16; filled in where a layer is rounded.
+        products: Dtype of the matrix products of a pass, as in `product_dtype_context`; None for that of the factors.
     """
 
     index: int
@@ -61,6 +62,7 @@ class Block:
     dtypes: Mapping[str, torch.dtype]
     views: Mapping[str, LinearView] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
+    products: torch.dtype | None = None
 
     @property
     def is_head(self) -> bool:
@@ -218,8 +220,10 @@ class Block:
 
     def __call__(self, hidden: Tensor, call: Call) -> Tensor:
         """Run the block on hidden states of (batch, seq, model)."""
-        output: Tensor | Sequence[Tensor] = self.module(hidden, *call.arguments, **call.keywords)
-        return output if isinstance(output, Tensor) else output[0]
+        with product_dtype_context(hidden.device, self.products):
+            output: Tensor | Sequence[Tensor] = self.module(hidden, *call.arguments, **call.keywords)
+        states = output if isinstance(output, Tensor) else output[0]
+        return states if self.products is None else states.to(hidden.dtype)
 
 
 def output_tensor(output: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,18 @@ def compute_dtype_context(module: nn.Module, dtype: torch.dtype | None, without:
     finally:
         for tensor, original in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(original)
+
+
+def product_dtype_context(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Context in which matrix products round their factors and results to `dtype`, with float32 sums.
+
+    All else keeps its dtype: the residual stream, norms, parameters. The gradients of these products use the same dtype.
+
+    Args:
+        device: The device of the products.
+        dtype: A 16-bit dtype; None changes nothing.
+    """
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager

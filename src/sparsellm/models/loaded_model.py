@@ -83,6 +83,7 @@ class LoadedModel:
         weights: Loads the weights of each block.
         storage: Stores streams and what methods keep per batch.
         compute: Dtype of the computation; None for the model's own. Stored weights keep their dtype.
+        products: Dtype of the matrix products of passes through the blocks, as in `product_dtype_context`; None for `compute`.
     """
 
     model: PreTrainedModel
@@ -91,6 +92,7 @@ class LoadedModel:
     compute: torch.dtype | None = None
     memory: float = math.inf
     note: str = ""
+    products: torch.dtype | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel | LoadedModel, compute: torch.dtype | None = None) -> LoadedModel:

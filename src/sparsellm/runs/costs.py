@@ -143,7 +143,7 @@ def block_shapes(recipe: RunRecipe, ready: Prepared, batch: int) -> BlockShapes:
         depth=len(ready.blocks),
         vocabulary=int(config.vocab_size),
         stored=stored,
-        itemsize=max(4, stored) if ready.device.type == "cpu" else stored,
+        itemsize=max(4, stored) if ready.device.type == "cpu" or recipe.in_float32 else stored,
         layers=[layers[name] for name in planned],
         inputs=[layers[group[0]][1] for group in block.architecture.groups if not {*group}.isdisjoint(planned)],
         parts=len(coupled_parts(block, ready.plan)),

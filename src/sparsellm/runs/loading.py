@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.headers import read_all_headers
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, compute_dtype, open_checkpoint
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
 from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge, UnsupportedModel
 from sparsellm.methods import Plan
@@ -21,7 +21,7 @@ from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.coverage import Coverage, check_coverage, coverage_of
-from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, input_device, model_errors
+from sparsellm.models.loaded_model import LoadedModel, ResidentWeights, Weights, input_device, model_errors
 from sparsellm.models.output_head import prediction_head
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import collectives, devices
@@ -168,6 +168,7 @@ class Placement:
         note: Reason for the choice, for the user; may be empty.
         ahead: Whether the next block is read while the current one is pruned.
         tight: Whether freed memory is returned at once, because memory is scarce or the model is read block by block.
+        products: Dtype of the matrix products of passes through the blocks, as in `LoadedModel`.
     """
 
     memory: int
@@ -176,6 +177,7 @@ class Placement:
     note: str = ""
     ahead: bool = False
     tight: bool = False
+    products: torch.dtype | None = None
 
 
 def choose_placement(recipe: RunRecipe, opened: OpenedModel, *, files: bool) -> Placement:
@@ -234,12 +236,16 @@ def load(recipe: RunRecipe, opened: OpenedModel, *, folder: Path | None, placeme
     host = available(torch.device("cpu")) if devices.has_own_memory(device) else 0
     limit = int(STREAMS_SHARE * placement.memory) if folder else None
     storage = OffloadManager(limit, folder, int(STREAMS_SHARE * SHARE * host))
+    weights: Weights
     if isinstance(source, InMemoryModel) or not placement.streamed:
         model = source.load(recipe.dtype, device)
-        return LoadedModel(model, ResidentWeights(model), storage, compute_dtype(model), placement.memory, placement.note)
-    model, weights = source.stream(recipe.dtype, device, placement.ahead)
-    compute = torch.float32 if device.type == "cpu" and weights.dtype in (torch.bfloat16, torch.float16) else None
-    return LoadedModel(model, weights, storage, compute, placement.memory, placement.note)
+        weights, dtype = ResidentWeights(model), next(model.parameters()).dtype
+    else:
+        model, weights = source.stream(recipe.dtype, device, placement.ahead)
+        dtype = weights.dtype
+    in_float32 = device.type == "cpu" or recipe.in_float32
+    compute = torch.float32 if in_float32 and dtype in (torch.bfloat16, torch.float16) else None
+    return LoadedModel(model, weights, storage, compute, placement.memory, placement.note, placement.products)
 
 
 @torch.no_grad()

@@ -182,7 +182,7 @@ def _dense_facts(
     """The cached results of the dense model on the calibration sequences; None without a cache, or for a model in memory."""
     if shared is None or not isinstance(ready.source, Checkpoint) or not len(ready.windows):
         return None
-    dtype = loaded.compute or loaded.model.dtype
+    dtype = loaded.products or loaded.compute or loaded.model.dtype
     return shared.open(cache_key(ready.source, ready.windows, dtype=dtype, environment=environment, batch=batch))
 
 
@@ -202,7 +202,7 @@ def _prune(
     while True:
         if journal:
             journal.note("batch", batch)
-        dtype = loaded.compute or loaded.model.dtype
+        dtype = loaded.products or loaded.compute or loaded.model.dtype
         report.resolved = {  # the values used where the recipe leaves them open
             "method": repr(ready.method),
             "samples": len(windows),

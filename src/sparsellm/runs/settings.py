@@ -67,6 +67,7 @@ class PruneSettings(RunSettings, total=False):
     values: Literal["int8", "int4", "int3"] | None
     group_size: int | None
     keep_zeros: bool
+    compute_dtype: Literal["auto", "float32", "bfloat16"]
     true_sequential: bool
     written: int
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
+from sparsellm.runs.compute_dtype import choose_products
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
 from sparsellm.runs.loading import Placement, choose_placement
@@ -58,7 +61,7 @@ def start_run(
         _note_machine(journal, observer)
     if collectives.world() > 1:
         placement, batch = _agree(recipe, ready, placement, batch=batch, journal=journal)
-    return placement, batch, journal
+    return replace(placement, products=_agree_on_products(recipe, ready, journal)), batch, journal
 
 
 def check_alike(message: Mapping[str, Any]) -> None:
@@ -83,6 +86,17 @@ def _note_machine(journal: Journal, observer: Observer) -> None:
     elif recorded != current:
         before, now = (f"{x['processes']} processes of {x['threads']} threads" for x in (recorded, current))
         observer(Note(f"started with {before}, resumed with {now}: rounding differs, and so may the masks"))
+
+
+def _agree_on_products(recipe: RunRecipe, ready: Prepared, journal: Journal | None) -> torch.dtype | None:
+    """The dtype of products, measured by the main process of a new run; a resumed run keeps it, also on another machine."""
+    name: str | None = journal.fact("products") if journal else None
+    if name is None:
+        products = choose_products(recipe, ready) if collectives.is_main() else None
+        name = collectives.broadcast_object("" if products is None else dtype_name(products))
+        if journal:
+            journal.note("products", name)
+    return getattr(torch, name) if name else None
 
 
 def _agree(
