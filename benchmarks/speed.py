@@ -57,6 +57,7 @@ LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}
 
 METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
+    "SparseGPT, products in bfloat16": {"method": "sparsegpt", "compute_dtype": "bfloat16"},
     "SparseGPT, read block by block": {"method": "sparsegpt", "offload": True},
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
     "SparseGPT, true-sequential, read block by block, --max-memory 1GB": {
@@ -74,6 +75,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "default, without Gauss-Newton, ALPS inside": OURS | {"gauss_newton_steps": 0, "solver": "alps"},
     "default, scope none, ALPS inside": LAYER_BY_LAYER,
     "default, scope none, fast-admm inside": LAYER_BY_LAYER | {"solver": "fast-admm"},
+    "default, scope none, fast-admm inside, products in bfloat16": LAYER_BY_LAYER
+    | {"solver": "fast-admm", "compute_dtype": "bfloat16"},
     "default, scope none, fast-admm inside, uniform": LAYER_BY_LAYER | {"solver": "fast-admm", "allocation": "uniform"},
     "default, scope none, SparseGPT inside": LAYER_BY_LAYER | {"solver": "sparsegpt"},
 }
