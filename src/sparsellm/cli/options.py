@@ -266,7 +266,7 @@ Archive = Annotated[
 ]
 _VALUES = "Round the layers of the blocks to integers with scales, dense layers too."
 _GROUP_SIZE = "With --values: columns that share a scale, a multiple of 64; 0: rows."
-_GROUP_DEFAULT = "about 64 kept weights, rows for int8"
+_GROUP_DEFAULT = "about 128 kept weights, rows for int8"
 PackedValues = Annotated[str | None, typer.Option("--values", metavar="int8|int4|int3", help=_VALUES, show_default="none")]
 GroupSize = Annotated[int | None, typer.Option("--group-size", metavar="N", help=_GROUP_SIZE, show_default=_GROUP_DEFAULT)]
 AllowDense = Annotated[bool, typer.Option("--allow-dense", help="Pack a model with less than 30 % zeros.")]

@@ -105,7 +105,7 @@ def pack(
         values: Round the layers of the blocks to "int8", "int4" or "int3" with scales, dense layers too. By default nothing is
             rounded: the weights of a model that `prune` quantized are stored as their integers.
         group_size: Columns that share a scale, a multiple of 64, or 0 for whole rows. By default whole rows for int8, otherwise
-            about 64 kept weights.
+            about 128 kept weights.
         archive: Compress further, for storage: loading takes longer, and dense matrices are packed too.
         overwrite: Replace an existing folder that sparsellm wrote.
         allow_dense: Pack a model with few zeros, and matrices with few zeros.

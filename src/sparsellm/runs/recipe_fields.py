@@ -152,7 +152,7 @@ class RecipeFields(RunFields):
     group_size: int | None = _layers(
         None,
         "With values: columns that share a scale, a multiple of 64; 0 for whole rows.",
-        "whole rows for int8, about 64 kept weights for int4 and int3",
+        "whole rows for int8, about 128 kept weights for int4 and int3",
         essential=False,
         ge=0,
     )

@@ -21,6 +21,9 @@ Bits = Literal[3, 4, 8]
 GROUP_UNIT = 64
 """Columns of a mask word; a group is a multiple of them, so that no word has two scales."""
 
+GROUP_WEIGHTS = 128
+"""Kept weights of a group by default: the usual 128 columns of a dense weight, more of a sparse one."""
+
 SCALE_BITS = 16
 """Bits of a scale (bfloat16)."""
 
@@ -70,14 +73,14 @@ def check_format(bits: int, group_size: int) -> None:
 
 
 def default_group_size(bits: int, density: float) -> int:
-    """Columns of a group by default: whole rows for 8 bits, else about 64 kept weights, rounded to a power of two.
+    """Columns of a group by default: whole rows for 8 bits, else about `GROUP_WEIGHTS` kept weights, rounded to a power of two.
 
     Args:
         density: The fraction of weights that are kept, in (0, 1].
     """
     if bits == 8:
         return 0
-    natural = GROUP_UNIT / max(density, 1 / 1024)
+    natural = GROUP_WEIGHTS / max(density, 1 / 1024)
     return 1 << max(6, round(float(torch.tensor(natural).log2())))
 
 
