@@ -1,4 +1,4 @@
-"""FastADMM: a fixed number of ADMM steps, with a constant penalty and a single factorisation unless the penalty grows."""
+"""FastADMM: a few ADMM steps with a constant penalty and a single factorisation, or more with a growing penalty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparsellm.solvers.statistics import Gram, TokenCount
 
 @dataclass(frozen=True)
 class FastADMM:
-    r"""A fixed number of ADMM steps; a few with a constant penalty reach most of the accuracy of a full search.
+    r"""A few ADMM steps with a constant penalty, which reach most of the accuracy of a full search, or more with a growing one.
 
     On the problem scaled to a unit diagonal, as in `sparsellm.ALPS`, with $U = V/\rho$ and a constant $\rho$:
 
