@@ -168,30 +168,28 @@ def work(products: float = 0, *, factors: float = 0, spectra: float = 0, passes:
 def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> SolverCost:
     """What one solve takes, with a curvature if `curved`. A solver that is not known is taken to be like SparseGPT.
 
-    Matrices, products, factors and passes were counted on single solves (tests/integration/test_planning.py does so again). A
-    mask counts by its time, measured in reads of the matrix: a partition 38 to 70, the ranks within groups of N:M 15 for each
-    member and 25 besides.
+    Counted on single solves (tests/integration/test_planning.py does so again). A mask counts by its time, measured in reads of
+    the matrix: a partition 38 to 70, the ranks within groups of N:M 15 for each member and 25 besides.
     """
     mask = 25 + 15 * pattern.group if isinstance(pattern, NM) else 45
+    solver = solver.with_curvature or solver if isinstance(solver, ALPS) and curved else solver
     match solver:
         case Magnitude():
             return SolverCost(2.3, 0, 0, 0, 0, 6 + mask)
         case Wanda():
             return SolverCost(4, 0, 0, 0, 0, 14 + (mask if isinstance(pattern, NM) else SORT_PASSES))
-        case ALPS(with_curvature=FastADMM() as with_curvature) if curved:
-            return solver_cost(with_curvature, pattern, curved)
         case ALPS():  # mostly ends after the fewest iterations, later where the penalty rises more slowly
             steps = min(solver.iterations, MIN_ITERATIONS / solver.penalty_growth**0.85)
             penalties = steps / CHECK_EVERY
         case FastADMM():
-            steps, penalties = solver.steps, 1
+            steps, penalties = solver.count_steps(0.4 if curved else None), 1  # m of feed-forward layers: 0.25 to 0.55
         case _:
             return SolverCost(2.6, 1.8, 0.8, 1, 0, 50 + mask)
     products, passes = steps + solver.refit_steps + 2, (30 + mask) * steps + 10 * solver.refit_steps
     if curved:  # one eigendecomposition serves all penalties, and a step takes two products
         return SolverCost(9.2, 3.0, products + steps, 0, 1, passes)
-    squares = 3.7 if penalties > 1 else 1.4  # the previous inverse is held while the next one is computed
-    return SolverCost(9.2, squares, products, 3 * penalties, 0, passes)  # an inverse counts as two factors
+    # An inverse counts as two factors. The previous one is held while the next one is computed.
+    return SolverCost(9.2, 3.7 if penalties > 1 else 1.4, products, 3 * penalties, 0, passes)
 
 
 def block_cost(method: object, shapes: BlockShapes) -> Cost:

@@ -70,6 +70,12 @@ class FastADMM:
         if not 1 <= self.growth < float("inf"):
             raise InvalidSetting(f"FastADMM needs a finite growth of at least 1, got {self.growth}.")
 
+    def count_steps(self, geometric_mean: float | None) -> int:
+        """Number of ADMM steps, given the geometric mean m of the eigenvalues, or None without a full curvature."""
+        if geometric_mean is None or self.growth == 1:
+            return self.steps
+        return 1 + math.ceil(math.log(2 / geometric_mean**0.5) / math.log(self.growth))
+
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         normalized = NormalizedProblem.of(problem, self.damping)
         sparse, keep = self._search(normalized, partial(problem.keep, pattern))
@@ -84,8 +90,7 @@ class FastADMM:
             system = normalized.eigensystem(self.low_precision)
             shifted = system.shifted
             if self.growth > 1:
-                ratio = 2 / system.geometric_mean**0.5
-                penalty, steps = penalty * system.geometric_mean, 1 + math.ceil(math.log(ratio) / math.log(self.growth))
+                penalty, steps = penalty * system.geometric_mean, self.count_steps(system.geometric_mean)
         solve = shifted(penalty)
         unprojected = target  # T
         for step in range(steps):
