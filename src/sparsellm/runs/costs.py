@@ -188,8 +188,7 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
     products, passes = steps + solver.refit_steps + 2, (30 + mask) * steps + 10 * solver.refit_steps
     if curved:  # one eigendecomposition serves all penalties, and a step takes two products
         return SolverCost(9.2, 3.0, products + steps, 0, 1, passes)
-    # An inverse counts as two factors. The previous one is held while the next one is computed.
-    return SolverCost(9.2, 3.7 if penalties > 1 else 1.4, products, 3 * penalties, 0, passes)
+    return SolverCost(9.2, 3.7 if penalties > 1 else 1.4, products, 3 * penalties, 0, passes)  # 3.7: two inverses at a time
 
 
 def block_cost(method: object, shapes: BlockShapes) -> Cost:
