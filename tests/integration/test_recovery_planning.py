@@ -131,7 +131,6 @@ def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path, monke
     planned: RunPlan = plan_run(recipe, tmp_path)
     memory, seconds = taken(recipe, tmp_path)
     rates.cache_clear()
-    print(model, case, planned.peak.data_bytes / memory, planned.seconds / seconds, seconds)
     assert 0.8 <= planned.peak.data_bytes / memory <= 1.3
     assert 0.6 <= planned.seconds / seconds <= 1.6
 

@@ -199,7 +199,7 @@ def plan(
     as_json: options.Json = False,
     **settings: Any,
 ) -> None:
-    """Estimate memory, disk, operations and time of a `prune` command, or with --recover of a `recover` command.
+    """Estimate memory, disk and time of a `prune` or `recover` command.
 
     Reads no weights.
 
