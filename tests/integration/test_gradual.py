@@ -90,6 +90,7 @@ def _check_report(out: Path, first: Path, text: str) -> None:
     assert "| 68.4% |" in (out / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_a_killed_run_continues_at_its_stage(
     pruned: Path, loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command, server: ForkServerContext
 ) -> None:
