@@ -15,7 +15,7 @@ from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
 from sparsellm.runs.inspection import Inspection
 from sparsellm.runs.layer_costs import worst_layers_table
-from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.records import SavedReport
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -135,11 +135,16 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
     if layers:
         each = [[x.name, f"{x.shape[0]} x {x.shape[1]}", str(x.pattern or f"dense: {x.reason}")] for x in plan.each_layer]
         show(console, table(["layer", "shape", "pattern"], each))
-        if (rule := plan.recipe.allocation_rule) in ALLOCATIONS[1:]:
+        if (rule := plan.recipe.allocation_rule) == RULES[-1]:
+            print_line(console, "Each layer's sparsity and the bits of its values are chosen once its errors are measured.")
+        elif rule in RULES[1:]:
             print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
-    shapes = ", ".join(f"{n} of {out} x {into} at {pattern}" for (pattern, (out, into)), n in plan.layers.items())
+    open_yet = plan.recipe.allocation_rule == RULES[-1]
+    shapes = ", ".join(
+        f"{n} of {out} x {into}{'' if open_yet else f' at {pattern}'}" for (pattern, (out, into)), n in plan.layers.items()
+    )
     count = plural(sum(plan.layers.values()), "layer")
     action = "to recover" if isinstance(plan.recipe, RecoveryRecipe) else "to prune"
     print_line(console, f"{plural(plan.blocks, 'block')}, {count} {action}: {shapes}.")

@@ -62,7 +62,8 @@ def prune(
             settings["model"] = model
         recipes = read_recipes(settings, config)
         if print_config:
-            print(recipes[0].model_copy(update={"sparsity": ",".join(x.sparsity for x in recipes)}).to_yaml(), end="")
+            sparsities = ",".join(x.sparsity for x in recipes if x.sparsity) or None
+            print(recipes[0].model_copy(update={"sparsity": sparsities}).to_yaml(), end="")
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")

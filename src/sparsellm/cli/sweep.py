@@ -96,7 +96,7 @@ def sweep(
             raise typer.Exit(1)
 
 
-@options.recipe_options(without=("model", "sparsity"))
+@options.recipe_options(without=("model", "sparsity", "bits"))
 def search(
     context: typer.Context,
     model: options.ModelOrConfig = None,

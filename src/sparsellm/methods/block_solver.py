@@ -16,7 +16,7 @@ from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, Weights, moved, weights_of
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
-from sparsellm.methods.rounding import IntegerValues
+from sparsellm.methods.rounding import Values
 from sparsellm.methods.targets import LayerTargets, expert_regressions
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
@@ -50,7 +50,7 @@ class Settings:
     scope: Scope = "feedforward"
     ridge: float = 1e-3
     keep_zeros: bool = False
-    values: IntegerValues | None = None
+    values: Values | None = None
 
     def __post_init__(self) -> None:
         if not self.ridge >= 0 or self.gauss_newton_steps < 0:
@@ -205,7 +205,7 @@ class BlockSolver:
             zeros = count_zeros(self._block.layer(name).weight)
             yield replace(self._results[name], zeros=zeros)
 
-    def _solve(self, *tasks: Task, values: IntegerValues | None = None) -> None:
+    def _solve(self, *tasks: Task, values: Values | None = None) -> None:
         """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases."""
         by_name = {task.name: task for task in tasks}
 
@@ -248,7 +248,7 @@ class BlockSolver:
             routed_tokens=self._inputs.expert_tokens(self._block, task.name),
         )
 
-    def _rounded(self, task: Task, weight: Tensor, values: IntegerValues) -> Tensor:
+    def _rounded(self, task: Task, weight: Tensor, values: Values) -> Tensor:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
         prior = self._block.layer(task.name).weight.detach().to(torch.float32, copy=True)
         problem = task.regression.problem(prior, self._settings.ridge, task.curvature)
@@ -256,7 +256,7 @@ class BlockSolver:
         values.broadcast_scales(self._block, task.name, 0)
         return collectives.broadcast(0, rounded)
 
-    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: IntegerValues) -> None:
+    def _round_part(self, problem: FeedForwardProblem, tasks: Sequence[Task], values: Values) -> None:
         """Round the input projections, then the output projection, refitted to what they give."""
         names = problem.names
         for task in tasks:
@@ -266,7 +266,7 @@ class BlockSolver:
         task = Task(names[-1], problem.regression(weights), problem.metric)
         self._write_rounded(task, self._refit_out_proj(problem, task.regression, weights, names[-1]), values)
 
-    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: IntegerValues) -> None:
+    def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: Values) -> None:
         """Round a weight and write it, with the bias that keeps the mean of the outputs."""
         weight, bias = current
         rounded = self._rounded(task, weight, values)

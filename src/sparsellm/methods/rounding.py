@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparsellm.models.blocks import Block
-from sparsellm.runtime import collectives
+from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import Quantized, round_compensated, round_to_nearest
+from sparsellm.solvers.quantization import SCALE_BITS, Quantized, group_count, round_compensated, round_to_nearest
 from sparsellm.solvers.statistics import Gram, InputRMS
 
 
@@ -38,6 +40,24 @@ class IntegerValues:
         importance = inputs.rms.square() if isinstance(inputs, InputRMS) and inputs.tokens else None
         return round_to_nearest(weight, self.bits, self.group_size, mask=keep, importance=importance)
 
+    def of(self, full_name: str) -> IntegerValues:
+        """The values of a layer: these."""
+        return self
+
+    def bits_per_weight(self, weight: Tensor) -> float:
+        """Bits that a weight of a rounded layer, (out, in), takes once it is packed: integers, mask and scales."""
+        keep = weight.flatten() != 0
+        groups = torch.nn.functional.pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
+        kept, used = (int(x) for x in devices.to_python([keep.sum(), groups.sum()]))
+        mask = min(-(-len(keep) // 8), -(-len(groups) // 8) + -(-used // 2))
+        integers = min(self._bytes_of(len(keep)), self._bytes_of(kept) + mask)  # without a mask zeros are integers too
+        scales = len(weight) * group_count(weight.shape[1], self.group_size) * SCALE_BITS
+        return (8 * integers + scales) / len(keep)
+
+    def _bytes_of(self, count: int) -> int:
+        """Bytes of integers: those of 3 bits are planes of single bits."""
+        return 3 * -(-count // 8) if self.bits == 3 else -(-count * self.bits // 8)
+
     def rounded_layer(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
         """Round a layer's final weight, (out, in), keep its scales in the block, and return the rounded weight, float32."""
         quantized = self.round(weight, problem)
@@ -48,8 +68,35 @@ class IntegerValues:
         """Send the scales of a layer from the process that rounded it to all."""
         if collectives.world() > 1:
             layer = block.layer(name)
-            groups = -(-layer.in_features // (self.group_size or layer.in_features))
+            groups = group_count(layer.in_features, self.group_size)
             scales = block.scales.get(name)
             empty = layer.weight.new_empty(layer.out_features, groups)
             scales = empty if scales is None else scales.to(empty.dtype)  # not every backend sends bfloat16
             block.scales[name] = collectives.broadcast(owner, scales.contiguous()).bfloat16()
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What the kept weights of each layer are rounded to.
+
+    Attributes:
+        by_layer: The values by the layer's full name.
+    """
+
+    by_layer: Mapping[str, IntegerValues]
+
+    def of(self, full_name: str) -> IntegerValues:
+        """The values of a layer."""
+        return self.by_layer[full_name]
+
+    def rounded_layer(self, block: Block, name: str, weight: Tensor, problem: LayerProblem) -> Tensor:
+        """As `IntegerValues.rounded_layer`, with the values of the layer."""
+        return self.of(block.full_name(name)).rounded_layer(block, name, weight, problem)
+
+    def broadcast_scales(self, block: Block, name: str, owner: int) -> None:
+        """As `IntegerValues.broadcast_scales`, with the values of the layer."""
+        self.of(block.full_name(name)).broadcast_scales(block, name, owner)
+
+
+Values = IntegerValues | LayerValues
+"""What the kept weights are rounded to: all alike, or each layer's on their own."""

@@ -109,11 +109,15 @@ def _prune_block(
         for name, layer in block.layers.items()
         if block.full_name(name) in plan and block.full_name(name) in factors
     }
+    values = getattr(method, "values", None)
     for result in method.prune(block, inputs, plan):
         step = result
         if isinstance(step, LayerResult):
+            weight = block.layer(step.name.removeprefix(f"{block.name}.")).weight
+            if values is not None:
+                step = replace(step, **vars(values.of(step.name)), bits_per_weight=values.of(step.name).bits_per_weight(weight))
             if step.name in dense:
-                removed = block.layer(step.name.removeprefix(f"{block.name}.")).weight == 0
+                removed = weight == 0
                 step = replace(step, predicted_kl=factors[step.name].removal_cost(dense.pop(step.name), removed))
             layers.append(step)
         elif isinstance(step, EpochResult):

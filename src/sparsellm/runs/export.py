@@ -22,12 +22,12 @@ from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.data.json_files import is_text
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import blocks_of
 from sparsellm.runs.events import LOG, EventLog
 from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_settings
 from sparsellm.runs.quantized_output import save_scales
-from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import CARD, REPORT, WORK
 from sparsellm.runs.report import Report, strict_json
 from sparsellm.runs.verification import check_written, proven
@@ -106,9 +106,9 @@ class Result(Summarized):
 
     def _save_scales(self, work: Path) -> None:
         """Write the scales of rounded layers."""
-        recipe, scales = self.report.recipe, {name: x for block in self.report.blocks for name, x in block.scales.items()}
-        values = recipe.integer_values if isinstance(recipe, Recipe) else None
-        if values and (left_out := save_scales(work, self.model, scales, values)):
+        scales = {name: x for block in self.report.blocks for name, x in block.scales.items()}
+        values = {x.name: IntegerValues(x.bits, x.group_size or 0) for x in self.report.layers if x.bits is not None}
+        if scales and (left_out := save_scales(work, self.model, scales, values)):
             self.report.notes.append(
                 f"{len(left_out)} rounded weights are packed without their integers, {left_out[0]} first: "
                 "they share a tensor with other weights, or are stored in pieces"

@@ -25,7 +25,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt
 
@@ -71,7 +71,7 @@ def fingerprint(
         windows: Calibration tokens, (samples, seq).
     """
     decisive = {f"recipe.{name}": value for name, value in recipe.model_dump(mode="json").items() if name not in NOT_DECISIVE}
-    if recipe.allocation_rule not in ALLOCATIONS:
+    if recipe.allocation_rule not in RULES:
         decisive["contents of `allocation`"] = contents(Path(recipe.allocation_rule))
     if isinstance(source, Checkpoint):
         decisive |= model_fingerprint(source)

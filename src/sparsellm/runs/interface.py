@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def prune(
     model: str | Path | PreTrainedModel,
     method: MethodName = ...,
-    sparsity: str | float | Pattern = ...,
+    sparsity: str | float | Pattern | None = ...,
     *,
     calibration: str | Path | CalibrationData | None = ...,
     tokenizer: PreTrainedTokenizerBase | None = ...,
@@ -54,7 +54,7 @@ def prune(
 def prune(
     model: str | Path | PreTrainedModel,
     method: MethodName = "sparsellm",
-    sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] = "50%",
+    sparsity: str | float | Pattern | list[Any] | tuple[Any, ...] | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -68,7 +68,7 @@ def prune(
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory, which is pruned in place.
         method: sparsellm, alps-accurate, alps, fast-admm, sparsegpt, wanda or magnitude.
         sparsity: "70%", 0.7, or "2:4" to remove 2 of every 4 weights. Several, as [0.5, 0.6] or "50%,60%", give a result each;
-            what they share is computed once.
+            what they share is computed once. Default: "50%", or set by `bits`.
         calibration: A text file, the name of a text (c4, wikitext2, ptb, demo), or data: texts, chat messages, token ids,
             padded batches, a data set or a data loader (see `sparsellm.data.in_memory.read_in_memory`). Every method but
             magnitude needs it.
@@ -97,7 +97,7 @@ def prune(
             return run(recipes[0], observer, given=given, source=source)
         shared, results = DenseCache(Path(folder)), []
         for number, recipe in enumerate(recipes, 1):
-            observer(NextRun(number, len(recipes), recipe.sparsity))
+            observer(NextRun(number, len(recipes), recipe.size_label))
             results.append(run(recipe, observer, given=given, shared=shared))
         return results
 
@@ -106,7 +106,7 @@ def prune(
 def plan(
     model: str | Path | PreTrainedModel,
     method: MethodName = "sparsellm",
-    sparsity: str | float | Pattern = "50%",
+    sparsity: str | float | Pattern | None = None,
     *,
     calibration: str | Path | CalibrationData | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,

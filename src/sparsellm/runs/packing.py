@@ -220,7 +220,7 @@ def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: b
     """
     targets = {}
     for output, recipe in outputs.items():
-        if isinstance(recipe, Recipe) and recipe.pattern.sparsity < PAYS:
+        if isinstance(recipe, Recipe) and recipe.bits is None and recipe.pattern.sparsity < PAYS:
             limit = f"packing is for {100 * PAYS:.0f} % and more"
             raise InvalidSetting(f"`sparsity` {recipe.sparsity} is too little to pack: {limit}. Leave out `pack`.")
         target = output.with_name(f"{output.name}-packed")

@@ -19,6 +19,7 @@ from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
 from sparsellm.models.output_head import blocks_and_head, output_head
+from sparsellm.pruning.bit_allocation import check_budget
 from sparsellm.pruning.plan import PlannedLayer, list_layers, plan_from_file, uniform_plan
 from sparsellm.pruning.selection import layer_names, select_blocks
 from sparsellm.recovery.block_training import windows_a_step
@@ -27,7 +28,7 @@ from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import check_memory
@@ -162,10 +163,12 @@ def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
             "Pass `scope='none'`, or a layer-wise method such as `method='alps'`."
         )
     # An allocation file may set a pattern that fits a layer where the recipe's does not, so shapes are checked with the file.
-    from_file = recipe.allocation_rule not in ALLOCATIONS
+    from_file = recipe.allocation_rule not in RULES
     pattern = Unstructured(0) if from_file else recipe.pattern
     selection = _selection(recipe, opened)
     plan = uniform_plan(pattern=pattern, **selection)
+    if recipe.bits is not None:
+        check_budget(recipe.bits, selection["blocks"], plan)
     if from_file:
         plan = plan_from_file(recipe.allocation_rule, plan, layer_names(selection["blocks"]), recipe.pattern)
     return method, plan

@@ -19,25 +19,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def save_scales(folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], values: IntegerValues) -> list[str]:
+def save_scales(
+    folder: Path, model: PreTrainedModel, scales: Mapping[str, Tensor], values: Mapping[str, IntegerValues]
+) -> list[str]:
     """Write the side file of a checkpoint that was just written.
 
     Args:
         folder: The folder of the checkpoint.
         model: The pruned model, or a skeleton that gives the names of its parameters.
         scales: By full name of a layer, its scales, (out, groups).
-        values: What the layers were rounded to.
+        values: By full name, what the layer was rounded to.
 
     Returns:
-        Names of parameters whose scales cannot be written, since they have layers that were not rounded, or are stored in
+        Names of parameters whose scales cannot be written, since their layers were not all rounded alike, or are stored in
         pieces; `pack` stores their weights as other numbers.
     """
     stored, left_out, written = Tensors(folder, model), [], {}
     for parameter, layers in layers_by_parameter(model, scales).items():
         rounded = [(block, name) for block, name in layers if block.full_name(name) in scales]
         location = stored.files.get(parameter)
-        if rounded and len(rounded) == len(layers) and isinstance(location, TensorLocation):
-            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, values)
+        formats = {values[block.full_name(name)] for block, name in rounded}
+        if len(formats) == 1 and len(rounded) == len(layers) and isinstance(location, TensorLocation):
+            written[location.key] = _of_parameter(layers, stored[parameter].shape, scales, formats.pop())
         elif rounded:
             left_out.append(parameter)
     write_scales(folder, written)

@@ -17,7 +17,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
-from sparsellm.runs.recipe_fields import ALLOCATIONS, SCOPES, RecipeFields, RunFields, SolverName
+from sparsellm.runs.recipe_fields import ALLOCATIONS, RULES, SCOPES, RecipeFields, RunFields, SolverName
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -129,8 +129,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @field_validator("sparsity")
     @classmethod
-    def _is_pattern(cls, value: str) -> str:
-        return str(parse_pattern(value))
+    def _is_pattern(cls, value: str | None) -> str | None:
+        return value if value is None else str(parse_pattern(value))
 
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
@@ -161,16 +161,14 @@ class Recipe(RunRecipe, RecipeFields):
 
     @model_validator(mode="after")
     def _check_values(self) -> Recipe:
-        if self.values is None:
-            if self.group_size is not None:
-                raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
-            return self
-        check_format(int(self.values.removeprefix("int")), self.group_size or 0)
-        if self.model_steps:
-            raise InvalidSetting(
-                f"`values` {self.values} does not go with `effort` best, whose training would change the rounded weights. "
-                "Use `effort` standard."
-            )
+        if self.values is not None:
+            check_format(int(self.values.removeprefix("int")), self.group_size or 0)
+        elif self.group_size is not None:
+            raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
+        if self.model_steps and self.rounds:
+            rounding = f"`values` {self.values} does" if self.values else "`bits` do"
+            reason = "whose training would change the rounded weights"
+            raise InvalidSetting(f"{rounding} not go with `effort` best, {reason}. Use `effort` standard.")
         return self
 
     @model_validator(mode="after")
@@ -181,7 +179,7 @@ class Recipe(RunRecipe, RecipeFields):
                 f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
                 "Leave it out."
             )
-        if self.allocation_rule in ALLOCATIONS[1:] and not isinstance(self.pattern, Unstructured):
+        if self.allocation_rule in RULES[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "
                 "Use `allocation='uniform'`, or a YAML file with each layer's pattern."
@@ -195,6 +193,7 @@ class Recipe(RunRecipe, RecipeFields):
             raise InvalidSetting(f"`allocation_bounds` {self.allocation_bounds} do not include the sparsity {self.sparsity}.")
         if self.reads_text and self.calibration is None:
             subject = f"The method {self.method}" if self.method != "magnitude" else f"`allocation` {self.allocation_rule}"
+            subject = subject if self.bits is None else "A run with `bits`"
             raise InvalidSetting(f"{subject} {NEEDS_TEXT}")
         return self
 
@@ -223,8 +222,18 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def pattern(self) -> Pattern:
-        """`sparsity` as a pattern."""
-        return parse_pattern(self.sparsity)
+        """`sparsity` as a pattern; with `bits`, which set each layer's later, one that removes nothing."""
+        return Unstructured(0) if self.sparsity is None else parse_pattern(self.sparsity)
+
+    @property
+    def size_label(self) -> str:
+        """`sparsity`, or `bits` as "3 bits a weight"."""
+        return f"{self.bits:g} bits a weight" if self.sparsity is None else self.sparsity
+
+    @property
+    def rounds(self) -> bool:
+        """Whether kept weights are rounded to integers."""
+        return self.values is not None or self.bits is not None
 
     @property
     def integer_values(self) -> IntegerValues | None:
@@ -237,6 +246,8 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def allocation_rule(self) -> str:
+        if self.bits is not None:
+            return RULES[-1]
         is_removing = isinstance(self.pattern, Unstructured) and self.pattern.sparsity > 0
         nonuniform = self.method == "sparsellm" and not self.as_published and is_removing
         return self.allocation or ("fisher" if nonuniform else "uniform")
@@ -272,7 +283,7 @@ class Recipe(RunRecipe, RecipeFields):
 
     @property
     def reads_text(self) -> bool:
-        return self.method != "magnitude" or self.allocation_rule in ALLOCATIONS[1:]
+        return self.method != "magnitude" or self.allocation_rule in RULES[1:]
 
     @property
     def in_float32(self) -> bool:
@@ -293,4 +304,5 @@ class Recipe(RunRecipe, RecipeFields):
         if self.method != "sparsellm":
             detail = " (true-sequential)" if self.true_sequential else ""
         values = f", values {self.values}" if self.values else ""
-        return f"{self.method}{detail}, {self.pattern.describe()}{values}"
+        size = self.size_label if self.sparsity is None else self.pattern.describe()
+        return f"{self.method}{detail}, {size}{values}"

@@ -50,7 +50,7 @@ def read_recipes(settings: Mapping[str, Any], config: str | Path | None = None) 
     several = split_sparsity(merged.get("sparsity", ()))
     recipes = [validated(Recipe, merged | {"sparsity": sparsity}) for sparsity in several] or [validated(Recipe, merged)]
     _check_files(recipes[0], settings, config)
-    patterns = [recipe.sparsity for recipe in recipes]
+    patterns = [recipe.size_label for recipe in recipes]
     if repeated := [pattern for pattern in patterns if patterns.count(pattern) > 1]:
         raise InvalidSetting(f"`sparsity` names {repeated[0]} {patterns.count(repeated[0])} times. Name each only once.")
     return recipes

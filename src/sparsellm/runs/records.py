@@ -46,6 +46,8 @@ class SavedLayer(Record):
     error: Number
     predicted_kl: Number | None = None
     measured_kl: Number | None = None
+    bits: int | None = None
+    bits_per_weight: Number | None = None
 
 
 class SavedStep(Record):
@@ -84,6 +86,7 @@ class SavedTotals(Record):
     pruned_layers: int
     sparsity_of_pruned_layers: Finite
     sparsity_of_model: Finite
+    bits_of_pruned_layers: Number | None = None
     parameters: int | None = None
 
 

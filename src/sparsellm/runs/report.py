@@ -125,10 +125,13 @@ class Report(Summarized):
             self.blocks[number] = replace(block, changed_parameters=changed)
 
     def totals(self) -> dict[str, Any]:
-        """Layer, parameter and zero counts, and the sparsities that follow."""
+        """Layer, parameter and zero counts, and the sparsities and the stored bits a weight that follow."""
+        sizes = [(layer.bits_per_weight, layer.shape[0] * layer.shape[1]) for layer in self.layers]
+        bits = [each * size for each, size in sizes if each is not None]
         return {
             "pruned_layers": len(self.layers),
             "sparsity_of_pruned_layers": self.sparsity,
+            **({"bits_of_pruned_layers": sum(bits) / sum(size for _, size in sizes)} if 0 < len(bits) == len(sizes) else {}),
             "parameters": self.parameters,
             "zeros": self.zeros,
             "sparsity_of_model": self.zeros / self.parameters if self.parameters else 0.0,
@@ -137,11 +140,12 @@ class Report(Summarized):
     def summary(self) -> dict[str, str]:
         """What was pruned and how, the sparsity, and the perplexity before and after, each in one line."""
         totals, how = self.totals(), "pruned and" if isinstance(self.recipe, RecoveryRecipe) else "pruned by"
+        bits = f", {totals['bits_of_pruned_layers']:.3f} bits a weight" if "bits_of_pruned_layers" in totals else ""
         measured = (f"{' → '.join(map(plus_minus, self.in_order(text)))} on {PurePath(text).name}" for text in self.perplexity)
         return {
             "model": f"{PurePath(self.recipe.model).name}, {how} {self.recipe.describe()}",
             "sparsity": f"{100 * self.sparsity:.2f} % of the weights in {totals['pruned_layers']} pruned layers, "
-            f"{100 * totals['sparsity_of_model']:.2f} % of the model",
+            f"{100 * totals['sparsity_of_model']:.2f} % of the model{bits}",
             "perplexity": "; ".join(measured) or "not measured",
         }
 
@@ -189,7 +193,7 @@ class Report(Summarized):
         if unused := [x.name for x in self.layers if x.tokens == 0 and x.known != TokenCount.__name__]:
             text = f"{len(unused)} layers received no tokens, {unused[0]} first, and were pruned by magnitude"
             yield f"{text}: use more calibration tokens"
-        if isinstance(self.recipe, Recipe) and self.recipe.values:
+        if isinstance(self.recipe, Recipe) and self.recipe.rounds:
             return  # kept weights that round to 0 are zeros too
         if surplus := [x for x in self.layers if x.zeros != x.pattern.count_removed(x.shape[0] * x.shape[1])]:
             yield (

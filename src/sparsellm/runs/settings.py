@@ -51,6 +51,7 @@ class PruneSettings(RunSettings, total=False):
     """The fields that `prune` and `plan` take besides their named arguments."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    bits: float | None
     as_published: bool
     effort: Literal["fast", "standard", "best"]
     solver: SolverName | None

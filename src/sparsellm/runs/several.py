@@ -31,7 +31,7 @@ def output_folders(output: str | Path, recipes: Sequence[Recipe | RecoveryRecipe
     if len(recipes) == 1:
         return {Path(output): recipes[0]}
     return {
-        Path(output) / recipe.sparsity.removesuffix("%").replace(":", "-"): recipe
+        Path(output) / recipe.size_label.removesuffix("%").replace(":", "-"): recipe
         for recipe in recipes
         if isinstance(recipe, Recipe)
     }
@@ -142,7 +142,7 @@ def _run_into(
         restart: As for `work_directory`.
         gradual: The gradual pruning that the run belongs to, whose stages its report then has.
     """
-    name = f"{folder.parent.name}, {recipe.sparsity}" if shared and isinstance(recipe, Recipe) else None
+    name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:
         result = run(recipe, observe, work=work, shared=shared, name=name)
         if gradual and collectives.is_main():

@@ -13,20 +13,18 @@ from sparsellm.methods import planned_layers
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, block_shapes, work
 from sparsellm.runs.events import ALLOCATION, GENERATING, MEASURING, MEASURING_CHECKPOINT, PRUNING, RECOVERING, SENSITIVITIES
+from sparsellm.runs.gradient_costs import errors_cost, gradient_cost
 from sparsellm.runs.loading import Placement
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.training_costs import LOGITS_PASSES, block_training_cost, generation_cost, model_training_costs
+from sparsellm.runs.training_costs import block_training_cost, generation_cost, model_training_costs
 
 HEAD_EXTRA = (1, 0), (6, 3)
 """float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
 a block they are small against the rest: of a layer-wise method, and of one with a dense stream. Counted."""
-
-LOGITS_BYTES = 12
-"""Bytes for each logit of a sequence while its loss and the gradient by it are computed."""
 
 
 def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
@@ -41,11 +39,13 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
 
     if ready.method.needs_fisher:
         tokens = min(shapes.tokens, sampled_tokens(shapes.width))
-        yield SENSITIVITIES, _gradient_cost(shapes, model, tokens, batch=shapes.batch, stop=1)
+        yield SENSITIVITIES, gradient_cost(shapes, model, tokens, batch=shapes.batch, stop=1)
     if recipe.allocation_rule == "fisher":
         tokens = min(shapes.tokens, max(FISHER_TOKENS, FISHER_WINDOWS * shapes.length))
-        yield f"{ALLOCATION} (fisher)", _gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
-    elif recipe.allocation_rule in ALLOCATIONS[1:]:
+        yield f"{ALLOCATION} (fisher)", gradient_cost(shapes, model, tokens, batch=shapes.length, stop=0)
+    elif recipe.allocation_rule == RULES[-1]:
+        yield f"{ALLOCATION} (bits)", errors_cost(shapes, model)
+    elif recipe.allocation_rule in RULES[1:]:
         memory = model + max(shapes.batch * shapes.forward_bytes, 12 * shapes.parameters)  # a block's scores
         yield f"{ALLOCATION} ({recipe.allocation_rule})", Cost(memory, [shapes.stream], depth * shapes.forward(shapes.tokens))
 
@@ -79,7 +79,8 @@ def _pruning_cost(
     if len(planned) > last.is_head:
         block = _block_cost(ready, shapes)
         # For `predicted_kl`, the dense weights are copied.
-        copies = (recipe.allocation_rule == "fisher") * shapes.stored * sum(out * into for out, into in shapes.layers)
+        copies = sum(out * into for out, into in shapes.layers) * shapes.stored
+        copies *= recipe.allocation_rule in ("fisher", RULES[-1])
         done = (len(planned) - last.is_head) * block.work + total.work
         total = Cost(max(model + block.memory + copies, entering), block.lists, done)
     if last.is_head:
@@ -108,13 +109,3 @@ def _block_cost(ready: Prepared, shapes: BlockShapes) -> Cost:
 def block_stage(recipe: RunRecipe) -> str:
     """Name of the stage that goes from block to block."""
     return RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
-
-
-def _gradient_cost(shapes: BlockShapes, model: float, tokens: int, *, batch: int, stop: int) -> Cost:
-    """Forward, then for each block down to `stop` forward again and backward; the inputs of all blocks are held."""
-    memory = model + max(2 * batch * shapes.forward_bytes, LOGITS_BYTES * shapes.length * shapes.vocabulary)
-    # The logits' products, F of each block, and the logits' float32 softmax and running sums.
-    products = 4 * shapes.vocabulary * shapes.width + 2 * shapes.depth * shapes.width**2
-    done = tokens * work(products, passes=4 * LOGITS_PASSES * shapes.vocabulary)
-    inputs = (shapes.depth + 1) * tokens * shapes.width * shapes.itemsize
-    return Cost(memory, [inputs], done + (3 * shapes.depth - 2 * stop) * shapes.forward(tokens))

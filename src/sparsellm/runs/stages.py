@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
-from sparsellm.methods import BlockResult, Plan
+from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.pruning.allocation import allocate
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import (
@@ -30,6 +27,7 @@ from sparsellm.recovery.distillation import (
     last_states,
     model_training,
 )
+from sparsellm.runs.cached_allocation import Allocated, cached_allocation
 from sparsellm.runs.events import (
     ALLOCATION,
     GENERATING,
@@ -45,13 +43,12 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
-from sparsellm.runs.recipe_fields import ALLOCATIONS
+from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import model_step, model_written
 from sparsellm.solvers.linalg import count_zeros
-from sparsellm.solvers.patterns import Unstructured
 
 
 def prune_model(
@@ -72,16 +69,20 @@ def prune_model(
         journal: Stores finished blocks; None for a run that cannot be resumed.
         facts: Opens the journal that caches results on the dense model. Default: `journal`.
     """
-    recipe, plan, blocks = report.recipe, ready.plan, blocks_and_head(loaded.model, ready.plan)
+    recipe, plan, method = report.recipe, ready.plan, ready.method
+    blocks = blocks_and_head(loaded.model, plan)
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
+    allocated: Allocated | None = None
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:
                 metrics = _cached_sensitivities(loaded, batches, cache, advance)
-        if isinstance(recipe, Recipe) and recipe.allocation_rule in ALLOCATIONS[1:]:
+        if isinstance(recipe, Recipe) and recipe.allocation_rule in RULES[1:]:
             with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
-                plan, factors = _cached_allocation(recipe, loaded, batches, plan=plan, cache=cache, advance=advance)
+                allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
+                plan, factors, method = allocated.plan, allocated.factors, allocated.method(method)
+                advance(1, 1)
         training = None
         if recipe.model_steps:
             is_pruned = blocks[-1].is_head
@@ -91,10 +92,12 @@ def prune_model(
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     with phase(name, report, observer, blocks=visited, layers=len(plan)):
-        for step in prune_blocks(loaded, batches, ready.method, plan, metrics=metrics, factors=factors, journal=journal):
+        for step in prune_blocks(loaded, batches, method, plan, metrics=metrics, factors=factors, journal=journal):
             observer(step)
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
+                if allocated:
+                    allocated.spend(step)
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
             store = JournalStore(journal) if journal else None
@@ -182,44 +185,6 @@ def cached_samples(
     if cache:
         cache.keep_tensors(name, {"x": generated.contiguous()})
     return generated
-
-
-def _cached_allocation(
-    recipe: Recipe,
-    loaded: LoadedModel,
-    batches: Sequence[Tensor],
-    *,
-    plan: Plan,
-    cache: Journal | None,
-    advance: Advance,
-) -> tuple[Plan, Mapping[str, FisherFactors]]:
-    """Allocate the plan's sparsity by the recipe's rule, or read the allocation from the cache; and the factors of `fisher`."""
-    layers = f"blocks {recipe.blocks}, include {recipe.include}, exclude {recipe.exclude}"
-    fact = f"shares by {recipe.allocation_rule} of {recipe.sparsity} within {recipe.bounds}, {layers}"
-    tensors = f"factors-{hashlib.blake2b(' '.join(plan).encode(), digest_size=8).hexdigest()}"
-    sparsities = cache.fact(fact) if cache else None
-    stored = (cache.tensors(tensors) if cache else None) or {}
-    factors = {
-        name: FisherFactors(stored[f"{name}/gradients"], stored[f"{name}/inputs"], stored[f"{name}/routed"].item())
-        for name in plan
-        if f"{name}/gradients" in stored
-    }
-    if sparsities is not None:
-        return {name: Unstructured(sparsity) for name, sparsity in sparsities.items()}, factors
-    allocated = allocate(recipe.allocation_rule, loaded, batches, plan, bounds=recipe.bounds, factors=factors, cache=cache)
-    advance(1, 1)
-    if cache:
-        if factors and not stored:
-            cache.keep_tensors(
-                tensors,
-                {
-                    f"{name}/{field}": torch.as_tensor(x, dtype=torch.float64 if field == "routed" else None)
-                    for name, layer_factors in factors.items()
-                    for field, x in vars(layer_factors).items()
-                },
-            )
-        cache.note(fact, {name: pattern.sparsity for name, pattern in allocated.items()})
-    return allocated, factors
 
 
 class JournalTensors(Sequence[Tensor]):
