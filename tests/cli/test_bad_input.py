@@ -46,7 +46,7 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
     [
         (("--sparsity", "70"), ("[0, 1)", "70%")),
         (("--sparsity", "-0.1"), ("[0, 1)",)),
-        (("--bits", "0.1"), ("--bits must be between 0.", "got 0.1")),
+        (("--bits", "0.1"), ("--bits must be between 1.08 and 8.49", "got 0.1")),
         (("--bits", "3", "--sparsity", "50%"), ("so that --sparsity has no place",)),
         (("--bits", "3", "--values", "int4"), ("so that --values has no place",)),
         (("--sparsity", "seventy"), ("'seventy'", "70%", "2:4")),
