@@ -13,7 +13,8 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.preparation import make_plan
-from sparsellm.runs.recipe import Recipe, parse_size
+from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import parse_size
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.sparse.packed_tensors import estimated_bytes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 
 import yaml
-from pydantic import ByteSize, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.methods import BlockMethod
@@ -17,7 +15,7 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
-from sparsellm.runs.recipe_fields import ALLOCATIONS, RULES, SCOPES, RecipeFields, RunFields, SolverName
+from sparsellm.runs.recipe_fields import ALLOCATIONS, RULES, SCOPES, RecipeFields, RunFields, SolverName, parse_size
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -45,8 +43,6 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {
 }
 """Solver and scope of each effort, used where the recipe sets none."""
 
-_SIZE = TypeAdapter(ByteSize)
-
 SCOPE_STEPS = {"block": 100, "model": 300}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
@@ -54,15 +50,6 @@ NEEDS_TEXT = (
     "needs a calibration text: pass a .txt, .csv, .json, .jsonl or .parquet file as `calibration`, "
     "or one of c4, wikitext2, ptb, demo."
 )
-
-
-def parse_size(field: str, value: str) -> int:
-    """The bytes of a size such as 16GiB. Raises InvalidSetting, which names the field."""
-    with suppress(ValidationError):
-        # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
-        if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
-            return size
-    raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
 
 
 class RunRecipe(RunFields):
@@ -78,7 +65,7 @@ class RunRecipe(RunFields):
     @property
     def memory_bytes(self) -> int | None:
         """`max_memory` in bytes; None if it is not set."""
-        return None if self.max_memory is None else _SIZE.validate_python(self.max_memory)
+        return None if self.max_memory is None else parse_size("max_memory", self.max_memory)
 
     @property
     def allocation_rule(self) -> str:

@@ -5,10 +5,12 @@ Imports no torch, so that `sparsellm --help` and shell completion need not wait 
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from sparsellm.errors import InvalidSetting
 
@@ -34,6 +36,18 @@ ALLOCATIONS = ("uniform", "owl", "fisher")
 
 RULES = (*ALLOCATIONS, "bits")
 """These, and the rule of a recipe with `bits`."""
+
+_SIZE = TypeAdapter(ByteSize)
+
+
+def parse_size(field: str, value: str) -> int:
+    """The bytes of a size such as 16GiB. Raises InvalidSetting, which names the field."""
+    with suppress(ValidationError):
+        # ByteSize accepts malformed sizes, for example it reads "1,5GiB" as one byte.
+        if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
+            return size
+    raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
+
 
 _as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Names = Annotated[tuple[str, ...], _as_tuple]

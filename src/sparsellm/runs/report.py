@@ -36,7 +36,6 @@ HUB = "https://huggingface.co"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 """A valid model name on the hub, which rejects cards with any other base model."""
 
-
 ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 """Characters that HTML interprets, by code, with their escapes."""
 
@@ -220,9 +219,7 @@ class Report(Summarized):
             "peak_memory_bytes": self.peak_memory,
             "recovered": asdict(self.recovered) if self.recovered else None,
             "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
-            **({"pruned": self.pruned} if self.pruned else {}),
-            **({"search": self.search} if self.search else {}),
-            **({"gradual": self.gradual} if self.gradual else {}),
+            **{name: value for name in ("pruned", "search", "gradual") if (value := getattr(self, name))},
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 
@@ -242,7 +239,6 @@ class Report(Summarized):
             tags=["sparsellm", "pruning", "sparse"],
             **origin.terms,
         )
-        previous = yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else ""
         gradual = SavedGradual.model_validate(self.gradual) if self.gradual else None
         environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
         environment.filters.update(plain=plain, fenced=fenced, plus_minus=plus_minus)
@@ -255,7 +251,7 @@ class Report(Summarized):
             changed=sum(len(block.changed_parameters) for block in self.blocks),
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
-            previous=previous,
+            previous=yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else "",
             gradual=gradual,
             stages=gradual and gradual.table(),
         )
