@@ -27,7 +27,7 @@ from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_l
 from sparsellm.reports.measures import Figure
 from sparsellm.reports.sweep_file import Sweep, read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
-from sparsellm.runs import measuring, run, stages
+from sparsellm.runs import cached_allocation, measuring, run, stages
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.records import SavedReport
 
@@ -163,7 +163,7 @@ def test_what_the_dense_model_shows_is_found_once(
     small: Callable[..., Sweep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"sensitivities": 0, "shares": 0, "perplexities": 0}
-    each, share = stages.iterate_output_sensitivities, stages.allocate
+    each, share = stages.iterate_output_sensitivities, cached_allocation.allocate
     measured = measuring.measure_perplexity
 
     def count(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def test_what_the_dense_model_shows_is_found_once(
         return counted
 
     monkeypatch.setattr(stages, "iterate_output_sensitivities", count("sensitivities", each))
-    monkeypatch.setattr(stages, "allocate", count("shares", share))
+    monkeypatch.setattr(cached_allocation, "allocate", count("shares", share))
     monkeypatch.setattr(measuring, "measure_perplexity", count("perplexities", measured))
     sweep = small(
         {"model": [small().cells[0].recipe.model], "gauss_newton_steps": [0, 1], "sparsity": ["60%", "80%"]}, method="sparsellm"

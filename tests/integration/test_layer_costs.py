@@ -28,10 +28,10 @@ from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.reports.page import report_page
 from sparsellm.runs import layer_costs
+from sparsellm.runs.cached_allocation import cached_allocation
 from sparsellm.runs.events import Event, Note
 from sparsellm.runs.preparation import read_test
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.stages import _cached_allocation
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_families import tiny as of_family
@@ -91,28 +91,24 @@ def test_predicted_cost_is_the_sum_over_removed_weights(family: str, method: Lay
         assert total > 0
 
 
-def no_progress(done: float, total: int) -> None:
-    """A display that shows nothing."""
-
-
 def test_a_resumed_run_has_the_same_factors(tmp_path: Path) -> None:
     """The allocation from the journal comes with the factors that it was computed from; another set of layers has its own."""
     loaded = LoadedModel.of(of_family("opt").float())
     recipe = Recipe(model="m", sparsity="60%", calibration="demo")
     plan = uniform_plan(blocks_of(loaded.model), parse_pattern("60%"))
     journal = Journal.begin(tmp_path, {})
-    shares, factors = _cached_allocation(recipe, loaded, batches(), plan=plan, cache=journal, advance=no_progress)
-    again = _cached_allocation(recipe, loaded, [], plan=plan, cache=Journal.resume(tmp_path, {}), advance=no_progress)
-    assert again[0] == shares
-    assert again[1].keys() == factors.keys() == plan.keys()
-    for name, pair in factors.items():
-        assert torch.equal(pair.gradients, again[1][name].gradients)
-        assert torch.equal(pair.inputs, again[1][name].inputs)
+    first = cached_allocation(recipe, loaded, batches(), plan=plan, cache=journal)
+    again = cached_allocation(recipe, loaded, [], plan=plan, cache=Journal.resume(tmp_path, {}))
+    assert again.plan == first.plan
+    assert again.factors.keys() == first.factors.keys() == plan.keys()
+    for name, pair in first.factors.items():
+        assert torch.equal(pair.gradients, again.factors[name].gradients)
+        assert torch.equal(pair.inputs, again.factors[name].inputs)
     some = {name: pattern for name, pattern in plan.items() if "fc1" in name}
     narrow = recipe.model_copy(update={"include": ("fc1",)})
-    _cached_allocation(narrow, loaded, batches(), plan=some, cache=journal, advance=no_progress)
-    assert _cached_allocation(narrow, loaded, [], plan=some, cache=journal, advance=no_progress)[1].keys() == some.keys()
-    assert _cached_allocation(recipe, loaded, [], plan=plan, cache=journal, advance=no_progress)[1].keys() == plan.keys()
+    cached_allocation(narrow, loaded, batches(), plan=some, cache=journal)
+    assert cached_allocation(narrow, loaded, [], plan=some, cache=journal).factors.keys() == some.keys()
+    assert cached_allocation(recipe, loaded, [], plan=plan, cache=journal).factors.keys() == plan.keys()
 
 
 def divergence(dense: PreTrainedModel, pruned: PreTrainedModel, windows: Tensor) -> float:

@@ -72,7 +72,8 @@ def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> Non
         "pruning",
     ]
     assert [event.index for event in seen if isinstance(event, BlockResult)] == [0, 1, 2]
-    assert [event.step for event in seen if isinstance(event, EpochResult)] == ["solve", "newton"] * 3
+    steps = " ".join(event.step for event in seen if isinstance(event, EpochResult))
+    assert re.fullmatch("solve( newton)+ solve( newton)+ solve( newton)+", steps)
     assert sum(isinstance(event, LayerResult) for event in seen) == 3 * 7
     assert not any(isinstance(event, Note) for event in seen)
 

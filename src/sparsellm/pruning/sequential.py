@@ -109,11 +109,11 @@ def _prune_block(
         for name, layer in block.layers.items()
         if block.full_name(name) in plan and block.full_name(name) in factors
     }
-    values = getattr(method, "values", None)
+    values, weights = getattr(method, "values", None), {block.full_name(name): layer for name, layer in block.layers.items()}
     for result in method.prune(block, inputs, plan):
         step = result
         if isinstance(step, LayerResult):
-            weight = block.layer(step.name.removeprefix(f"{block.name}.")).weight
+            weight = weights[step.name].weight
             if values is not None:
                 step = replace(step, **vars(values.of(step.name)), bits_per_weight=values.of(step.name).bits_per_weight(weight))
             if step.name in dense:
