@@ -52,6 +52,9 @@ SPARSITIES = (70, 80, 50, 90, 60, 40)
 
 RECOVERED = (80, 90)
 
+BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0)
+"""Bits a weight for `prune --bits`, those that the goals are about first."""
+
 GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))
 """What the dense rivals round to."""
 
@@ -180,8 +183,8 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
             round_layers(model, bits)
         return model, stored
 
-    def in_one_run(sparsity: int, values: str) -> tuple[Any, float]:
-        settings = task.settings(seed) | {"model": task.model, "sparsity": f"{sparsity}%", "values": values}
+    def in_one_run(size: dict[str, Any]) -> tuple[Any, float]:
+        settings = task.settings(seed) | {"model": task.model} | size
         with tempfile.TemporaryDirectory() as folder:
             run(read_recipe(settings)).save_pretrained(f"{folder}/out")
             stored = sparsellm.pack(f"{folder}/out", f"{folder}/packed").bits
@@ -197,7 +200,9 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
                     name = f"{family} int{bits}, compensated, {sparsity} %"
                     yield name, lambda f=folder, s=sparsity, b=bits: rounded(f(s, seed), b, True)
     for sparsity in SPARSITIES:
-        yield f"sparse int4, one run, {sparsity} %", lambda s=sparsity: in_one_run(s, "int4")
+        yield f"sparse int4, one run, {sparsity} %", lambda s=sparsity: in_one_run({"sparsity": f"{s}%", "values": "int4"})
+    for budget in BUDGETS:
+        yield f"sparse mixed, one run, {budget} bits", lambda b=budget: in_one_run({"bits": b})
 
 
 def measure(task: Task, seed: int, only: str) -> None:

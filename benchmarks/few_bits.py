@@ -27,6 +27,7 @@ LINES = {
     "sparse, int8": r"sparse int8",
     "sparse, int4": r"sparse int4",
     "sparse, int3": r"sparse int3",
+    "sparse, --bits": r"sparse mixed",
     "recovered, int4": r"recovered int4",
 }
 """Lines of the chart."""
