@@ -20,12 +20,14 @@ from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.activations.streams import CaptureRequest
 from sparsellm.activations.walk import walk
 from sparsellm.evaluation.perplexity import streamed_perplexity
+from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs import compute_dtype, startup
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products, measure_speedup
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
+from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
 from tests.integration.test_families import tiny as of_family
 from tests.integration.test_walk import batches, tiny
@@ -148,6 +150,15 @@ def test_choice(
         source = SimpleNamespace(dtype=lambda _: stored)
         ready = SimpleNamespace(source=source, device=torch.device(device), skeleton=SimpleNamespace(config=config))
         assert choose_products(recipe, cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
+
+
+@pytest.mark.parametrize(("asked", "rounds"), [("auto", True), ("float32", False)])
+def test_float32_is_that_of_the_solver_too(asked: str, rounds: bool) -> None:
+    method = Recipe.model_validate({"model": "m", "calibration": "demo", "compute_dtype": asked}).to_method(blocks=2)
+    assert isinstance(method, SparseLLM)
+    assert isinstance(method.solver, ALPS)
+    assert method.solver.with_curvature is not None
+    assert method.solver.with_curvature.low_precision is rounds
 
 
 def test_magnitude_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

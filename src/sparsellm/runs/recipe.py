@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 
 import yaml
 from pydantic import field_validator, model_validator
@@ -255,6 +256,8 @@ class Recipe(RunRecipe, RecipeFields):
             layerwise = TrueSequential if self.true_sequential else LayerWise
             return layerwise(SOLVERS[self.method](), self.keep_zeros, self.integer_values)
         solver = SOLVERS[self.inner_solver]()
+        if isinstance(solver, ALPS) and solver.with_curvature and self.in_float32:
+            solver = replace(solver, with_curvature=replace(solver.with_curvature, low_precision=False))
         if self.as_published:
             scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
             return PublishedSparseLLM(
