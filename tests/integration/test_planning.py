@@ -21,6 +21,7 @@ from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data import demo
 from sparsellm.errors import BadCheckpoint
 from sparsellm.methods import BlockResult
+from sparsellm.models import sparse_matmul
 from sparsellm.runs.costs import rates, solver_cost
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
@@ -140,8 +141,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_holds(case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
-    """Memory at the peak within 15 % of what the real run's tensors take, operations of each stage within a third."""
+def test_a_plan_holds(
+    case: str, folders: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory at the peak within 15 % of what the real run's tensors take, operations of each stage within a third.
+
+    torch counts no operations of the kernel that skips zeros, and plans count pruned layers as dense ones.
+    """
+    monkeypatch.setattr(sparse_matmul, "MIN_WEIGHTS", 2**62)
     form, change = CASES[case]
     settings = {"model": str(folders[form]), "calibration": str(text_file), "sparsity": "60%", "sequence_length": 128}
     settings |= {"evaluate": (str(text_file),)} | change

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import pytest
 
 from sparsellm import prune
 from sparsellm.pruning import journal
-from sparsellm.runs.costs import rates
 from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
@@ -95,15 +93,11 @@ def test_the_state_of_a_training_is_counted(
     assert planned == pytest.approx(max(*sizes, held + output), rel=0.15)
 
 
-def taken(recipe: Any, folder: Path) -> tuple[int, float]:
-    """The most bytes of tensors that a recovery holds, and the processor's seconds that its planned stages take."""
+def peak_of(recipe: Any, folder: Path) -> int:
+    """The most bytes of tensors that a recovery holds."""
     with Meter() as meter, work_directory(folder / "metered") as work:
         run(recipe, work=work)
-    with work_directory(folder / "timed") as work:
-        report = run(recipe, work=work).report
-    planned = {"estimating sensitivity", "generating text with the dense model", "computing the dense model's predictions"}
-    planned |= {"recovering", "training the whole model"}
-    return meter.peak["cpu"], sum(seconds for stage, seconds in report.seconds.items() if stage in planned)
+    return meter.peak["cpu"]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -116,8 +110,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", ["demo:opt", "wt2-llama"])
-def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory at the peak within 0.8 to 1.3 of what is held, processor time within 0.6 to 1.6."""
+def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path) -> None:
+    """Memory at the peak within 0.8 to 1.3 of what is held."""
     text = "demo"
     if model == "wt2-llama":
         model, text = str(SHARED / "models" / model), str(SHARED / "data" / "wikitext-2" / "valid.txt")
@@ -126,13 +120,8 @@ def test_a_plan_of_a_recovery_holds(model: str, case: str, tmp_path: Path, monke
     folder = prune(model, "magnitude", "50%").save_pretrained(tmp_path / "pruned")
     settings = {"calibration": text, "samples": 16, "sequence_length": 128, "steps": 6, **CASES[case]}
     recipe = read_recovery({"model": model, "pruned": str(folder), **settings})
-    monkeypatch.setattr(time, "perf_counter", time.process_time)
-    rates.cache_clear()
     planned: RunPlan = plan_run(recipe, tmp_path)
-    memory, seconds = taken(recipe, tmp_path)
-    rates.cache_clear()
-    assert 0.8 <= planned.peak.data_bytes / memory <= 1.3
-    assert 0.6 <= planned.seconds / seconds <= 1.6
+    assert 0.8 <= planned.peak.data_bytes / peak_of(recipe, tmp_path) <= 1.3
 
 
 def test_stages_of_the_plan_are_those_of_the_run(pruned: Path, tiny: dict[str, Path], text_file: Path) -> None:
