@@ -18,7 +18,6 @@ except ImportError:  # run as a script, or by the tests: hatchling is only where
     BuildHookInterface = object
 
 FOLDER = Path(__file__).parent / "src" / "sparsellm" / "sparse"
-LIBRARY = "_kernels.so"
 SOURCES = (FOLDER / "kernels.c", FOLDER.parent / "models" / "sparse_matmul.c")
 """Each makes a library of its own, of its name with an underscore before it."""
 
@@ -27,21 +26,19 @@ VARIANTS = ((), ("-DSPARSELLM_PORTABLE",))
 """The second is for compilers that do not know the instruction sets."""
 
 
-def compile_kernels(
-    folder: Path = FOLDER, environment: Mapping[str, str] = os.environ, *, source: str = "kernels.c"
-) -> Path | None:
-    """Compile a source of a folder to a library beside it.
+def compile_kernels(source: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Compile a source to a library beside it.
 
     A library of an earlier build is removed first, so that it never serves other sources.
 
     Args:
-        folder: Where the source is.
+        source: One of `SOURCES`.
         environment: CC names another compiler than cc, gcc or clang; ARCHFLAGS and CFLAGS are added.
 
     Returns:
         The library; None without a compiler, if the compiler fails, or on Windows.
     """
-    library = folder / f"_{Path(source).stem}.so"
+    library = source.with_name(f"_{source.stem}.so")
     library.unlink(missing_ok=True)
     candidates = [environment["CC"]] if environment.get("CC") else ["cc", "gcc", "clang"]
     compiler = next((words for name in candidates if shutil.which((words := shlex.split(name))[0])), None)
@@ -50,7 +47,7 @@ def compile_kernels(
     flags = [*FLAGS, *shlex.split(environment.get("ARCHFLAGS", "")), *shlex.split(environment.get("CFLAGS", ""))]
     partial = library.with_suffix(f".{os.getpid()}")
     for variant in VARIANTS:
-        command = [*compiler, *flags, *variant, "-o", str(partial), str(folder / source)]
+        command = [*compiler, *flags, *variant, "-o", str(partial), str(source)]
         try:
             subprocess.run(command, check=True, timeout=600, stdin=subprocess.DEVNULL, capture_output=True)
             return partial.replace(library)
@@ -65,7 +62,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile before a wheel, ordinary or editable, is put together."""
         try:
-            libraries = [compile_kernels(source.parent, source=source.name) for source in SOURCES]
+            libraries = [compile_kernels(source) for source in SOURCES]
         except OSError:  # such as a folder without permission to write
             libraries = []
         compiled = [f"/{library.relative_to(self.root).as_posix()}" for library in libraries if library]
@@ -80,7 +77,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, valid-type]
 
 
 if __name__ == "__main__":
-    results = [compile_kernels(source.parent, source=source.name) for source in SOURCES]
+    results = [compile_kernels(source) for source in SOURCES]
     for result in results:
         print(result or "no C compiler (cc, gcc or clang), or it failed", file=sys.stderr)
     sys.exit(None in results)

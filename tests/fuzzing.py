@@ -78,6 +78,27 @@ def mutated(valid: Sequence[bytes]) -> Changed:
     return changed
 
 
+def damage(content: bytes, random: Random) -> bytes:
+    """A weight file with one to three changes of its header or its data."""
+    length = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(length) if random.random() < 0.5 else random.randrange(len(content))
+        kind = random.randrange(6)
+        if kind <= 2:
+            content = content[:at] + bytes([random.randrange(256)]) + content[at + 1 :]
+        elif kind == 3:
+            content = content[:at]
+        elif kind == 4:
+            digits = [index for index, byte in enumerate(content[:length]) if 48 <= byte < 58] or [0]
+            at = random.choice(digits)
+            content = content[:at] + str(random.randrange(10)).encode() + content[at + 1 :]
+        else:
+            size = random.randint(1, 64)
+            content = content[:at] + random.randbytes(size) + content[at + size :]
+        length = min(length, len(content)) or 1
+    return content or b"x"
+
+
 def replaced(valid: Sequence[Any], yaml: bool = False) -> Changed:
     """JSON (which is YAML too) of valid values, of which one or two are replaced, removed, renamed or joined by another."""
     places = [list(_places(value)) for value in valid]

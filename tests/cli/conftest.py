@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Phi3Config
 
+import sparsellm
 from tests.conftest import byte_tokenizer
 
 SIZES = {
@@ -59,3 +61,31 @@ def outputs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         with work_directory(out) as work:
             made[name] = run(recipe, work=work).save_pretrained(out)
     return made
+
+
+@pytest.fixture(scope="module")
+def packed(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed OPT; not to be written to."""
+    folder = tmp_path_factory.mktemp("packed") / "opt"
+    sparsellm.pack(outputs["opt"], folder)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a folder's weight files."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same_bits(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of tensors have the same names, dtypes, shapes and bits."""
+    return first.keys() == other.keys() and all(
+        x.dtype == other[name].dtype and x.shape == other[name].shape and x.numpy(force=True).tobytes() == raw(other[name])
+        if x.dtype != torch.bfloat16
+        else torch.equal(x.view(torch.int16), other[name].view(torch.int16))
+        for name, x in first.items()
+    )
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor that numpy has a dtype for."""
+    return tensor.numpy(force=True).tobytes()

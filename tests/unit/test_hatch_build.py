@@ -28,16 +28,17 @@ def build() -> ModuleType:
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "/nowhere/cc -x"])
 def test_nothing_is_compiled_without_a_compiler(build: ModuleType, compiler: str, tmp_path: Path) -> None:
     """An earlier library, of other sources, does not stay."""
-    (tmp_path / build.LIBRARY).write_bytes(b"earlier")
-    assert build.compile_kernels(tmp_path, {"CC": compiler}) is None
+    (tmp_path / "_kernels.so").write_bytes(b"earlier")
+    assert build.compile_kernels(tmp_path / "kernels.c", {"CC": compiler}) is None
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_compiler_without_the_instruction_sets_makes_portable_kernels(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "kernels.c").write_text("#ifndef SPARSELLM_PORTABLE\n#error\n#endif\nint portable;\n", encoding="ascii")
-    assert build.compile_kernels(tmp_path, {}) == tmp_path / build.LIBRARY
-    assert b"portable" in (tmp_path / build.LIBRARY).read_bytes()
+    library = tmp_path / "_kernels.so"
+    assert build.compile_kernels(tmp_path / "kernels.c", {}) == library
+    assert b"portable" in library.read_bytes()
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -45,18 +46,18 @@ def test_compiler_without_the_instruction_sets_makes_portable_kernels(build: Mod
 def test_every_source_makes_its_library(build: ModuleType, tmp_path: Path) -> None:
     for source in build.SOURCES:
         (tmp_path / source.name).write_text("int symbol;\n", encoding="ascii")
-        assert build.compile_kernels(tmp_path, {}, source=source.name) == tmp_path / f"_{source.stem}.so"
+        assert build.compile_kernels(tmp_path / source.name, {}) == tmp_path / f"_{source.stem}.so"
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_wheel_names_the_platform_only_with_a_library(build: ModuleType, compiled: bool, tmp_path: Path) -> None:
-    library = tmp_path / "src" / build.LIBRARY if compiled else None
+    library = tmp_path / "src" / "_kernels.so" if compiled else None
     hook = build.CustomBuildHook.__new__(build.CustomBuildHook)
     app = mock.Mock()
     data: dict[str, Any] = {"artifacts": [], "pure_python": True}
     with (
         mock.patch.multiple(build.CustomBuildHook, root=str(tmp_path), app=app, create=True),
-        mock.patch.object(build, "compile_kernels", side_effect=lambda folder, source: library and library.with_name(source)),
+        mock.patch.object(build, "compile_kernels", side_effect=lambda source: library and library.with_name(source.name)),
     ):
         hook.initialize("standard", data)
     assert app.display_warning.called is not compiled

@@ -38,6 +38,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     share = 100 * report.zeros / max(report.parameters, 1)
     print_line(console, f"{report.recipe.model}: {report.recipe.describe()}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
+    if bits := report.totals().get("bits_of_pruned_layers"):
+        sparsity += f" and take {bits:.3f} bits a weight"
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)

@@ -1,0 +1,226 @@
+"""`pack` and `unpack`: wrong input, damage and interruptions end in one message, and an interrupted `pack` continues."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
+
+import sparsellm
+from sparsellm.checkpoints.headers import locate_all
+from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
+from sparsellm.runs import conversion, packing
+from tests.conftest import long_unless
+from tests.fuzzing import Tally, attempt, damage
+
+Command = Callable[..., Result]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("pack", "PACKED", "NEW"), "is packed already. To change its form, unpack it first: sparsellm unpack"),
+        (("unpack", "MODEL", "NEW"), "is not packed: its config.json has no"),
+        (("pack", "MODEL", "PACKED"), "exists. Choose another name, or pass --overwrite"),
+        (("unpack", "PACKED", "MODEL"), "exists. Choose another name, or pass --overwrite"),
+        (("pack", "MODEL", "MODEL", "--overwrite"), "is never overwritten"),
+        (("pack", "NOWHERE", "NEW"), "There is no folder"),
+        (
+            ("prune", "PACKED", "NEW", "--method", "magnitude", "--sparsity", "60%"),
+            "is packed. Unpack it, and name the result: sparsellm unpack",
+        ),
+        (("recover", "PACKED", "NEW", "--against", "DENSE", "--calibration", "demo"), "is packed. Unpack it"),
+        (("plan", "PACKED", "--method", "magnitude", "--sparsity", "60%"), "is packed. Unpack it"),
+    ],
+)
+def test_wrong_input_is_one_message(
+    words: tuple[str, ...],
+    message: str,
+    packed: Path,
+    outputs: dict[str, Path],
+    tiny: dict[str, Path],
+    tmp_path: Path,
+    command: Command,
+) -> None:
+    """Exit status 1 and one line that says what to do; nothing is written."""
+    names = {"PACKED": packed, "MODEL": outputs["opt"], "NEW": tmp_path / "new", "NOWHERE": "./nowhere", "DENSE": tiny["opt"]}
+    result = command(*(names.get(word, word) for word in words))
+    assert result.exit_code == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert not (tmp_path / "new").exists()
+
+
+def test_damaged_packed_models_are_refused(packed: Path, tmp_path: Path) -> None:
+    """A later version, a file that is cut off, and tensors, packed and dense, whose checksums differ."""
+    folder = tmp_path / "packed"
+    weights = (packed / "model.safetensors").read_bytes()
+
+    def fresh() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(packed, folder)
+
+    fresh()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["version"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    for read in (lambda: sparsellm.unpack(folder, tmp_path / "new"), lambda: sparsellm.inspect(folder)):
+        with pytest.raises(UnsupportedModel, match="version 2 of the format, and this sparsellm reads version 1"):
+            read()
+    fresh()
+    (folder / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors is damaged or cut off"):
+        sparsellm.unpack(folder, tmp_path / "new")
+    with pytest.raises(VerificationFailed, match="is damaged or cut off"):
+        sparsellm.verify(folder)
+    fresh()
+    (folder / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    with pytest.raises(
+        BadCheckpoint, match=r"packed: model\.safetensors: model\.\S+ has another checksum than when it was packed"
+    ):
+        sparsellm.unpack(folder, tmp_path / "new")
+    with pytest.raises(VerificationFailed, match=r"model\.safetensors was changed since"):
+        sparsellm.verify(folder)
+    fresh()
+    stored, entries = locate_all(folder / "model.safetensors")
+    position = next(start for name, (header, start) in stored.items() if name not in entries and header.shape[1:])
+    (folder / "model.safetensors").write_bytes(weights[:position] + bytes([weights[position] ^ 1]) + weights[position + 1 :])
+    with pytest.raises(VerificationFailed, match=r"model\.\S+ is not as it was when it was packed: .*packed is damaged"):
+        sparsellm.unpack(folder, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_packed_tensor_that_is_not_listed_is_refused(packed: Path, tmp_path: Path) -> None:
+    """Its parts would be read as tensors of their own; a list that names another one twice has lost one."""
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    content = (packed / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    listed = json.loads(header["__metadata__"]["sparsellm"])
+    (first, entry), *rest = listed.items()
+    twice = f'{{"{first}": {json.dumps(entry)}, {json.dumps(listed)[1:]}'
+    for text, message in {
+        json.dumps(dict(rest)): f"it does not list {first}, of which it holds the parts",
+        twice: f"its list of packed tensors (it names '{first}' twice)",
+    }.items():
+        header["__metadata__"]["sparsellm"] = text
+        changed = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
+        with pytest.raises(BadCheckpoint, match=re.escape(message)):
+            sparsellm.unpack(folder, tmp_path / "new")
+
+
+def test_changed_models_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """A model whose tensors are not those that its report lists is not packed."""
+    folder = tmp_path / "model"
+    shutil.copytree(outputs["opt"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.decoder.layers.0.fc1.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(VerificationFailed, match=r"fc1\.weight were changed since"):
+        sparsellm.pack(folder, tmp_path / "packed")
+    tensors["model.decoder.layers.0.fc1.weight"][0, 0] = torch.inf
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"holds NaN or infinity in model\.decoder\.layers\.0\.fc1\.weight"):
+        sparsellm.pack(folder, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_an_interrupted_pack_continues(
+    outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Finished files are kept, with a note, and not written again; another form starts anew; the result is the same."""
+    model, folder = outputs["streamed"], tmp_path / "packed"
+    written: list[str] = []
+    add = conversion.FileWriter.add
+
+    def counting(writer: conversion.FileWriter, name: str, tensor: torch.Tensor) -> None:
+        written.append(name)
+        if limit and len(written) > limit:
+            raise KeyboardInterrupt
+        add(writer, name, tensor)
+
+    monkeypatch.setattr(conversion.FileWriter, "add", counting)
+    limit = 0
+    sparsellm.pack(model, tmp_path / "whole")
+    total = len(written)
+    written, limit = [], 1  # within the first file
+    result = command("pack", model, folder)
+    assert (result.exit_code, folder.exists()) == (130, False)
+    assert "nothing was written" in result.stderr
+    written, limit = [], total * 2 // 3
+    result = command("pack", model, folder)
+    assert result.exit_code == 130
+    assert "weight files are finished and kept: run it again to continue" in result.stderr
+    with pytest.raises(InvalidSetting, match="unfinished"):
+        sparsellm.verify(folder)
+    written, limit = [], 0
+    assert command("pack", model, folder).exit_code == 0
+    assert 0 < len(written) < total * 2 // 3
+    assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "whole").iterdir()}
+    match, mismatch, errors = filecmp.cmpfiles(folder, tmp_path / "whole", [x.name for x in folder.iterdir()], shallow=False)
+    assert (mismatch, errors) == ([], [])
+    assert len(match) > 5
+
+
+def test_settings_that_change_start_anew(outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were finished in the plain form are not part of an archive."""
+    model, folder = outputs["streamed"], tmp_path / "packed"
+
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "replacing", fail)
+        with pytest.raises(OSError, match="No space left") as failure:
+            sparsellm.pack(model, folder)
+    assert "weight files are finished and kept: run it again to continue" in failure.value.__notes__[0]
+    assert len(list((folder / ".sparsellm" / "weights").glob("*.safetensors"))) == len(list(model.glob("*.safetensors")))
+    sparsellm.pack(model, folder, archive=True)
+    sparsellm.pack(model, tmp_path / "other", archive=True)
+    for file in (tmp_path / "other").glob("*.safetensors"):
+        assert filecmp.cmp(file, folder / file.name, shallow=False)
+    with pytest.raises(OutputExists):
+        sparsellm.pack(model, folder)
+    sparsellm.pack(model, folder, overwrite=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(OutputExists, match=r"notes\.txt, which sparsellm did not write"):
+        sparsellm.pack(model, folder, overwrite=True)
+
+
+@pytest.mark.parametrize("inputs", [long_unless(inputs == 200, inputs) for inputs in (200, 10_000)])
+def test_mutated_files_are_refused_in_one_message(inputs: int, packed: Path, tmp_path: Path) -> None:
+    """Reading any changed weight file raises one short message, or finds the tensors of the model; nothing is left behind."""
+    folder = tmp_path / "packed"
+    shutil.copytree(packed, folder)
+    valid = (folder / "model.safetensors").read_bytes()
+    random, tally = Random(0), Tally()
+    source = packing.Source.open(packed)
+    expected = packing._read_digests(source)
+    entries = locate_all(packed / "model.safetensors")[1]
+    for _ in range(inputs):
+        file = folder / "model.safetensors"
+        file.write_bytes(damage(valid, random))
+        os.utime(file, ns=(tally.tried, tally.tried))
+
+        def read() -> None:
+            digests = packing._read_digests(packing.Source.open(folder))
+            assert all(digests[name] == expected[name] for name in entries if name in digests)
+
+        attempt(tally, read)
+    assert tally.message > 0.4 * inputs
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["packed"]
+    file.write_bytes(damage(valid, random)[:-1])
+    with pytest.raises(SparseLLMError):
+        sparsellm.verify(folder)
