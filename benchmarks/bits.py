@@ -50,7 +50,10 @@ SEEDS = (0, 1, 2)
 SPARSITIES = (70, 80, 50, 90, 60, 40)
 """Fractions removed in percent, those that the goals are about first."""
 
-RECOVERED = (80, 90)
+RECOVERED = (70, 60, 80)
+
+IN_ONE_RUN = {4: (70, 80, 60, 50), 3: (60, 70, 50)}
+"""Sparsities for `prune --values`, by bits."""
 
 BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0)
 """Bits a weight for `prune --bits`, those that the goals are about first."""
@@ -199,8 +202,10 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
                 if bits < 8:
                     name = f"{family} int{bits}, compensated, {sparsity} %"
                     yield name, lambda f=folder, s=sparsity, b=bits: rounded(f(s, seed), b, True)
-    for sparsity in SPARSITIES:
-        yield f"sparse int4, one run, {sparsity} %", lambda s=sparsity: in_one_run({"sparsity": f"{s}%", "values": "int4"})
+    for bits, sparsities in IN_ONE_RUN.items():
+        for sparsity in sparsities:
+            size = {"sparsity": f"{sparsity}%", "values": f"int{bits}"}
+            yield f"sparse int{bits}, one run, {sparsity} %", lambda size=size: in_one_run(size)
     for budget in BUDGETS:
         yield f"sparse mixed, one run, {budget} bits", lambda b=budget: in_one_run({"bits": b})
 

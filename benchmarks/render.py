@@ -86,6 +86,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "one seed": results.summary_table,
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,
+    "wide": speed_tables.wide_table,
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,

@@ -4,6 +4,7 @@
     python benchmarks/speed.py phases --shape PATH/wt2-llama
     python benchmarks/speed.py scaling
     python benchmarks/speed.py race --peer PEER/bin/python --script race_llmcompressor.py --text TEXT
+    python benchmarks/speed.py race --shape tinyllama-1.1b --blocks 1 --windows 16    # without the peer
     python benchmarks/speed.py memory
     python benchmarks/speed.py tables
 
@@ -49,8 +50,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "vocab_size": 32000,
     },
+    "tinyllama-1.1b": {
+        "family": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "dtype": torch.bfloat16,
+    },
 }
-"""The shapes of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each."""
+"""The shapes of facebook/opt-125m and JackFram/llama-160m, which have twelve blocks each, and TinyLlama-1.1B, which has 22."""
 
 OURS = {"method": "sparsellm"}
 LAYER_BY_LAYER = OURS | {"scope": "none", "solver": "alps"}
@@ -95,16 +105,16 @@ AXES: dict[str, list[dict[str, Any]]] = {
 
 
 def make(folder: Path, shape: str, blocks: int, *, width: int | None = None) -> Path:
-    """Write a float32 model of a shape, or of another width, with random weights; returns its folder."""
+    """Write a model of a shape, or of another width, with random weights; returns its folder."""
     sizes = dict(SHAPES[shape])
-    family = sizes.pop("family")
+    family, dtype = sizes.pop("family"), sizes.pop("dtype", torch.float32)
     if width is not None:
         wide = "ffn_dim" if family == "opt" else "intermediate_size"
         sizes |= {"hidden_size": width, wide: 4 * width, "num_attention_heads": width // 64}
     if family == "opt":
         sizes["word_embed_proj_dim"] = sizes["hidden_size"]
     sizes |= {"num_hidden_layers": blocks, "max_position_embeddings": 2048}
-    write_random_model(folder, AutoConfig.for_model(family, **sizes), torch.float32)
+    write_random_model(folder, AutoConfig.for_model(family, **sizes), dtype)
     return folder
 
 
@@ -204,7 +214,7 @@ def measure_memory(shape: str, blocks: int, windows: int, *, methods: list[str])
 
 
 def race(shape: str, blocks: int, windows: int, *, times: int, methods: list[str], peer: str, script: str, text: str) -> None:
-    """Measure our methods and the peer's SparseGPT in turn: seconds of pruning and peak memory of each process.
+    """Measure our methods, and the peer's SparseGPT if there is one, in turn: seconds of pruning and the process's peak memory.
 
     The peer runs with batch sizes 1 and 8; after the first round only with the faster one. An interrupted race is continued.
     """
@@ -214,7 +224,8 @@ def race(shape: str, blocks: int, windows: int, *, times: int, methods: list[str
     with tempfile.TemporaryDirectory() as folder:
         model = make(Path(folder, "model"), shape, blocks)
         for number in range(1, times + 1):
-            for name in (*(f"{PEER}, batch {batch}" for batch in (1, 8)), *methods):
+            peers = [f"{PEER}, batch {batch}" for batch in (1, 8)] if peer else []
+            for name in (*peers, *methods):
                 is_slower_peer = name not in methods and number > 1 and name != best_peer(rounds)
                 if is_slower_peer or len(rounds.get(name, [])) >= number:
                     continue
@@ -265,7 +276,7 @@ def main() -> None:
         if command in ("scaling", "race"):
             options.add_argument("--times", type=int, default=3)
     for option in ("--peer", "--script", "--text"):
-        options.add_argument(option, required=True)
+        options.add_argument(option, default="")
     one = commands.add_parser("one", help="one run, printed as JSON")
     one.add_argument("model", type=Path)
     one.add_argument("method", choices=list(METHODS))

@@ -25,6 +25,9 @@ EXCESS_NAMES = {
 }
 """What `excess.py` calls methods that have another name here."""
 
+WIDE = "tinyllama-1.1b | 1 | "
+"""How the key begins of the race among our own methods on one block of a wide shape."""
+
 TODAY = {
     "SparseGPT": "SparseGPT",
     "SparseGPT, true-sequential": "SparseGPT, `--true-sequential`",
@@ -50,8 +53,9 @@ def tables() -> list[str]:
     """Races, phases and exponents, as Markdown."""
     known = json.loads(FILE.read_text())
     lines: list[str] = []
-    for depth in sorted(map(_depth, known["race"])):
+    for depth in sorted(_depth(key) for key in known["race"] if not key.startswith(WIDE)):
         lines += [*race_table(depth), ""]
+    lines += [*wide_table(), ""]
     lines += [*bargain_table(), "", "### Phases", ""]
     for key, cell in known["phases"].items():
         lines += [*_phases_table(key, cell), ""]
@@ -80,6 +84,19 @@ def race_table(depth: int = 12) -> list[str]:
     return [title, "", *markdown_table(head, rows)]
 
 
+def wide_table() -> list[str]:
+    """The race on one wide block: medians, and ratios to our SparseGPT within each round."""
+    known = json.loads(FILE.read_text())
+    rounds = next((rounds for key, rounds in known["race"].items() if key.startswith(WIDE)), {})
+    rows = []
+    for name, some in rounds.items():
+        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(some, rounds["SparseGPT"], strict=False))
+        spent, held = statistics.median(each["seconds"] for each in some), max(each["memory"] for each in some)
+        rows.append([TODAY.get(name, name), str(len(some)), f"{spent:.1f}", f"{ratio:.1f}", f"{held / 1e9:.2f} GB"])
+    head = ["", "rounds", "seconds", "over SparseGPT", "peak memory"]
+    return markdown_table(head, rows)
+
+
 def bargain_table(names: Mapping[str, str] | None = None, figure: str = "excess") -> list[str]:
     """The time of each method, in the deepest race that it ran in, beside what is lost at 80 %.
 
@@ -88,7 +105,7 @@ def bargain_table(names: Mapping[str, str] | None = None, figure: str = "excess"
     races = json.loads(FILE.read_text())["race"]
     data = [excess.known(model) for model in BARGAINS]
     rows: dict[str, tuple[float, list[str]]] = {}
-    for key in sorted(races, key=_depth):
+    for key in sorted((key for key in races if not key.startswith(WIDE)), key=_depth):
         best = races[key][best_peer(races[key])]
         for name, some in races[key].items():
             lost = [excess.summary(excess.by_seed(each, EXCESS_NAMES.get(name, name), "80%"), figure) for each in data]

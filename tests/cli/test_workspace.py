@@ -373,8 +373,8 @@ app(sys.argv[2:])
 @pytest.mark.parametrize(
     ("limit", "more", "kept"),
     [
-        (2_000, ("--offload", "--max-memory", "500KB", "--samples", 48), 0),  # an activation file
-        (20_000, (), 0),  # the first block
+        long_unless(False, 2_000, ("--offload", "--max-memory", "500KB", "--samples", 48), 0),  # an activation file
+        long_unless(False, 20_000, (), 0),  # the first block
         (70_000, (), 3),  # the finished checkpoint
     ],
 )

@@ -43,7 +43,8 @@ def found(folder: Path, count: int, case: str, rank: int) -> tuple[dict[str, Ten
 
 
 @pytest.mark.parametrize(
-    ("count", "chosen"), [(2, "llama"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, ""), (4, "llama")))]
+    ("count", "chosen"),
+    [(2, "llama sparsellm"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, ""), (4, "llama")))],
 )
 def test_as_one_process(count: int, chosen: str, tmp_path: Path) -> None:
     """Every method, with every stage that goes over windows: all processes have the same weights, and one alone has them too.
@@ -259,18 +260,22 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
 
 
-def test_processes_that_differ_are_refused(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "model", "more"),
+    [("recipe.sparsity", "llama", ("--sparsity", "60%")), pytest.param("file config.json", "opt", (), marks=pytest.mark.long)],
+)
+def test_processes_that_differ_are_refused(
+    name: str, model: str, more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
     """Another recipe in one process, or another model: refused before anything is written, and told which and what."""
     words = ("--calibration", text_file, "--samples", 8, "--sequence-length", 32, "--method", "wanda")
-    for name, other in (("recipe.sparsity", (tiny["llama"], "--sparsity", "60%")), ("file config.json", (tiny["opt"],))):
-        port, output = free_port(), tmp_path / name
-        model, *more = other
-        first = started(0, port, "prune", tiny["llama"], output, *words)
-        second = started(1, port, "prune", model, output, *words, *more)
-        told = ended(first)
-        assert f"Process 1 differs from process 0: {name} is" in told
-        assert ended(second) == ""
-        assert not output.exists()
+    port, output = free_port(), tmp_path / "out"
+    first = started(0, port, "prune", tiny["llama"], output, *words)
+    second = started(1, port, "prune", tiny[model], output, *words, *more)
+    told = ended(first)
+    assert f"Process 1 differs from process 0: {name} is" in told
+    assert ended(second) == ""
+    assert not output.exists()
 
 
 def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
@@ -287,6 +292,7 @@ def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path)
     assert not output.exists()
 
 
+@pytest.mark.long
 def test_too_few_windows(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
     port = free_port()
     words = ("prune", tiny["llama"], tmp_path / "out", "--calibration", text_file, "--samples", 1, "--sequence-length", 32)
