@@ -2,7 +2,6 @@
 
     python benchmarks/bits.py measure demo:opt demo:llama
     python benchmarks/bits.py measure PATH/wt2-opt PATH/wt2-llama --calibration PATH/train.txt --evaluate PATH/test.txt
-    python benchmarks/bits.py goals             # what was meant to be reached, and what was
     python benchmarks/render.py                 # the page, from the figures
 
 Bits count everything that a pruned layer stores: mask, values, scales, zero points, exponents outside of the dictionary. The
