@@ -18,7 +18,7 @@ except ImportError:  # run as a script, or by the tests: hatchling is only where
     BuildHookInterface = object
 
 FOLDER = Path(__file__).parent / "src" / "sparsellm" / "sparse"
-SOURCES = (FOLDER / "kernels.c", FOLDER.parent / "models" / "sparse_matmul.c")
+SOURCES = (FOLDER / "kernels.c", FOLDER.parent / "models" / "sparse_matmul.c", FOLDER.parent / "runtime" / "bf16_gram.c")
 """Each makes a library of its own, of its name with an underscore before it."""
 
 FLAGS = ("-O2", "-shared", "-fPIC", "-pthread", "-fvisibility=hidden")

@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import sparsellm
 
+LIBRARIES = ("._kernels", "._sparse_matmul", "._bf16_gram")
+"""Ends of the names of compiled libraries, which Python cannot import."""
+
 MOMENTS = (
     "solvers.statistics:Gram.update",
     "solvers.statistics:CrossMoment.update",
@@ -219,7 +222,7 @@ def instrumented(
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(sparsellm.__path__, "sparsellm.")
-        if module.name != "sparsellm.__main__" and not module.name.endswith(("._kernels", "._sparse_matmul"))  # C libraries
+        if module.name != "sparsellm.__main__" and not module.name.endswith(LIBRARIES)
     ]
     originals: list[tuple[Any, str, Any]] = []
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.nn.functional import linear
 
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import replace_forward
+from sparsellm.runtime import devices
 
 LIBRARY = Path(__file__).with_name("_sparse_matmul.so")
 
@@ -77,10 +76,7 @@ class SparseMatmul:
             )
             return status
 
-        failed = any(
-            [multiply(part) for part in parts] if threads == 1 else _threads(os.getpid(), threads).map(multiply, parts)
-        )
-        if failed:
+        if any(devices.map_threads(multiply, parts)):
             raise MemoryError(f"A product with {self.rows} outputs needs {256 * self.rows:,} bytes of memory for each thread.")
         return out
 
@@ -137,20 +133,10 @@ class PrunedLayers:
 @cache
 def load_library() -> Any:
     """The compiled library beside this file; None if it is missing or of another version."""
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-        if library.sparsellm_version() != VERSION:
-            return None
-    except (OSError, AttributeError):
-        return None
-    library.sparsellm_encode.restype = None
+    library = devices.load_library(LIBRARY, VERSION)
+    if library is not None:
+        library.sparsellm_encode.restype = None
     return library
-
-
-@cache
-def _threads(process: int, count: int) -> ThreadPoolExecutor:
-    """The threads of a process, since a forked one has not those of its parent."""
-    return ThreadPoolExecutor(count, "sparse-matmul")
 
 
 def _pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:

@@ -6,16 +6,23 @@ are read from a device rarely and in batches, because each read waits for it.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, get_device_module
 
 from sparsellm.errors import InvalidSetting, first_line
+
+T = TypeVar("T")
 
 
 def accelerator() -> torch.device | None:
@@ -166,6 +173,26 @@ def as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return leftᵀ right of two factors, accumulated in `dtype`."""
     return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
+
+
+def load_library(file: Path, version: int) -> Any:
+    """Load a compiled library of CPU kernels; None if it is missing or of another version."""
+    try:
+        library = ctypes.CDLL(str(file))
+        return library if library.sparsellm_version() == version else None
+    except (OSError, AttributeError):
+        return None
+
+
+def map_threads(function: Callable[[T], Any], parts: Sequence[T]) -> Iterable[Any]:
+    """Call a function that releases Python's lock on each part, all at the same time; returns the results in order."""
+    return [function(parts[0])] if len(parts) == 1 else list(_threads(os.getpid(), len(parts)).map(function, parts))
+
+
+@cache
+def _threads(process: int, count: int) -> ThreadPoolExecutor:
+    """The threads of a process, since a forked one has not those of its parent."""
+    return ThreadPoolExecutor(count, "kernels")
 
 
 def to_python(numbers: Sequence[Tensor]) -> list[float]:

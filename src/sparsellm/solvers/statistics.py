@@ -3,21 +3,21 @@
 Each class extends the one before and has the next `rank`: ``TokenCount < InputRMS < Gram``. A solver names the class that it
 needs, and the driver accumulates the one of highest rank that any layer with these inputs needs.
 
-Products of a batch are computed in float32 and accumulated in float64. The sums, rounded to float32, then do not depend on the
-order of the batches or on their distribution over processes. If `unit` is the number of tokens of a sequence, each product
-covers one sequence, and the sums do not depend on the batch size either.
+Products of a batch are computed in float32 and accumulated in float64; Gram matrices of bfloat16 inputs on a CPU by a kernel.
+The sums, rounded to float32, then do not depend on the order of the batches or on their distribution over processes. If `unit`
+is the number of tokens of a sequence, each product covers one sequence, and the sums do not depend on the batch size either.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsellm.runtime import collectives, devices
+from sparsellm.runtime import bf16_gram, collectives, devices
 
 CONSTANT = 3e-5
 """Variance, as a fraction of the mean square, below which an input counts as constant; float32 products resolve no less."""
@@ -85,9 +85,7 @@ class InputRMS(TokenCount):
 
     def update(self, inputs: Tensor) -> None:
         super().update(inputs)
-        rows = inputs.reshape(-1, self.features)
-        for part in rows.split(self.unit) if self.unit else (rows,):
-            self._accumulate(part)
+        self._accumulate(inputs.reshape(-1, self.features))
 
     def reduce(self) -> None:
         super().reduce()
@@ -99,7 +97,12 @@ class InputRMS(TokenCount):
 
     def _accumulate(self, rows: Tensor) -> None:
         """Add inputs, (tokens, in), to the sums."""
-        self._sums[0] += rows.float().square().sum(0)
+        for part in self._units(rows):
+            self._sums[0] += part.float().square().sum(0)
+
+    def _units(self, rows: Tensor) -> Sequence[Tensor]:
+        """The parts of inputs that are summed in float32 each."""
+        return rows.split(self.unit) if self.unit else (rows,)
 
     def _squares(self) -> Tensor:
         """(in,): the sum of the squares of each input."""
@@ -198,10 +201,16 @@ class Gram(InputRMS):
         return [torch.zeros(shape, dtype=dtype, device=self._device) for shape in (*shapes, (self.features,))]
 
     def _accumulate(self, rows: Tensor) -> None:
-        x = devices.as_factor(rows, self._dtype)
-        for (start, stop), products in self._panels():
-            _add_by_panel(products, devices.product(x[:, start:stop], x[:, start:], self._dtype))
-        self._sums[-1] += x.sum(0, dtype=self._dtype)
+        if self._dtype == torch.float32 and bf16_gram.supports(rows):
+            bf16_gram.add_gram(rows, [(start, products) for (start, _), products in self._panels()], self.unit)
+            for part in self._units(rows):
+                self._sums[-1] += part.sum(0, dtype=self._dtype)
+            return
+        for part in self._units(rows):
+            x = devices.as_factor(part, self._dtype)
+            for (start, stop), products in self._panels():
+                _add_by_panel(products, devices.product(x[:, start:stop], x[:, start:], self._dtype))
+            self._sums[-1] += x.sum(0, dtype=self._dtype)
 
     def _squares(self) -> Tensor:
         return torch.cat([products.diagonal() for _, products in self._panels()])
