@@ -11,6 +11,7 @@ import pytest
 
 from sparsellm import prune
 from sparsellm.pruning import journal
+from sparsellm.runs import stages
 from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
@@ -71,13 +72,20 @@ def test_what_a_planned_recovery_refuses(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("train", ["full", "lora"])
+@pytest.mark.parametrize(("scope", "train"), [("model", "full"), ("model", "lora"), ("block", "full")])
 def test_the_state_of_a_training_is_counted(
-    train: Any, pruned: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scope: Any,
+    train: Any,
+    pruned: Path,
+    tiny: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The most bytes that the work folder holds while states replace each other, and then with the output."""
+    monkeypatch.setattr(stages, "STORING_SHARE", float("inf"))  # a state at every validation
     settings = {"calibration": str(text_file), "samples": 16, "sequence_length": 32, "steps": 10, "written": 0}
-    recipe = read_recovery({"model": str(tiny["llama"]), "pruned": str(pruned), "train": train, **settings})
+    recipe = read_recovery({"model": str(tiny["llama"]), "pruned": str(pruned), "scope": scope, "train": train, **settings})
     out, sizes, write = tmp_path / "out", [0], journal.durable
 
     def durable(file: Path, data: bytes) -> None:

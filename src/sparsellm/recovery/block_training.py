@@ -13,7 +13,7 @@ from sparsellm.data.samples import unpadded_batches
 from sparsellm.methods import TrainingResult
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
-from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
 
@@ -44,6 +44,7 @@ def refine_block(
     metric: Tensor | None,
     adam: MaskedAdam,
     bf16: bool = False,
+    store: TrainingStore | None = None,
 ) -> TrainingResult:
     r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
 
@@ -57,6 +58,7 @@ def refine_block(
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
         bf16: Whether to compute products in bfloat16; weights, sums and the optimiser's state are float32.
+        store: As for `MaskedAdam.run`.
 
     Returns:
         The result; losses are relative to $E\lVert h \rVert_F^2$.
@@ -92,7 +94,7 @@ def refine_block(
                 yield _apply_root(root, error).square().sum() * scale
 
         masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
-        return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index)
+        return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index, store=store)
 
 
 def _group_batches(sizes: Sequence[float], step: int) -> list[list[int]]:

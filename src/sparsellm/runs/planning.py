@@ -89,7 +89,8 @@ def estimate(
     written = placement.model * (1 if placement.streamed or held else 2)  # finished blocks, and the output
     state, disk_free = state_bytes(recipe, ready), free_disk(output or Path())
     # While a new state of the training is written, the one before is there; the last one is still there with the output.
-    disk = max(written + max(stage.files for stage in stages), written + state, placement.model + 2 * state)
+    files = max(stage.files for stage in stages)
+    disk = max(written + files, written + state, placement.model + files + 2 * state)
     streams, room = sum(costs[block_stage(recipe)].lists), max(disk_free - written, STREAMS_SHARE * placement.memory)
     planned = blocks_and_head(ready.skeleton, ready.plan)
     layers = [(block.full_name(name), layer) for block in planned for name, layer in block.layers.items()]

@@ -25,6 +25,9 @@ REPORT = "sparsellm.json"
 WORK = ".sparsellm"
 """Name of the work folder in an unfinished output; a finished output has none."""
 
+TRAINING_STATE = "training"
+"""Name under which a run's journal has the state of its training."""
+
 CARD = "README.md"
 """The model card, which users may edit."""
 

@@ -20,7 +20,7 @@ from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.selection import layer_names, matching, unmatched
 from sparsellm.recovery.block_training import refine_block
 from sparsellm.recovery.distillation import RATES
-from sparsellm.recovery.masked_training import MaskedAdam
+from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
 from sparsellm.recovery.trained_weights import Train, trained_names
 from sparsellm.runs.outputs import read_finished
 from sparsellm.runs.recipe_file import validated
@@ -50,6 +50,7 @@ class BlockRecovery:
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         bf16: Whether to compute products in bfloat16.
+        store: Makes the store of the training of a block, by the block's name.
     """
 
     training: MaskedAdam
@@ -58,6 +59,7 @@ class BlockRecovery:
     train: Train = "full"
     targets: frozenset[str] | None = None
     bf16: bool = False
+    store: Callable[[str], TrainingStore] | None = field(default=None, repr=False)
 
     @property
     def needs(self) -> type[TokenCount]:
@@ -82,7 +84,9 @@ class BlockRecovery:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
             names = trained_names(block, list(keep), self.train, self.targets)
             metric = inputs.output_fisher(block)
-            yield refine_block(block, inputs, keep, names=names, metric=metric, adam=self.training, bf16=self.bf16)
+            store = self.store(block.name) if self.store else None
+            adam = self.training
+            yield refine_block(block, inputs, keep, names=names, metric=metric, adam=adam, bf16=self.bf16, store=store)
             block.round_to_storage_dtype()
         weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
         for layer in self.layers[block.name]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -44,11 +45,16 @@ from sparsellm.runs.events import (
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
+from sparsellm.runs.records import TRAINING_STATE
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import model_step, model_written
+from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
+
+STORING_SHARE = 0.1
+"""Largest fraction of the time of a training that storing its states takes, after the first one."""
 
 
 def prune_model(
@@ -89,6 +95,8 @@ def prune_model(
             training = _training_data(
                 loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=is_pruned
             )
+    if journal and isinstance(method, BlockRecovery):
+        method = replace(method, store=JournalStore(journal).begin)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
     name = RECOVERING if isinstance(recipe, RecoveryRecipe) else PRUNING
     with phase(name, report, observer, blocks=visited, layers=len(plan)):
@@ -100,7 +108,7 @@ def prune_model(
                     allocated.spend(step)
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
-            store = JournalStore(journal) if journal else None
+            store = JournalStore(journal).begin("whole model") if journal else None
             settings = _training_settings(recipe, loaded, ready)
             report.recovered, changed = distill(
                 loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training)
@@ -121,18 +129,35 @@ def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared) 
 
 
 class JournalStore:
-    """A `TrainingStore` in the journal of a run."""
+    """A `TrainingStore` in the journal of a run, for one training after the other; the last state of the last one is kept.
+
+    A state is left out if it comes so soon after the one before that storing takes more than `STORING_SHARE` of the time.
+    """
 
     def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+        self._journal, self._training = journal, ""
+        self._last, self._seconds = time.monotonic(), 0.0
+
+    def begin(self, training: str) -> JournalStore:
+        """Store the states of the training of this name from now on; returns the store."""
+        self._training, self._last = training, time.monotonic()
+        return self
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Replace the stored state."""
-        self._journal.replace("training", {name: x.detach().cpu().contiguous() for name, x in tensors.items()}, dict(values))
+        began = time.monotonic()
+        if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
+            return
+        on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+        self._journal.replace(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
+        self._last = time.monotonic()
+        self._seconds = self._last - began
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The stored state, or None."""
-        return self._journal.latest("training")
+        """The stored state of this training, or None."""
+        fact = self._journal.fact(TRAINING_STATE)
+        stored = self._journal.latest(TRAINING_STATE) if fact and fact["value"]["training"] == self._training else None
+        return (stored[0], stored[1]["state"]) if stored else None
 
 
 @dataclass(frozen=True, eq=False)

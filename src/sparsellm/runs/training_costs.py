@@ -35,11 +35,12 @@ STORED_COPIES = 4
 
 
 def state_bytes(recipe: RunRecipe, ready: Prepared) -> int:
-    """Bytes of the durable state of training the whole model; 0 for a run that does not."""
-    if not recipe.model_steps:
-        return 0
+    """Bytes of the durable state of training the whole model or the largest block; 0 for a run that does not train."""
     train, rank = trained_of(recipe)
-    return 4 * STORED_COPIES * sum(trained_numbers(block, train, rank) for block in ready.blocks)
+    sizes = [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
+    if isinstance(ready.method, BlockRecovery) and ready.method.training.steps:
+        return 4 * STORED_COPIES * max(sizes, default=0)
+    return 4 * STORED_COPIES * sum(sizes) if recipe.model_steps else 0
 
 
 def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockShapes) -> Cost:

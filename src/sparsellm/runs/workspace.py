@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.pruning.journal import JOURNAL, Journal
-from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.records import REPORT, TRAINING_STATE, WORK
 from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import ACTIVATIONS
 
@@ -212,14 +212,19 @@ def work_directory(output: str | Path, resume: bool = False, restart: bool = Fal
 
 
 def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> None:
-    """After an error, keep the work directory if any block is finished or `resumable`, else clear it; note which on the error.
+    """After an error, keep the work directory if it holds results or is `resumable`, else clear it; note which on the error.
+
+    Results are finished blocks and the state of a training.
 
     `resumable` tells whether there was a journal before; it counts until the journal is read.
     """
     finished = len(work.journal.block_files()) if work.journal else 0
-    if finished or (resumable and work.journal is None):
+    trained = work.journal is not None and work.journal.fact(TRAINING_STATE) is not None
+    if finished or trained or (resumable and work.journal is None):
         count = "1 block is" if finished == 1 else f"{finished} blocks are"
         state = f"{count} finished and kept" if finished else "blocks that were finished before are kept"
+        if trained and not finished:
+            state = "the state of the training is kept"
         if not isinstance(error, CannotResume):  # its message names the options
             error.add_note(f"{state}: pass `resume=True` to continue, or `restart=True` to start over.")
         return
