@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, UnsupportedModel, first_line
@@ -46,17 +47,21 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
     Memory: the adapter with its gradients and moments, and a few copies of one weight at a time. With `lora_dropout` above 0,
     a layer takes a second product with its inputs.
 
+    Trains under DDP, and under FSDP2 with whole decoder blocks as its units.
+
     Args:
-        model: A pruned model, in which the layers are replaced as `peft.get_peft_model` does.
+        model: A pruned model, not sharded yet, in which the layers are replaced as `peft.get_peft_model` does.
         config: The configuration of a new adapter, or the folder of a saved one, which is trained further.
 
     Returns:
         The model with the adapter.
 
     Raises:
-        InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA.
+        InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA; the model is sharded.
         UnsupportedModel: The model is quantised or packed.
     """
+    if _is_sharded(model):
+        raise InvalidSetting("The model is sharded already. Add the adapter first, and shard the result.")
     if getattr(model, "is_quantized", False):
         raise UnsupportedModel(
             "Masks cannot be held in quantised or packed weights. Load the pruned model in a floating-point dtype; "
@@ -100,9 +105,14 @@ def merge(model: PeftModel) -> PreTrainedModel:
         UserWarning: The masks remove part of the update, as a fraction of its squared Frobenius norm.
 
     Raises:
-        InvalidSetting: The adapter is merged already, or cannot be merged.
+        InvalidSetting: The adapter is merged already, or cannot be merged, or the model is sharded.
         UnsupportedModel: The model is quantised or packed.
     """
+    if _is_sharded(model):
+        raise InvalidSetting(
+            "The weights are sharded over processes. Save the adapter, and merge it in one process, "
+            "after sparse_lora has loaded it."
+        )
     base = model.get_base_model()
     if getattr(base, "is_quantized", False):
         raise UnsupportedModel(
@@ -131,6 +141,11 @@ def merge(model: PeftModel) -> PreTrainedModel:
         warnings.filterwarnings("ignore", "All adapters are already merged")
         merged: PreTrainedModel = model.merge_and_unload()
     return merged
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether processes share the weights."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _weight(layer: BaseTunerLayer) -> Tensor | None:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from peft.tuners import lora
 from torch import Tensor, nn
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from sparsellm.errors import InvalidSetting
+from sparsellm.errors import InvalidSetting, UnsupportedModel
 
 
 class SparseLinear(lora.Linear):  # type: ignore[misc]
@@ -21,6 +23,7 @@ class SparseLinear(lora.Linear):  # type: ignore[misc]
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         """The change of the weight by an adapter, of the weight's shape, in float32."""
+        _check_whole(self.lora_A[adapter], self.lora_B[adapter], self.get_base_layer().weight)
         factors = self.lora_A[adapter].weight.float(), self.lora_B[adapter].weight.float()
         with torch.autocast(factors[0].device.type, enabled=False):
             delta = (factors[1] * self.scaling[adapter]) @ factors[0]  # in few passes, as each costs time at every step
@@ -69,6 +72,7 @@ class SparseParameter(lora.ParamWrapper):  # type: ignore[misc]
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
         """The change of the parameter by an adapter, in the parameter's shape, in float32."""
         parameter, stacked = self.get_param(), (self.num_experts, -1)
+        _check_whole(self.lora_A[adapter], self.lora_B[adapter], parameter)
         factors = self.lora_A[adapter].weight.float(), self.lora_B[adapter].weight.float()
         with torch.autocast(factors[0].device.type, enabled=False):
             a = factors[0].unflatten(0, stacked)  # (experts, rank, in)
@@ -104,6 +108,20 @@ class _Sum(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return (weight + self.delta).to(weight.dtype)
+
+
+def _check_whole(a: nn.Module, b: nn.Module, weight: Tensor) -> None:
+    """Raise UnsupportedModel where FSDP gives a layer less than its whole weight and factors."""
+    if any(isinstance(x, FullyShardedDataParallel) for x in (a, b)) or isinstance(weight._base, FlatParameter):
+        raise UnsupportedModel(
+            "LoRA under masks does not train under version 1 of FSDP, which concatenates the weights. Use version 2, "
+            "as fully_shard and accelerate do by default, or DDP."
+        )
+    if any(isinstance(x, DTensor) for x in (a.weight, b.weight, weight)):
+        raise UnsupportedModel(
+            "LoRA under masks needs the whole weight and factors of a layer, but they are sharded apart. "
+            "Shard whole decoder blocks, not the modules within a layer."
+        )
 
 
 def _recompute(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
