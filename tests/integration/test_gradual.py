@@ -128,6 +128,8 @@ def test_a_killed_run_continues_at_its_stage(
         (("--from", "50%", "--to", "80%", "--stages", 0), "--stages must be at least 1, got 0."),
         (("--from", "50%", "--to", "50.2%", "--stages", 4), "--stages 4 are too many from 50% to 50.2%"),
         (("--from", "50%", "--to", "2:4"), "--to must be an unstructured sparsity such as 80%, got 2:4"),
+        (("--from", "50", "--to", "80%"), "--from must be in [0, 1), got 50. For 50 % write 0.5 or 50%."),
+        (("--from", "50%", "--to", "180%"), "--to must be in [0, 1), got '180%'."),
         (("--from", "50%", "--to", "much"), "--to must be a fraction, a percentage or N:M, got 'much'."),
     ],
 )

@@ -200,11 +200,8 @@ def read_stages(
 
 
 def _unstructured(name: str, value: str) -> Unstructured:
-    """Parse a sparsity; raise InvalidSetting for N:M."""
-    try:
-        pattern = parse_pattern(value)
-    except InvalidSetting as error:
-        raise InvalidSetting(str(error).replace("`sparsity`", f"`{name}`")) from None
+    """Parse the sparsity that a setting gives; raise InvalidSetting for N:M."""
+    pattern = parse_pattern(value, name)
     if not isinstance(pattern, Unstructured):
         raise InvalidSetting(
             f"`{name}` must be an unstructured sparsity such as 80%, got {value}: an N:M pattern does not contain the zeros "

@@ -31,10 +31,7 @@ class Unstructured:
     sparsity: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:  # also refuses NaN
-            percent = f"For {self.sparsity:g} % write {self.sparsity / 100:g} or {self.sparsity:g}%."
-            hint = percent if 1 < self.sparsity < 100 else EXAMPLES
-            raise InvalidSetting(f"`sparsity` must be in [0, 1), got {self.sparsity:g}. {hint}")
+        _check_fraction(self.sparsity, "sparsity")
 
     def __str__(self) -> str:
         return f"{100 * self.sparsity:.10g}%"
@@ -196,11 +193,12 @@ def _kth_smallest(flat: Tensor, k: int) -> float | Tensor:
     return flat.kthvalue(k).values
 
 
-def parse_pattern(text: str | float) -> Pattern:
+def parse_pattern(text: str | float, name: str = "sparsity") -> Pattern:
     """Parse a sparsity pattern.
 
     Args:
         text: "70%", "0.7" or 0.7 for an unstructured fraction removed, "2:4" for N:M.
+        name: The setting that it is, for messages.
 
     Raises:
         InvalidSetting: If the text is no pattern, or its numbers are out of range.
@@ -211,7 +209,17 @@ def parse_pattern(text: str | float) -> Pattern:
     try:
         number = float(stripped.removesuffix("%"))
     except ValueError:
-        raise InvalidSetting(f"`sparsity` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}") from None
+        raise InvalidSetting(f"`{name}` must be a fraction, a percentage or N:M, got {stripped!r}. {EXAMPLES}") from None
     if not math.isfinite(number) or (stripped.endswith("%") and not 0 <= number < 100):
-        raise InvalidSetting(f"`sparsity` must be in [0, 1), got {stripped!r}. {EXAMPLES}")
-    return Unstructured(number / 100 if stripped.endswith("%") else number)
+        raise InvalidSetting(f"`{name}` must be in [0, 1), got {stripped!r}. {EXAMPLES}")
+    fraction = number / 100 if stripped.endswith("%") else number
+    _check_fraction(fraction, name)
+    return Unstructured(fraction)
+
+
+def _check_fraction(fraction: float, name: str) -> None:
+    """Raise InvalidSetting unless a setting is a fraction in [0, 1)."""
+    if not 0 <= fraction < 1:  # also refuses NaN
+        percent = f"For {fraction:g} % write {fraction / 100:g} or {fraction:g}%."
+        hint = percent if 1 < fraction < 100 else EXAMPLES
+        raise InvalidSetting(f"`{name}` must be in [0, 1), got {fraction:g}. {hint}")
