@@ -11,8 +11,42 @@ from torch import Tensor
 from sparsellm.models.blocks import Block
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers.problem import LayerProblem
-from sparsellm.solvers.quantization import SCALE_BITS, Quantized, group_count, round_compensated, round_to_nearest
+from sparsellm.solvers.quantization import (
+    SCALE_BITS,
+    Quantized,
+    expand_groups,
+    group_count,
+    integer_range,
+    round_compensated,
+    round_to_nearest,
+    to_integers,
+)
 from sparsellm.solvers.statistics import Gram, InputRMS
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a weight is quantized: each number is a scale times an integer.
+
+    Attributes:
+        scales: (out, groups) bfloat16.
+        bits: Bits of an integer.
+        group_size: Columns that share a scale; 0 for whole rows.
+        transposed: Whether the weight is stored as (in, out), as in GPT-2.
+    """
+
+    scales: Tensor
+    bits: int
+    group_size: int
+    transposed: bool = False
+
+    def quantized(self, weight: Tensor) -> Quantized | None:
+        """The integers of a weight, (out, in), that is the scales times integers, rounded to its dtype; None if it is not."""
+        factors = expand_groups(self.scales.float(), self.group_size, weight.shape[1])
+        integers = to_integers(weight.float(), factors, integer_range(self.bits, 0))
+        if not torch.equal((integers * factors).to(weight.dtype), weight):
+            return None
+        return Quantized(integers.to(torch.int8), self.scales, self.bits, self.group_size)
 
 
 @dataclass(frozen=True)

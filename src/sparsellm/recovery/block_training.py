@@ -11,9 +11,11 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations
 from sparsellm.data.samples import unpadded_batches
 from sparsellm.methods import TrainingResult
+from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
+from sparsellm.recovery.trained_scales import rounded_layers, store_scales
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
 
@@ -43,6 +45,7 @@ def refine_block(
     names: Sequence[str],
     metric: Tensor | None,
     adam: MaskedAdam,
+    scales: Mapping[str, Scales] | None = None,
     bf16: bool = False,
     store: TrainingStore | None = None,
 ) -> TrainingResult:
@@ -57,6 +60,7 @@ def refine_block(
         keep: Masks by layer name, (out, in).
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
+        scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
         bf16: Whether to compute products in bfloat16; weights, sums and the optimiser's state are float32.
         store: As for `MaskedAdam.run`.
 
@@ -81,7 +85,7 @@ def refine_block(
     local = {batch: index for index, batch in enumerate(collectives.shard(range(len(sizes))))}
     with ExitStack() as context:
         context.enter_context(compute_dtype_context(block.module, torch.float32))
-        parameters = {name: parameter for name, parameter in block.module.named_parameters() if name in names}
+        parameters = {block.full_name(name): x for name, x in block.module.named_parameters() if name in names}
         context.enter_context(require_grad_only(block.module, parameters.values()))
         calls = inputs.calls(block, torch.float32)
 
@@ -93,8 +97,11 @@ def refine_block(
                 error = output.float() - targets[index].float()
                 yield _apply_root(root, error).square().sum() * scale
 
-        masks = {name: mask for name, mask in block.masks(keep).items() if name in parameters}
-        return adam.run(parameters, masks, loss, groups=len(groups), seed=block.index, store=store)
+        masks = {block.full_name(name): mask for name, mask in block.masks(keep).items() if name in names}
+        rounded = list(rounded_layers(block, scales or {}, parameters))
+        result = adam.run(parameters, masks, loss, groups=len(groups), seed=block.index, rounded=rounded, store=store)
+        store_scales(scales or {}, rounded)
+        return result
 
 
 def _group_batches(sizes: Sequence[float], step: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import CurvePoint, TrainingResult
+from sparsellm.recovery.trained_scales import RoundedLayer, TrainedScales
 from sparsellm.recovery.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 from sparsellm.runtime import collectives, devices
 
@@ -65,6 +66,7 @@ class MaskedAdam:
         *,
         groups: int,
         seed: int,
+        rounded: Sequence[RoundedLayer] = (),
         held_out: int | None = None,
         progress: Callable[[float, int], None] | None = None,
         store: TrainingStore | None = None,
@@ -78,6 +80,7 @@ class MaskedAdam:
             loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
             groups: Number of groups; with fewer than two there is no training.
             seed: Seed of the order of the groups, and of the first factors.
+            rounded: Layers whose scales are trained in place of their weights. Parameters then have their full names.
             held_out: Number of held-out groups, the last ones; by default the fraction `held`.
             progress: Called after each step with its number and that of all steps.
             store: Keeps the state after each validation; a training that it holds is continued.
@@ -91,7 +94,9 @@ class MaskedAdam:
             note = "not refined: there is only one group of sequences, and none can be held out" if too_few else ""
             return TrainingResult(0.0, 0.0, 0, note)
         weights: TrainedWeights = MaskedParameters(parameters, keep)
-        if self.rank is not None:
+        if rounded:
+            weights = TrainedScales(parameters, keep, rounded)
+        elif self.rank is not None:
             weights = MaskedLoRA(parameters, keep, rank=self.rank, seed=seed)
         state = _State(weights, list(parameters.values()), self.rate, seed=seed)
         stored = store.load() if store else None

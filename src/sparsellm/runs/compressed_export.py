@@ -20,13 +20,14 @@ from sparsellm.checkpoints.packed_files import FileWriter
 from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, read_stored, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
+from sparsellm.methods.rounding import Scales
 from sparsellm.runs.conversion import Observe, converted, finish, write_json
 from sparsellm.runs.export import check_output
 from sparsellm.runs.packed_documents import Source, copy_files, report_of
-from sparsellm.runs.quantization_file import SCALES_FILE, Scales, read_scales
+from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
 from sparsellm.runs.records import CARD
 from sparsellm.runtime.memory import human_bytes
-from sparsellm.solvers.quantization import Quantized, expand_groups, integer_range, round_to_nearest, to_integers
+from sparsellm.solvers.quantization import Quantized, expand_groups, round_to_nearest
 
 Values = Literal["int4", "int8"]
 
@@ -222,11 +223,10 @@ def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], 
 
 def _exact(model: str, key: str, weight: Tensor, scales: Scales) -> Quantized:
     """The integers of a weight that is scales times integers. Raises BadCheckpoint if it is not."""
-    factors = expand_groups(scales.scales.float(), scales.group_size, weight.shape[1])
-    integers = to_integers(weight.float(), factors, integer_range(scales.bits, 0))
-    if not torch.equal((integers * factors).to(weight.dtype), weight):
+    quantized = scales.quantized(weight)
+    if quantized is None:
         raise BadCheckpoint(f"{model}: {key} is not its scales in {SCALES_FILE} times integers. Prune the model again.")
-    return Quantized(integers.to(torch.int8), scales.scales, scales.bits, scales.group_size)
+    return quantized
 
 
 def _stored(key: str, quantized: Quantized, scheme: Scheme, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from sparsellm.runs.fingerprint import NOT_DECISIVE
 from sparsellm.runs.loading import open_model
 from sparsellm.runs.outputs import Output, read_finished, read_output
 from sparsellm.runs.publication import Paths
+from sparsellm.runs.quantization_file import read_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields
 from sparsellm.runs.recipe_file import validated
@@ -177,7 +178,7 @@ def read_stages(
         The runs; None if neither `start`, `to` nor `stages` is given.
 
     Raises:
-        InvalidSetting: A setting is missing or invalid, or the checkpoint is sparser than `start`.
+        InvalidSetting: A setting is missing or invalid, or the checkpoint is sparser than `start` or quantized.
     """
     if start is None and to is None and stages is None:
         return None
@@ -193,6 +194,11 @@ def read_stages(
         raise InvalidSetting(
             f"{recipe.pruned} is sparser than `from`: its pruned layers have {100 * zeros:.2f} % zeros, got {lowest}. "
             "Pass a higher `from`, or a checkpoint with fewer zeros."
+        )
+    if read_scales(finished.folder):
+        raise InvalidSetting(
+            f"{recipe.pruned} is quantized, and gradual pruning would not hold its integers. "
+            "Pass a checkpoint that was pruned without `values` and `bits`, or recover this one without `from` and `to`."
         )
     path = Path(output).expanduser()
     runs = dict(_runs(recipe, finished, sparsities, path))

@@ -12,7 +12,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors
 from sparsellm.checkpoints.headers import locate_all
@@ -20,6 +19,7 @@ from sparsellm.checkpoints.packed_files import parts_of
 from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of, read_stored
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.methods.rounding import Scales
 from sparsellm.solvers.quantization import check_format
 from sparsellm.sparse.quantized_encoding import decode_scales
 
@@ -28,23 +28,6 @@ SCALES_FILE = "quantization.scales"
 
 _METADATA = "sparsellm"
 _SUFFIX = "_scale"
-
-
-@dataclass(frozen=True)
-class Scales:
-    """How a weight is quantized: each number is a scale times an integer.
-
-    Attributes:
-        scales: (out, groups) bfloat16.
-        bits: Bits of an integer.
-        group_size: Columns that share a scale; 0 for whole rows.
-        transposed: Whether the weight is stored as (in, out), as in GPT-2.
-    """
-
-    scales: Tensor
-    bits: int
-    group_size: int
-    transposed: bool = False
 
 
 @dataclass(frozen=True)

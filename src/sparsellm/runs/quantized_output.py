@@ -1,8 +1,8 @@
-"""The side file of an output whose layers were rounded: the scales of its layers, by the names of the stored weights."""
+"""The side file of an output whose layers are rounded, written and read: the scales by stored weight and by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorLocation
-from sparsellm.methods.rounding import IntegerValues
+from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.blocks import Block
-from sparsellm.runs.quantization_file import Scales, write_scales
+from sparsellm.runs.quantization_file import read_scales, write_scales
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,17 +47,58 @@ def save_scales(
     return left_out
 
 
+def layer_scales(folder: Path, model: PreTrainedModel, pruned: Collection[str]) -> tuple[dict[str, Scales], list[str]]:
+    """Read the side file of a checkpoint.
+
+    Args:
+        folder: The folder of the checkpoint.
+        model: A skeleton that gives the names of its parameters.
+        pruned: Full names of the pruned layers.
+
+    Returns:
+        By full name of a pruned layer, its scales, (out, groups); and the names of the stored tensors whose scales belong to
+        no pruned layer, or to a part of a parameter.
+
+    Raises:
+        BadCheckpoint: The file is damaged.
+    """
+    stored = read_scales(folder)
+    if not stored:
+        return {}, []
+    tensors, found = Tensors(folder, model), dict[str, Scales]()
+    for parameter, layers in layers_by_parameter(model, pruned).items():
+        location = tensors.files.get(parameter)
+        names = [block.full_name(name) for block, name in layers]
+        if not isinstance(location, TensorLocation) or location.key not in stored or not set(names) <= set(pruned):
+            continue
+        scales = stored.pop(location.key)
+        for block, name in layers:
+            places = _places(block, name, tensors[parameter].shape, transposed=scales.transposed)
+            found[block.full_name(name)] = Scales(scales.scales[places], scales.bits, scales.group_size)
+    return found, sorted(stored)
+
+
 def _of_parameter(
     layers: Sequence[tuple[Block, str]], shape: Sequence[int], scales: Mapping[str, Tensor], values: IntegerValues
 ) -> Scales:
     """The scales of a parameter that consists of these layers, each row's at the place that the row has in the parameter."""
     views = [block.views.get(name) for block, name in layers]
     transposed = any(view is not None and view.transposed for view in views)
-    rows = shape[-1] if transposed else torch.Size(shape[:-1]).numel()
-    numbers = torch.arange(rows) if transposed else torch.arange(rows).view(*shape[:-1], 1)
+    rows = _rows(shape, transposed=transposed)
     groups = {scales[block.full_name(name)].shape[1] for block, name in layers}
     joined = torch.zeros(rows, max(groups), dtype=torch.bfloat16)
     for block, name in layers:
-        places = block.linear_view(name, numbers.expand(*shape))[:, 0]
-        joined[places] = scales[block.full_name(name)].cpu()
+        joined[_places(block, name, shape, transposed=transposed)] = scales[block.full_name(name)].cpu()
     return Scales(joined, values.bits, values.group_size, transposed)
+
+
+def _rows(shape: Sequence[int], *, transposed: bool) -> int:
+    """Number of rows of a parameter as a matrix, (rows, in)."""
+    return shape[-1] if transposed else torch.Size(shape[:-1]).numel()
+
+
+def _places(block: Block, name: str, shape: Sequence[int], *, transposed: bool) -> Tensor:
+    """The numbers of a layer's rows among those of the parameter that holds it."""
+    numbers = torch.arange(_rows(shape, transposed=transposed))
+    numbers = numbers if transposed else numbers.view(*shape[:-1], 1)
+    return block.linear_view(name, numbers.expand(*shape))[:, 0]

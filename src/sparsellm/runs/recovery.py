@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
@@ -15,6 +17,7 @@ from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkp
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
+from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.pruning.selection import layer_names, matching, unmatched
@@ -23,11 +26,15 @@ from sparsellm.recovery.distillation import RATES
 from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
 from sparsellm.recovery.trained_weights import Train, trained_names
 from sparsellm.runs.outputs import read_finished
+from sparsellm.runs.quantized_output import layer_scales
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.verification import verify
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.statistics import InputRMS, TokenCount
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 RATE = 3e-4
 """Initial learning rate for one block; small, since the pruned weights are near the block's optimum."""
@@ -49,6 +56,7 @@ class BlockRecovery:
         layers: Results of pruning each layer, by block name.
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
+        scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
         bf16: Whether to compute products in bfloat16.
         store: Makes the store of the training of a block, by the block's name.
     """
@@ -58,6 +66,7 @@ class BlockRecovery:
     layers: Mapping[str, Sequence[LayerResult]] = field(repr=False)
     train: Train = "full"
     targets: frozenset[str] | None = None
+    scales: Mapping[str, Scales] = field(default_factory=dict, repr=False)
     bf16: bool = False
     store: Callable[[str], TrainingStore] | None = field(default=None, repr=False)
 
@@ -80,17 +89,28 @@ class BlockRecovery:
         with torch.no_grad():
             for name, parameter in block.module.named_parameters():
                 parameter.copy_(self.read(block.full_name(name)))
+        found = {name: self.scales[name] for name in map(block.full_name, block.layers) if name in self.scales}
+        scales = {name: replace(x, scales=x.scales.clone()) for name, x in found.items()}
         if self.training.steps and not block.is_head:
             keep = {name: block.layer(name).weight != 0 for name in planned_layers(block, plan)}
-            names = trained_names(block, list(keep), self.train, self.targets)
+            trained = trained_names(block, list(keep), self.train, self.targets)
             metric = inputs.output_fisher(block)
             store = self.store(block.name) if self.store else None
-            adam = self.training
-            yield refine_block(block, inputs, keep, names=names, metric=metric, adam=adam, bf16=self.bf16, store=store)
+            train = partial(refine_block, adam=self.training, scales=scales, bf16=self.bf16, store=store)
+            yield train(block, inputs, keep, names=trained, metric=metric)
             block.round_to_storage_dtype()
-        weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
+        names = {block.full_name(name): name for name in block.layers}
+        block.scales.update({names[full_name]: x.scales for full_name, x in scales.items()})
         for layer in self.layers[block.name]:
-            yield replace(layer, zeros=count_zeros(weights[layer.name]))
+            yield _with_format(layer, block.layer(names[layer.name]).weight, scales.get(layer.name))
+
+
+def _with_format(layer: LayerResult, weight: Tensor, scales: Scales | None) -> LayerResult:
+    """A layer's result with the zeros that its weight has now, and the integers that its scales belong to."""
+    if scales is None:
+        return replace(layer, zeros=count_zeros(weight), bits=None, group_size=None, bits_per_weight=None)
+    values = IntegerValues(scales.bits, scales.group_size)
+    return replace(layer, zeros=count_zeros(weight), **vars(values), bits_per_weight=values.bits_per_weight(weight))
 
 
 def read_recovery(settings: Mapping[str, Any]) -> RecoveryRecipe:
@@ -140,6 +160,7 @@ def recovery_plan(
         verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
     plan = {layer.name: layer.pattern for block in blocks for layer in block.layers}
+    scales = _trainable_scales(recipe, output.folder, pruned.skeleton(), plan)
     rank = recipe.lora_rank if recipe.train == "lora" else None
     steps = recipe.resolved_steps if recipe.scope == "block" else 0
     method = BlockRecovery(
@@ -148,10 +169,27 @@ def recovery_plan(
         {block.name: block.layers for block in blocks},
         train=recipe.train,
         targets=lora_targets(recipe, blocks_of(source.skeleton()), plan),
+        scales=scales,
         bf16=recipe.bf16,
     )
     kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
     return method, plan, kept
+
+
+def _trainable_scales(recipe: RecoveryRecipe, folder: Path, skeleton: PreTrainedModel, plan: Plan) -> dict[str, Scales]:
+    """The scales of the pruned checkpoint by layer; raise InvalidSetting if it has some that cannot be trained."""
+    scales, others = layer_scales(folder, skeleton, plan)
+    if others:
+        raise InvalidSetting(
+            f"{recipe.pruned} has integers in {others[0]}, which is stored in pieces or was not pruned, and training would "
+            "not hold them. Recover the model first, and round it with `values` when you pack it."
+        )
+    if scales and recipe.train == "lora":
+        raise InvalidSetting(
+            f"`train` lora would change the integers of {recipe.pruned}, which is quantized. "
+            "Pass `train='full'`, which trains its scales, norms and biases, or `train='norms'`."
+        )
+    return scales
 
 
 def lora_targets(recipe: RecoveryRecipe, blocks: Sequence[Block], plan: Plan) -> frozenset[str] | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.methods import BlockResult
+from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -109,7 +110,7 @@ def prune_model(
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
             store = JournalStore(journal).begin("whole model") if journal else None
-            settings = _training_settings(recipe, loaded, ready)
+            settings = _training_settings(recipe, loaded, ready, report)
             report.recovered, changed = distill(
                 loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training)
             )
@@ -119,13 +120,27 @@ def prune_model(
             add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
 
 
-def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared) -> dict[str, Any]:
-    """The arguments of `distill` that the recipe sets."""
+def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, report: Report) -> dict[str, Any]:
+    """The arguments of `distill` that the recipe and the results so far set."""
     if not isinstance(recipe, RecoveryRecipe):
         return {"adam": model_training(loaded.model, recipe.model_steps)}
-    adam = model_training(loaded.model, recipe.model_steps, train=recipe.train, rank=recipe.lora_rank, patience=recipe.patience)
     targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
-    return {"adam": adam, "train": recipe.train, "targets": targets, "loss": recipe.resolved_loss, "bf16": recipe.bf16}
+    scales = {
+        layer.name: Scales(block.scales[layer.name], layer.bits or 0, layer.group_size or 0)
+        for block in report.blocks
+        for layer in block.layers
+        if layer.name in block.scales
+    }
+    adam = model_training(
+        loaded.model,
+        recipe.model_steps,
+        train=recipe.train,
+        rank=recipe.lora_rank,
+        patience=recipe.patience,
+        scales=bool(scales),
+    )
+    settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
+    return {**settings, "loss": recipe.resolved_loss, "bf16": recipe.bf16}
 
 
 class JournalStore:

@@ -6,7 +6,8 @@ import torch
 from safetensors.torch import save_file
 
 from sparsellm.errors import BadCheckpoint
-from sparsellm.runs.quantization_file import SCALES_FILE, Scales, read_scales, write_scales
+from sparsellm.methods.rounding import Scales
+from sparsellm.runs.quantization_file import SCALES_FILE, read_scales, write_scales
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

@@ -1,0 +1,141 @@
+"""Training of the scales of weights that are rounded to integers; the integers are held."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from sparsellm.errors import BadCheckpoint, NonFinite
+from sparsellm.methods.rounding import Scales
+from sparsellm.models.blocks import Block
+from sparsellm.recovery.trained_weights import MaskedParameters
+from sparsellm.solvers.quantization import Quantized
+
+LEAST = 1 / 16
+"""Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""
+
+
+@dataclass(frozen=True)
+class RoundedLayer:
+    """A layer whose weight is scales times integers.
+
+    Attributes:
+        block: Its block.
+        name: Its name within the block.
+        quantized: Its integers and scales; training sets the scales.
+    """
+
+    block: Block
+    name: str
+    quantized: Quantized
+
+    @property
+    def full_name(self) -> str:
+        """Its path in the model."""
+        return self.block.full_name(self.name)
+
+    @property
+    def parameter(self) -> str:
+        """Full name of the parameter that holds its weight."""
+        return self.block.full_name(self.block.parameter(self.name))
+
+
+def rounded_layers(block: Block, scales: Mapping[str, Scales], trained: Collection[str]) -> Iterator[RoundedLayer]:
+    """Yield the layers of a block that have scales.
+
+    Args:
+        scales: By full name of a layer, its scales.
+        trained: Full names of the trained parameters; layers in other ones are left out.
+
+    Raises:
+        BadCheckpoint: A weight is not its scales times integers.
+    """
+    for name, layer in block.layers.items():
+        full_name = block.full_name(name)
+        if full_name not in scales or block.full_name(block.parameter(name)) not in trained:
+            continue
+        weight = layer.weight.detach().to(block.dtypes[block.parameter(name)])
+        found = scales[full_name]
+        quantized = Scales(found.scales.to(weight.device, copy=True), found.bits, found.group_size).quantized(weight)
+        if quantized is None:
+            raise BadCheckpoint(f"{full_name} is not its scales times integers. Get a sound copy of the checkpoint.")
+        yield RoundedLayer(block, name, quantized)
+
+
+class TrainedScales:
+    r"""$W = q \odot s$ with fixed integers q. The scale of each group of columns is $s = t s_0$; t, at first 1, is trained.
+
+    Adam changes all trained numbers by about the same amount in a step, so that scales change by equal fractions. Each step
+    rounds s to bfloat16 and W to its storage dtype, so that losses are those of what is written; gradients pass as if nothing
+    was rounded (Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013).
+
+    Args:
+        parameters: By full name, all parameters that gradient steps change; those without a layer in `layers` are trained.
+        keep: Masks of these, by name.
+        layers: The rounded layers, which make up their parameters.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], keep: Mapping[str, Tensor], layers: Sequence[RoundedLayer]
+    ) -> None:
+        self._layers: dict[str, list[RoundedLayer]] = {}
+        for layer in layers:
+            self._layers.setdefault(layer.parameter, []).append(layer)
+        plain = {name: parameter for name, parameter in parameters.items() if name not in self._layers}
+        self._plain = MaskedParameters(plain, {name: mask for name, mask in keep.items() if name in plain})
+        self._initial = {layer.full_name: layer.quantized.scales.float() for layer in layers}
+        self._names = list(parameters)
+        self.trained: dict[str, nn.Parameter] = {}
+        for name in self._names:
+            if name in plain:
+                self.trained[name] = plain[name]
+            for layer in self._layers.get(name, ()):
+                self.trained[f"{layer.full_name}.scales"] = nn.Parameter(torch.ones_like(self._initial[layer.full_name]))
+
+    @torch.no_grad()
+    def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        r"""Of $G = \partial_W L$: $\partial_t L = s_0 \sum q \odot G$ over the columns of a group."""
+        result: list[Tensor | None] = []
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if name not in self._layers:
+                result.append(gradient)
+            for layer in self._layers.get(name, ()):
+                result.append(None if gradient is None else self._gradient(layer, gradient))
+        return result
+
+    def _gradient(self, layer: RoundedLayer, gradient: Tensor) -> Tensor:
+        """The gradient for t of a layer, (out, groups), from that for the parameter that holds it."""
+        products = layer.block.linear_view(layer.name, gradient) * layer.quantized.integers
+        columns = products.shape[1]
+        size = min(layer.quantized.group_size or columns, columns)
+        sums: Tensor = pad(products, (0, -columns % size)).unflatten(1, (-1, size)).sum(2)
+        return sums * self._initial[layer.full_name]
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write the scaled integers into the parameters, and set the scales of the layers."""
+        self._plain.apply()
+        for layer in (layer for layers in self._layers.values() for layer in layers):
+            factors = self.trained[f"{layer.full_name}.scales"].clamp_(min=LEAST)
+            layer.quantized.scales.copy_(factors * self._initial[layer.full_name])
+            layer.block.assign(layer.name, layer.block.rounded_to_storage(layer.name, layer.quantized.to_dense()))
+
+
+def store_scales(scales: Mapping[str, Scales], layers: Sequence[RoundedLayer]) -> None:
+    """Copy the trained scales of layers into those by full name.
+
+    Raises:
+        NonFinite: The storage dtype cannot hold the scaled integers of a layer so that they can be read again.
+    """
+    for layer in layers:
+        stored = scales[layer.full_name]
+        stored.scales.copy_(layer.quantized.scales)
+        dtype = layer.block.dtypes[layer.block.parameter(layer.name)]
+        weight = layer.block.layer(layer.name).weight.detach().to(dtype)
+        read = Scales(layer.quantized.scales, stored.bits, stored.group_size).quantized(weight)
+        if read is None or not torch.equal(read.integers, layer.quantized.integers):
+            raise NonFinite(f"The scales of {layer.full_name} became too small for {dtype}. Prune the model in bfloat16.")
