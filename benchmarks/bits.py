@@ -49,7 +49,7 @@ SEEDS = (0, 1, 2)
 SPARSITIES = (70, 80, 50, 90, 60, 40)
 """Fractions removed in percent, those that the goals are about first."""
 
-RECOVERED = (60, 70)
+RECOVERED = (70, 60)
 
 IN_ONE_RUN = {4: (70, 80, 60, 50), 3: (60, 70, 50)}
 """Sparsities for `prune --values`, by bits."""
@@ -185,12 +185,14 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
             round_layers(model, bits)
         return model, stored
 
-    def in_one_run(size: dict[str, Any]) -> tuple[Any, float]:
+    def in_one_run(size: dict[str, Any], recovered: bool = False) -> tuple[Any, float]:
         settings = task.settings(seed) | {"model": task.model} | size
         with tempfile.TemporaryDirectory() as folder:
-            run(read_recipe(settings)).save_pretrained(f"{folder}/out")
-            stored = sparsellm.pack(f"{folder}/out", f"{folder}/packed").bits
-            return open_checkpoint(f"{folder}/out").load("float32"), stored
+            output = run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
+            if recovered:
+                output = sparsellm.recover(output, task.model, **task.settings(seed)).save_pretrained(f"{folder}/recovered")
+            stored = sparsellm.pack(output, f"{folder}/packed").bits
+            return open_checkpoint(str(output)).load("float32"), stored
 
     families = [("sparse", task.pruned, SPARSITIES), ("recovered", task.recovered, RECOVERED)]
     for family, folder, sparsities in families:
@@ -205,6 +207,8 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
         for sparsity in sparsities:
             size = {"sparsity": f"{sparsity}%", "values": f"int{bits}"}
             yield f"sparse int{bits}, one run, {sparsity} %", lambda size=size: in_one_run(size)
+            if sparsity == sparsities[0]:
+                yield f"recovered int{bits}, one run, {sparsity} %", lambda size=size: in_one_run(size, recovered=True)
     for budget in BUDGETS:
         yield f"sparse mixed, one run, {budget} bits", lambda b=budget: in_one_run({"bits": b})
 
