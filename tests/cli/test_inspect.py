@@ -60,3 +60,44 @@ def test_a_missing_layer_fails(reported: bool, tiny: dict[str, Path], tmp_path: 
     found = json.loads(command("inspect", out, "--expect", "2:4", "--json").stdout)
     assert found["missing"] == [name]
     assert found["as_expected"] is False
+
+
+@pytest.mark.parametrize(
+    ("how", "integers"),
+    [
+        (("--sparsity", "2:4", "--values", "int4", "--method", "magnitude", "--group-size", "64"), {(4, 64)}),
+        (("--sparsity", "60%", "--values", "int8", "--method", "magnitude", "--exclude", "q_proj"), {(8, 0)}),
+        (("--bits", "3.0", "--method", "sparsegpt", "--samples", "8", "--sequence-length", "32"), None),
+    ],
+    ids=["int4", "int8", "bits"],
+)
+def test_integers_are_shown(
+    how: tuple[str, ...], integers: set | None, tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """Of a rounded folder and of its packed form, with the stored bits a weight of the report, which are those of the file."""
+    out, packed = tmp_path / "out", tmp_path / "packed"
+    text = ("--calibration", text_file) if "--samples" in how else ()
+    ran = command("prune", tiny["llama"], out, *how, *text)
+    assert ran.exit_code == 0, ran.stderr
+    assert command("pack", out, packed).exit_code == 0
+    report = json.loads((out / "sparsellm.json").read_text())
+    wanted = {layer["name"]: layer for block in report["blocks"] for layer in block["layers"]}
+    for folder in (out, packed):
+        found = json.loads(command("inspect", folder, "--json").stdout)
+        rounded = {layer["name"]: layer for layer in found["layers"] if layer["bits"] is not None}
+        assert rounded.keys() == wanted.keys()
+        for name, layer in rounded.items():
+            for key in ("bits", "group_size", "bits_per_weight"):
+                assert layer[key] == wanted[name][key], name
+        assert integers is None or {(x["bits"], x["group_size"]) for x in rounded.values()} == integers
+        assert found["bits_per_weight"] == pytest.approx(report["totals"]["bits_of_pruned_layers"])
+        shown = command("inspect", folder).stdout
+        assert f"layers with integers take {found['bits_per_weight']:.3f} bits a weight." in shown
+        lines = [line.split() for line in shown.splitlines() if "_proj" in line]
+        assert sum(f"int{x['bits']}" in line for x in rounded.values() for line in lines if x["name"] in line) == len(rounded)
+        assert sum("-" in line for line in lines) == len(found["layers"]) - len(rounded)
+
+
+def test_models_without_integers_have_no_such_columns(shared: Path, command: Command) -> None:
+    assert "integers" not in command("inspect", shared).stdout
+    assert json.loads(command("inspect", shared, "--json").stdout)["bits_per_weight"] is None

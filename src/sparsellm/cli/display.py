@@ -13,7 +13,7 @@ from sparsellm.evaluation.measurements import Accuracy, is_fraction
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
-from sparsellm.runs.inspection import Inspection
+from sparsellm.runs.inspection import Inspection, LayerZeros
 from sparsellm.runs.layer_costs import worst_layers_table
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.records import SavedReport
@@ -111,11 +111,15 @@ def print_search(console: Console, points: Sequence[Point]) -> None:
 def print_inspection(console: Console, inspection: Inspection) -> None:
     """Print the zeros of each layer and of the checkpoint, and its differences from another checkpoint."""
     marks, expected = {True: "yes", False: "NO", None: "-"}, inspection.expected
-    rows = []
+    rows, rounded = [], inspection.bits_per_weight is not None
     for x in inspection.layers:
         row = [x.name, f"{x.shape[0]} x {x.shape[1]}", f"{100 * x.sparsity:.2f} %"]
+        row += _integers(x) if rounded else []
         rows.append([*row, str(x.pattern or "-"), marks[x.holds]] if expected else row)
-    show(console, table(["layer", "shape", "zeros", *(["expected", "holds"] if expected else [])], rows))
+    columns = [*(["integers", "group", "bits"] if rounded else []), *(["expected", "holds"] if expected else [])]
+    show(console, table(["layer", "shape", "zeros", *columns], rows))
+    if rounded:
+        print_line(console, f"Packed, layers with integers take {inspection.bits_per_weight:.3f} bits a weight.")
     if checked := sum(x.holds is not None for x in inspection.layers):
         total = f"{checked}, with {100 * inspection.total:.2f} % zeros together"
         print_line(console, f"Layers that should be pruned: {total}; {expected} holds: {marks[inspection.as_expected]}.")
@@ -130,6 +134,14 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
         for label, names in (("this model", inspection.only_here), (against, inspection.only_there)):
             if names:
                 print_line(console, f"Only in {label}: {', '.join(names)}.")
+
+
+def _integers(layer: LayerZeros) -> list[str]:
+    """The cells of a layer's integers, of the columns that share a scale, and of the stored bits a weight."""
+    if layer.bits is None:
+        return ["-", "-", "-"]
+    group = f"{layer.group_size} columns" if layer.group_size else "row"
+    return [f"int{layer.bits}", group, f"{layer.bits_per_weight:.3f}"]
 
 
 def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None:

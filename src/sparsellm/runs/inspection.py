@@ -14,8 +14,10 @@ from sparsellm.checkpoints.comparison import Comparison, Tensors, compare, layer
 from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import StoredPattern
+from sparsellm.methods.rounding import IntegerValues
 from sparsellm.models.blocks import Block
 from sparsellm.runs.loading import open_source
+from sparsellm.runs.quantization_file import quantized_tensors
 from sparsellm.runs.records import REPORT, load_report
 from sparsellm.solvers.linalg import count_zeros
 from sparsellm.solvers.patterns import Pattern, Unstructured, parse_pattern
@@ -32,6 +34,9 @@ class LayerZeros:
         shape: (out, in).
         pattern: Expected pattern; None if none is expected.
         holds: Whether the layer has that pattern; None if none is expected.
+        bits: Bits of the integers that the weights are multiples of; None if they are not.
+        group_size: Columns that share a scale, 0 for whole rows; None without integers.
+        bits_per_weight: Bits that a weight takes in the plain packed form, mask and scales included; None without integers.
     """
 
     name: str
@@ -39,6 +44,9 @@ class LayerZeros:
     zeros: int
     pattern: StoredPattern | None
     holds: bool | None
+    bits: int | None = None
+    group_size: int | None = None
+    bits_per_weight: float | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -81,6 +89,13 @@ class Inspection(Summarized, Comparison):
         checked = [layer.holds for layer in self.layers if layer.holds is not None]
         return self.expected is None or (bool(checked) and all(checked) and not self.missing and self.total_holds)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def bits_per_weight(self) -> float | None:
+        """The stored bits a weight of the layers with integers together; None without any."""
+        layers = [(x.bits_per_weight, x.shape[0] * x.shape[1]) for x in self.layers if x.bits_per_weight is not None]
+        return sum(bits * size for bits, size in layers) / sum(size for _, size in layers) if layers else None
+
     def failures(self) -> str:
         """What differs from the expected pattern, in a few words; empty if nothing does."""
         failed = [layer.name for layer in self.layers if layer.holds is False]
@@ -98,6 +113,8 @@ class Inspection(Summarized, Comparison):
         weights, zeros = sum(x.shape[0] * x.shape[1] for x in self.layers), sum(x.zeros for x in self.layers)
         percent = 100 * zeros / max(weights, 1)
         model = f"{PurePath(self.model).name}: {percent:.2f} % zeros in {plural(len(self.layers), 'layer')}"
+        if self.bits_per_weight is not None:
+            model += f", {self.bits_per_weight:.3f} bits a weight of layers with integers"
         differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {self.alike} are equal"
         if only := len(self.only_here) + len(self.only_there):
             differences += f", {only} are only in one of the two"
@@ -122,6 +139,8 @@ def inspect(
     architecture: str | Path | None = None,
 ) -> Inspection:
     """Count the zeros of a model tensor by tensor, check a pattern, and compare with another model.
+
+    Layers that `values` or `bits` rounded, packed or not, are shown with their integers and stored bits.
 
     Args:
         model: A folder, a hub name, "demo:opt" or "demo:llama"; or a model in memory.
@@ -150,6 +169,7 @@ def inspect(
     names = all_layers if planned is None else list(planned)
     required = {} if pattern is None else planned if allocated and planned else dict.fromkeys(names, pattern)
     layers: list[LayerZeros] = []
+    values = quantized_tensors(tensors)
     parameters = zeros = 0
     counted: set[str] = set()
     for key, tensor in tensors:
@@ -158,7 +178,8 @@ def inspect(
         counted.add(tensors.one_name(key))
         parameters += tensor.numel()
         zeros += count_zeros(tensor)
-        layers += [_layer_zeros(block, name, tensor, required=required) for block, name in layers_of.get(key, ())]
+        for block, name in layers_of.get(key, ()):
+            layers.append(_layer_zeros(block, name, tensor, required=required, values=values.get(key)))
     checked = [layer for layer in layers if layer.holds is not None]
     weights, removed = sum(x.shape[0] * x.shape[1] for x in checked), sum(x.zeros for x in checked)
     changes, other = Comparison(), None
@@ -189,11 +210,15 @@ def _packed_sizes(folder: Path | None) -> str:
     return packing.describe() if packing else ""
 
 
-def _layer_zeros(block: Block, name: str, parameter: Tensor, *, required: Mapping[str, Pattern]) -> LayerZeros:
-    """Count the zeros of a layer, and check the pattern that is required of it, if any."""
+def _layer_zeros(
+    block: Block, name: str, parameter: Tensor, *, required: Mapping[str, Pattern], values: IntegerValues | None
+) -> LayerZeros:
+    """Count the zeros of a layer and the bits of its integers, if any, and check the pattern that is required of it, if any."""
     weight, pattern = block.linear_view(name, parameter), required.get(block.full_name(name))
     holds = None if pattern is None else pattern.holds(weight)
-    return LayerZeros(block.full_name(name), (weight.shape[0], weight.shape[1]), count_zeros(weight), pattern, holds)
+    integers = {} if values is None else {**vars(values), "bits_per_weight": values.bits_per_weight(weight)}
+    shape = weight.shape[0], weight.shape[1]
+    return LayerZeros(block.full_name(name), shape, count_zeros(weight), pattern, holds, **integers)
 
 
 def planned_patterns(folder: Path | None) -> dict[str, Pattern] | None:

@@ -19,7 +19,7 @@ from sparsellm.checkpoints.packed_files import parts_of
 from sparsellm.checkpoints.tensor_index import TensorLocation, locations_of, read_stored
 from sparsellm.data.json_files import durable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.methods.rounding import Scales
+from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.solvers.quantization import check_format
 from sparsellm.sparse.quantized_encoding import decode_scales
 
@@ -106,19 +106,23 @@ def stored_scales(files: Iterable[Path]) -> dict[str, Scales]:
     return found
 
 
-def quantized_tensors(tensors: Tensors) -> set[str]:
-    """Return the names in the model of the tensors that a packed file or a side file says are quantized."""
-    listed: dict[Path, set[str]] = {}
-    names = set()
+def quantized_tensors(tensors: Tensors) -> dict[str, IntegerValues]:
+    """Return what a packed file or a side file says that tensors are quantized to, by their names in the model.
+
+    A tensor that is stored in pieces has the format of the first one that is quantized.
+    """
+    listed: dict[Path, dict[str, IntegerValues]] = {}
+    found: dict[str, IntegerValues] = {}
     for name, stored in tensors.files.items():
         for location in locations_of(stored):
             if location.file not in listed:
                 entries = locate_all(location.file)[1] if location.file.suffix == ".safetensors" else {}
-                quantized = {key for key, entry in entries.items() if entry.bits is not None}
-                listed[location.file] = quantized | read_scales(location.file.parent).keys()
+                scales = read_scales(location.file.parent)
+                packed = {key: IntegerValues(x.bits, x.group_size) for key, x in entries.items() if x.bits is not None}
+                listed[location.file] = packed | {key: IntegerValues(x.bits, x.group_size) for key, x in scales.items()}
             if location.key in listed[location.file]:
-                names.add(name)
-    return names
+                found.setdefault(name, listed[location.file][location.key])
+    return found
 
 
 def stamp(folder: Path) -> list[int] | None:

@@ -220,7 +220,7 @@ def _layer_differences(
     """Differences between pruned layers and their report, and between other tensors and the dense model's, if given."""
     differences: list[str] = []
     rounded = quantized_tensors(tensors)
-    skipped, missing = changed | rounded, dict(layers)
+    skipped, missing = changed | rounded.keys(), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
         pruned = [full_name for block, name in pairs if (full_name := block.full_name(name)) in layers]
         if not pruned:
