@@ -19,6 +19,7 @@ import sparsellm
 from sparsellm.activations.sensitivity import output_sensitivities
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.methods import LAYER_RESULT
+from sparsellm.methods.rounding import Scales
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.block_training import split_batches
 from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
@@ -49,6 +50,7 @@ CASES = {
     "llama written": ("llama", {"method": "sparsellm", "solver": "sparsegpt", "written": 8}),
     "llama recovered by block": ("llama", {"method": "sparsegpt"}),
     "llama recovered as a whole": ("llama", {"method": "sparsegpt"}),
+    "llama rounded, recovered as a whole": ("llama", {"method": "magnitude", "values": "int4"}),
     "llama recovered as a whole by lora": ("llama", {"method": "sparsegpt"}),
 }
 """By name: the model, and what of a recipe is not the usual."""
@@ -90,7 +92,10 @@ def recovered(name: str, result: Result, whole: bool, lora: bool = False) -> Pre
     # One by one, so that each product has the same shape in every process.
     groups, back = group_batches(windows(16, 1), more, 2, 1)
     adam, train = MaskedAdam(8, 1e-3, rank=4 if lora else None), "lora" if lora else "full"
-    distill(result.model, groups, last_states(dense, groups), plan=plan, adam=adam, train=train, held_out=back)
+    rounded = [(block.scales[x.name], x) for block in result.report.blocks for x in block.layers if x.name in block.scales]
+    scales = {x.name: Scales(found, x.bits or 0, x.group_size or 0) for found, x in rounded}
+    states = last_states(dense, groups)
+    distill(result.model, groups, states, plan=plan, adam=adam, train=train, scales=scales, held_out=back)
     return result.model
 
 
