@@ -23,6 +23,7 @@ import planning
 import popular_models
 import processes
 import quality
+import recover_memory
 import results
 import rounding
 import search
@@ -48,6 +49,7 @@ PAGES = (
     "docs/search.md",
     "docs/deploying.md",
     "docs/fine-tuning.md",
+    "docs/recover.md",
     "docs/few-bits.md",
     "dev/RESULTS.md",
 )
@@ -90,6 +92,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,
+    "recover memory": recover_memory.table,
     "time left": time_left.table,
     "popular models": popular_models.table,
     "rounding": rounding.table,

@@ -1,4 +1,4 @@
-"""Recovery of one block after the other: a block's training is durable."""
+"""Recovery of one block after the other: a block's training is durable, and memory is that of one block."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sparsellm import prune
 from sparsellm.recovery import masked_training
+from sparsellm.runs.events import RECOVERING, Stage
 from sparsellm.runs.records import WORK
+from sparsellm.runs.recovery import read_recovery
+from sparsellm.runs.run import run
+from sparsellm.runs.workspace import work_directory
 from tests import processes
 from tests.cli.test_bad_input import refused
-from tests.conftest import report_of
+from tests.conftest import byte_tokenizer, report_of
+from tests.meter import Meter
 
 if TYPE_CHECKING:
     from typer.testing import Result
 
 Command = Callable[..., "Result"]
 STEPS = 200
+SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -109,3 +116,42 @@ def test_an_interrupted_first_block_is_kept(
     assert command(name, pruned, out, *rest, "--resume").exit_code == 0
     assert len(taken) < len(report_of(out)["blocks"]) * STEPS
     assert same_result(out, whole)
+
+
+def stage_peaks(depth: int, folder: Path, text: Path) -> tuple[dict[str, int], int]:
+    """The most bytes of tensors in each stage of a recovery within 2.6 MB, and the bytes that one block and its streams take.
+
+    The formula: seven copies of what is trained, the dense block, the two streams, and F with its root. The activations of a
+    batch are left out.
+    """
+    config = LlamaConfig(**SIZES, num_hidden_layers=depth, max_position_embeddings=64)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    pruned = prune(folder / "model", "magnitude", "50%").save_pretrained(folder / "pruned")
+    settings = {"scope": "block", "calibration": str(text), "samples": 16, "sequence_length": 32, "steps": 10, "batch_size": 4}
+    more = {"offload": True, "max_memory": "2.6MB"}
+    recipe = read_recovery({"model": str(folder / "model"), "pruned": str(pruned), **settings, **more})
+    peaks: dict[str, int] = {}
+    stages = ["reading"]
+
+    def observe(event: object) -> None:
+        if isinstance(event, Stage):
+            peaks[stages[-1]] = meter.peak["cpu"]
+            stages.append(event.name)
+            meter.restart()
+
+    with Meter() as meter, work_directory(folder / "out") as work:
+        model = run(recipe, observe, work=work).model
+    peaks[stages[-1]] = meter.peak["cpu"]
+    block = 4 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    width = config.hidden_size
+    return peaks, 8 * block + 2 * 4 * 16 * 32 * width + 2 * 4 * width**2
+
+
+def test_one_block_and_its_streams_are_held(text_file: Path, tmp_path: Path) -> None:
+    """The peak does not grow with the number of blocks: it is that of one block, its training, the streams and one batch."""
+    (few, expected), (many, _) = (stage_peaks(depth, tmp_path / str(depth), text_file) for depth in (2, 6))
+    assert few[RECOVERING] == pytest.approx(expected, rel=0.2)
+    assert many[RECOVERING] == pytest.approx(few[RECOVERING], rel=0.01)
+    assert max(many.values()) == many[RECOVERING]
