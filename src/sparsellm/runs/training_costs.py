@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sparsellm.methods import planned_layers
+from sparsellm.models.blocks import Block
 from sparsellm.recovery.block_training import windows_a_step
-from sparsellm.recovery.distillation import AT_A_TIME, count_held_out
+from sparsellm.recovery.distillation import AT_A_TIME, Loss, count_held_out
 from sparsellm.recovery.masked_training import VALIDATIONS
 from sparsellm.recovery.memory import trained_bytes, trained_numbers
-from sparsellm.runs.costs import BlockShapes, Cost, work
+from sparsellm.recovery.trained_weights import Train
+from sparsellm.runs.costs import BlockShapes, Cost, Work, work
 from sparsellm.runs.events import GENERATING, PREDICTING, TRAINING
 from sparsellm.runs.loading import Placement
 from sparsellm.runs.preparation import Prepared
@@ -18,8 +20,17 @@ from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training import model_bytes, model_step, model_written, trained_of
 
-ADAM_PASSES = 4
-"""How often a step of Adam reads and writes its float32 numbers: weights, two moments, gradients and their float64 sums."""
+ADAM_BYTES = 84
+"""Bytes that a step reads and writes for each trained number: 12 for its gradient as float32, and 72 by Adam's operations."""
+
+SUM_BYTES = 16, 20
+"""Bytes for each trained number to begin the float64 sum of a step's gradients, and to add those of a further batch."""
+
+MASK_BYTES = 180
+"""Time of filling a number under a mask, in bytes that are read or written; 167 to 195 on weights of 192 to 2,048 columns."""
+
+LORA_BYTES = 24, 16
+"""Bytes for each weight beside the masks: to form W0 + B A and copy it, and to read a batch's gradient for the factors."""
 
 CALL_SECONDS = 1e-3
 """Seconds for calling the modules of a block on a token, beside the operations."""
@@ -28,7 +39,14 @@ CACHE_PASSES, SAMPLING_BYTES = 6, 600
 """How often a generated token reads or writes the keys and values so far; bytes read and written to draw it, for each logit."""
 
 LOGITS_PASSES = 10
-"""How often a float32 logit is read or written for its loss and the gradient by it."""
+"""How often a float32 logit is read or written for its cross entropy and the gradient by it."""
+
+LOGITS: dict[Loss, tuple[tuple[int, int], tuple[int, int]]] = {
+    "kl": ((3, 23), (2, 15)),
+    "text": ((2, LOGITS_PASSES), (1, 6)),
+    "hidden": ((0, 0), (0, 0)),
+}
+"""By the loss: products with the output head, and how often a logit is read or written, in a step and in a validation."""
 
 STORED_COPIES = 4
 """float32 copies of the trained numbers that a durable state has: the present ones, the best ones, and Adam's two moments."""
@@ -43,6 +61,21 @@ def state_bytes(recipe: RunRecipe, ready: Prepared) -> int:
     return 4 * STORED_COPIES * sum(sizes) if recipe.model_steps else 0
 
 
+def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int) -> Work:
+    """What a gradient step takes beside its passes: sums of gradients, Adam, masks, and the products of low-rank factors."""
+    numbers = sum(trained_numbers(block, train, rank) for block in blocks)
+    weights = sum(layer.in_features * layer.out_features for block in blocks for layer in block.layers.values())
+    first, further = SUM_BYTES
+    done = work(passes=numbers * (first + further * (batches - 1) + ADAM_BYTES))
+    if train == "full":
+        return done + work(passes=MASK_BYTES * weights)
+    if train == "norms":
+        return done
+    formed, read = LORA_BYTES
+    once = work(2 * rank * weights, passes=(formed + MASK_BYTES) * weights)  # B A
+    return done + once + batches * work(4 * rank * weights, passes=(read + MASK_BYTES) * weights)  # Bᵀ G and G Aᵀ
+
+
 def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockShapes) -> Cost:
     """What recovering a block takes: its pruned weights are copied, and it is trained if the method has steps."""
     moved, steps = work(passes=8 * shapes.parameters), method.training.steps
@@ -55,7 +88,10 @@ def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockSha
     memory = copies + max(shapes.itemsize * shapes.parameters, 2 * shapes.batch * shapes.forward_bytes)
     per_step = windows_a_step(shapes.tokens // shapes.length, shapes.length) * shapes.length
     validations = (min(VALIDATIONS, steps) + 1) * shapes.forward(method.training.held * shapes.tokens)
-    done = moved + shapes.forward(shapes.tokens) + steps * (3 * shapes.forward(per_step) + ADAM_PASSES * moved) + validations
+    largest = max(pruned, key=lambda block: trained_numbers(block, "full", 0))
+    one = _step_work([largest], method.train, method.training.rank or 0, batches=-(-per_step // shapes.batch))
+    passes = (2 if method.train == "norms" else 3) * shapes.forward(per_step)
+    done = moved + shapes.forward(shapes.tokens) + steps * (passes + one) + validations
     return Cost(memory, [2 * shapes.stream], done)
 
 
@@ -79,7 +115,6 @@ def model_training_costs(
     more, vocabulary, depth = model_written(recipe, samples, length), shapes.vocabulary, shapes.depth
     if more:
         yield GENERATING, generation_cost(ready, placement, more)
-    head = work(2 * vocabulary * shapes.width, passes=LOGITS_PASSES * vocabulary)  # of a token
     whole = 4 * (placement.model // shapes.stored)  # float32
     if not isinstance(recipe, RecoveryRecipe) or recipe.resolved_loss != "text":
         tokens = (samples + more) * length
@@ -88,11 +123,15 @@ def model_training_costs(
     per_step, held_out = model_step(samples, length), count_held_out(ready.windows)
     train, rank = trained_of(recipe)
     blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
+    loss = recipe.resolved_loss if isinstance(recipe, RecoveryRecipe) else "kl"
     batch = min(per_step, recipe.batch_size or samples) * length
     copies = whole - 4 * blocks + model_bytes(recipe, ready.blocks, ready.windows, vocabulary=vocabulary)
     memory = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
     validated = (min(VALIDATIONS, recipe.model_steps) + 1) * held_out * length
-    passed = (4 * recipe.model_steps * per_step) * length + validated  # forward, again forward, and backward
-    numbers = sum(trained_numbers(block, train, rank) for block in ready.blocks)
-    adam = recipe.model_steps * work(passes=ADAM_PASSES * 8 * numbers + 4 * 4 * blocks)
-    yield TRAINING, Cost(memory, [], depth * shapes.forward(passed) + passed * head + adam)
+    stepped = recipe.model_steps * per_step * length
+    logits = work()
+    for tokens, (products, passes) in zip((stepped, validated), LOGITS[loss], strict=True):
+        logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
+    step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch))
+    passed = (3 if train == "norms" else 4) * stepped + validated  # forward, again forward, and backward
+    yield TRAINING, Cost(memory, [], depth * shapes.forward(passed) + logits + recipe.model_steps * step)
