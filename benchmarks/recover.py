@@ -105,7 +105,10 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
 def table() -> list[str]:
     """The shares in Markdown, mean and standard deviation over seeds, with the perplexities of the models."""
     lines: list[str] = []
-    for file in sorted(MEASURED.glob("recover-*.json")):
+    files = sorted(MEASURED.glob("recover-*.json"))
+    measured = {key.split(" | ")[3] for file in files for key in read_figures(file) if key.count(" | ") == 3}
+    columns = [road for road in ROADS if road in measured]
+    for file in files:
         cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for key, figure in read_figures(file).items():
             if key.count(" | ") == 3:
@@ -115,10 +118,10 @@ def table() -> list[str]:
         for (pruner, pattern), roads in cells.items():
             figures = next(iter(roads.values()))
             start = f"{mean(x['dense'] for x in figures):.2f} → {mean(x['pruned'] for x in figures):.2f}"
-            rows.append([pattern, pruner, start, *(_share(roads.get(road, [])) for road in ROADS)])
-        lines += [f"**{file.stem.removeprefix('recover-')}**", ""]
-        lines += [*markdown_table(["pattern", "pruned by", "perplexity", *ROADS], rows, left=(0, 1)), ""]
-    return lines
+            rows.append([pattern, pruner, start, *(_share(roads.get(road, [])) for road in columns)])
+        lines += [f"{file.stem.removeprefix('recover-')}:", ""]
+        lines += [*markdown_table(["pattern", "pruned by", "perplexity", *columns], rows, left=(0, 1)), ""]
+    return lines[:-1]
 
 
 def _share(figures: list[dict[str, Any]]) -> str:

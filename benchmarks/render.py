@@ -23,6 +23,7 @@ import planning
 import popular_models
 import processes
 import quality
+import recover
 import recover_memory
 import results
 import rounding
@@ -89,6 +90,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,
     "wide": speed_tables.wide_table,
+    "recovered": recover.table,
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 Loss = Literal["kl", "hidden", "text"]
 """What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
 
-TRAINING = MaskedAdam(300, 4e-3)
+TRAINING = MaskedAdam(300, 1.6e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.5, "norms": 2.5}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
 
-SCALES_RATE = 0.1
+SCALES_RATE = 0.25
 """Learning rate where scales are trained in place of weights, relative to that of all; chosen on demo:opt at 70 %, int4."""
 
 TRAINING_WIDTH = 256
