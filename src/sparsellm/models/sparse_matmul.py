@@ -28,6 +28,9 @@ With 2,048 tokens, one thread of an AMD EPYC (Zen 4) takes 1.5 times as long by 
 and 4 to 5 times at 90 % (weights of 768 x 768 to 3,072 x 768; dev/LOG.md).
 """
 
+MAX_DENSITY_16_BIT = 0.15
+"""`MAX_DENSITY` in passes with 16-bit products: these are 2 to 4 times as fast, which the kernel is at 65 to 80 % zeros."""
+
 MatMul = Callable[[Tensor, Tensor | None], Tensor]
 """A function of inputs, (..., in), and a bias, (out,) or None, that returns (..., out)."""
 
@@ -87,9 +90,15 @@ def _may_support(weight: Tensor) -> bool:
     return is_float and MIN_WEIGHTS <= weight.numel() < 2**31 and load_library() is not None
 
 
-def supports(weight: Tensor) -> bool:
-    """Whether the kernel is compiled and faster than a dense product for a weight, (out, in), which is read for this."""
-    return _may_support(weight) and int(weight.count_nonzero()) <= MAX_DENSITY * weight.numel()
+def supports(weight: Tensor, products: torch.dtype | None = None) -> bool:
+    """Whether the kernel is compiled and faster than a dense product for a weight, (out, in), which is read for this.
+
+    Args:
+        weight: The weight.
+        products: Dtype of the dense product, as in `product_dtype_context`; None for float32.
+    """
+    limit = MAX_DENSITY if products is None else MAX_DENSITY_16_BIT
+    return _may_support(weight) and int(weight.count_nonzero()) <= limit * weight.numel()
 
 
 def matmul_of(weight: Tensor) -> MatMul:
@@ -100,11 +109,13 @@ def matmul_of(weight: Tensor) -> MatMul:
 class PrunedLayers:
     """The kernels of a block's layers, for passes between which no weight changes.
 
-    Layers that are part of a parameter, such as fused ones, are multiplied densely.
+    Layers that are part of a parameter, such as fused ones, are multiplied densely. In a pass with 16-bit products the kernels
+    round their results as dense products do, but not their factors.
     """
 
     def __init__(self, block: Block) -> None:
         modules = [block.module_of(name) for name in block.layers if name not in block.views]
+        self._products = block.products
         self._modules = [module for module in modules if isinstance(module, nn.Linear) and _may_support(module.weight)]
         self._kernels: dict[nn.Linear, SparseMatmul | None] = {}
 
@@ -122,10 +133,12 @@ class PrunedLayers:
 
         def forward(inputs: Tensor) -> Tensor:
             if module not in self._kernels:
-                self._kernels[module] = SparseMatmul(module.weight) if supports(module.weight) else None
+                is_faster = supports(module.weight, self._products)
+                self._kernels[module] = SparseMatmul(module.weight) if is_faster else None
             kernel = self._kernels[module]
-            is_supported = inputs.dtype == torch.float32 and not torch.is_grad_enabled()
-            return kernel(inputs, module.bias) if kernel is not None and is_supported else previous(inputs)
+            if kernel is None or inputs.dtype not in (torch.float32, self._products) or torch.is_grad_enabled():
+                return previous(inputs)
+            return kernel(inputs.float(), module.bias).to(self._products or torch.float32)
 
         return forward
 
