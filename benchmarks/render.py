@@ -89,6 +89,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "one seed": results.summary_table,
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,
+    "race, 4 blocks": lambda: speed_tables.race_table(4),
     "wide": speed_tables.wide_table,
     "recovered": recover.table,
     "offload": streaming.tables,

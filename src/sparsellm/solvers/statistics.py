@@ -201,14 +201,12 @@ class Gram(InputRMS):
         return [torch.zeros(shape, dtype=dtype, device=self._device) for shape in (*shapes, (self.features,))]
 
     def _accumulate(self, rows: Tensor) -> None:
-        if self._dtype == torch.float32 and bf16_gram.supports(rows):
+        by_kernel = self._dtype == torch.float32 and bf16_gram.supports(rows)
+        if by_kernel:
             bf16_gram.add_gram(rows, [(start, products) for (start, _), products in self._panels()], self.unit)
-            for part in self._units(rows):
-                self._sums[-1] += part.sum(0, dtype=self._dtype)
-            return
         for part in self._units(rows):
-            x = devices.as_factor(part, self._dtype)
-            for (start, stop), products in self._panels():
+            x = part if by_kernel else devices.as_factor(part, self._dtype)
+            for (start, stop), products in () if by_kernel else self._panels():
                 _add_by_panel(products, devices.product(x[:, start:stop], x[:, start:], self._dtype))
             self._sums[-1] += x.sum(0, dtype=self._dtype)
 
