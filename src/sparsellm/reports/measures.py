@@ -12,7 +12,10 @@ from typing import Any
 from sparsellm.evaluation.measurements import is_fraction, mean, measure_of
 from sparsellm.runs.records import SavedPair, SavedPruning, SavedReport
 
-OF_RUN = ("sparsity", "seconds", "seconds per block")
+BITS = "bits a weight"
+"""The measure of what the pruned layers take when they are packed; for rounded ones."""
+
+OF_RUN = ("sparsity", BITS, "seconds", "seconds per block")
 """Measures that no text or task belongs to."""
 
 
@@ -101,6 +104,8 @@ def measures(report: SavedReport) -> dict[str, Figure]:
     """The values in a run's report, by the name of the measure."""
     figures = evaluations(report)
     figures["sparsity"] = Figure(report.totals.sparsity_of_pruned_layers, share=True)
+    if report.totals.bits_of_pruned_layers is not None:
+        figures[BITS] = Figure(report.totals.bits_of_pruned_layers)
     seconds = sum(block.seconds for block in report.blocks)  # includes blocks that an earlier process finished
     figures["seconds"] = Figure(seconds)
     if report.blocks:

@@ -1,4 +1,4 @@
-"""Plots of a sweep: perplexity against its axes, error by depth, training loss by epoch, and time."""
+"""Plots of a sweep: perplexity against its axes and stored bits, error by depth, training loss by epoch, and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparsellm.reports.comparison import SEED, Row, models
 from sparsellm.reports.figures import INK, Plot, bar_figure, heat_map
-from sparsellm.reports.measures import Figure, capitalized, headlines, spoken
+from sparsellm.reports.measures import BITS, Figure, capitalized, headlines, spoken
 from sparsellm.reports.panels import DENSE, Lines, Point, line_figure
 from sparsellm.reports.sweep_file import Cell, Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
@@ -34,6 +34,7 @@ def sweep_plots(sweep: Sweep, rows: Sequence[Row], outcomes: Sequence[Outcome]) 
     for number, measure in enumerate(headlines(names)):
         axes = [axis for axis in ("sparsity", "samples", "sequence_length", "written") if axis in varied]
         plots += [against(sweep, finished, axis, measure=measure, name=f"{axis}-{number}") for axis in axes]
+        plots.append(against_bits(sweep, finished, measure, name=f"bits-{number}"))
         if {"alpha", "beta"} <= varied:
             plots += surfaces(sweep, finished, measure, name=f"grid-{number}")
     reports = [(outcome.cell, outcome.report) for outcome in outcomes if outcome.report is not None]
@@ -91,6 +92,52 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     if not any("".join(line[6:]) for line in table_rows):  # the sweep has no published values
         head, table_rows = head[:6], [line[:6] for line in table_rows]
     return Plot(name, f"{capitalized(spoken(measure))} against {axis}", text, head, table_rows, drawing)
+
+
+def against_bits(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) -> Plot | None:
+    """A measure against the stored bits a weight of rounded layers, a line for each kind of cell; None for one point."""
+    from matplotlib.ticker import MaxNLocator
+
+    rows = [row for row in rows if measure in row.figures and BITS in row.figures]
+    if len({row.figures[BITS].value for row in rows}) < 2:
+        return None
+    of_line = ("sparsity", "bits", SEED, "model")
+    lines: Lines = {}
+    table = []
+    for row in rows:
+        figure, bits = row.figures[measure], row.figures[BITS].value
+        model, kind, scale = (
+            row.labels.get("model", models(sweep)[0]),
+            in_words(row.labels, of_line) or "all",
+            100 if figure.share else 1,
+        )
+        error = None if figure.standard_error is None else scale * figure.standard_error
+        lines.setdefault((model, kind), []).append(Point(bits, scale * figure.value, error))
+        if figure.dense:
+            lines.setdefault((model, DENSE), []).append(Point(bits, scale * figure.dense.value))
+        table.append([model, in_words(row.labels, (SEED, "model")), f"{bits:.3f}", figure.measured, figure.change_text])
+    share = any(row.figures[measure].share for row in rows)
+
+    def finish(axes: Axes) -> None:
+        if measure.startswith("perplexity"):
+            axes.set_yscale("log")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+
+    panels = list(dict.fromkeys(panel for panel, _ in lines))
+    drawing = line_figure(
+        lines,
+        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
+        (3.3, 2.8),
+        xlabel=BITS,
+        ylabel=spoken(measure) + (", %" if share else ""),
+        kinds=_kinds(sweep, of_line),
+        finish=finish,
+    )
+    fewest, most = (f"{choose(row.figures[BITS].value for row in rows):.2f}" for choose in (min, max))
+    text = f"{capitalized(spoken(measure))} against the bits a weight of the packed layers, {fewest} to {most}. "
+    text += "The dashed line is the dense model. Cells without integers are left out."
+    head = ["model", "cell", BITS, spoken(measure), "change"]
+    return Plot(name, f"{capitalized(spoken(measure))} against {BITS}", text, head, table, drawing)
 
 
 def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:
