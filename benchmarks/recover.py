@@ -105,7 +105,7 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
 def table() -> list[str]:
     """The shares in Markdown, mean and standard deviation over seeds, with the perplexities of the models."""
     lines: list[str] = []
-    files = sorted(MEASURED.glob("recover-*.json"))
+    files = [file for file in sorted(MEASURED.glob("recover-*.json")) if file.stem != "recover-memory"]
     measured = {key.split(" | ")[3] for file in files for key in read_figures(file) if key.count(" | ") == 3}
     columns = [road for road in ROADS if road in measured]
     for file in files:
