@@ -18,6 +18,7 @@ from sparsellm.solvers.patterns import NM, parse_pattern
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 PANELS = 3
 """Panels in a row of a figure."""
@@ -69,24 +70,11 @@ def against(sweep: Sweep, rows: Sequence[Row], axis: str, *, measure: str, name:
     text += " ".join(f"{model}: the best value at {sweep.axes[axis][-1]} is {value}." for model, (_, value) in best.items())
     labels = {label: axis_value(axis, label) for label in sweep.axes[axis]}
     ticks = {x: ", ".join(label for label in labels if labels[label] == x) for x in labels.values()}
-    relative = measure.startswith("perplexity")
-    share = any(row.figures[measure].share for row in rows if measure in row.figures)
 
-    def finish(axes: Axes) -> None:
-        if relative:
-            axes.set_yscale("log")
+    def set_ticks(axes: Axes) -> None:
         axes.set_xticks(list(ticks), list(ticks.values()), rotation=45 if len(ticks) > 4 else 0)
 
-    panels = list(dict.fromkeys(panel for panel, _ in lines))
-    drawing = line_figure(
-        lines,
-        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
-        (3.3, 2.8),
-        xlabel=axis,
-        ylabel=spoken(measure) + (", %" if share else ""),
-        kinds=_kinds(sweep, (axis, SEED, "model")),
-        finish=finish,
-    )
+    drawing = _drawing(sweep, lines, rows, measure, xlabel=axis, of_line=(axis, SEED, "model"), set_ticks=set_ticks)
     head = ["model", "line", axis, "dense", spoken(measure), "change", "paper"]
     table_rows = [line for lines_of_kind in table.values() for line in lines_of_kind]
     if not any("".join(line[6:]) for line in table_rows):  # the sweep has no published values
@@ -106,38 +94,53 @@ def against_bits(sweep: Sweep, rows: Sequence[Row], measure: str, *, name: str) 
     table = []
     for row in rows:
         figure, bits = row.figures[measure], row.figures[BITS].value
-        model, kind, scale = (
-            row.labels.get("model", models(sweep)[0]),
-            in_words(row.labels, of_line) or "all",
-            100 if figure.share else 1,
-        )
+        model, kind = row.labels.get("model", models(sweep)[0]), in_words(row.labels, of_line) or "all"
+        scale = 100 if figure.share else 1
         error = None if figure.standard_error is None else scale * figure.standard_error
         lines.setdefault((model, kind), []).append(Point(bits, scale * figure.value, error))
         if figure.dense:
             lines.setdefault((model, DENSE), []).append(Point(bits, scale * figure.dense.value))
         table.append([model, in_words(row.labels, (SEED, "model")), f"{bits:.3f}", figure.measured, figure.change_text])
-    share = any(row.figures[measure].share for row in rows)
 
-    def finish(axes: Axes) -> None:
-        if measure.startswith("perplexity"):
-            axes.set_yscale("log")
+    def set_ticks(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
 
-    panels = list(dict.fromkeys(panel for panel, _ in lines))
-    drawing = line_figure(
-        lines,
-        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
-        (3.3, 2.8),
-        xlabel=BITS,
-        ylabel=spoken(measure) + (", %" if share else ""),
-        kinds=_kinds(sweep, of_line),
-        finish=finish,
-    )
+    drawing = _drawing(sweep, lines, rows, measure, xlabel=BITS, of_line=of_line, set_ticks=set_ticks)
     fewest, most = (f"{choose(row.figures[BITS].value for row in rows):.2f}" for choose in (min, max))
     text = f"{capitalized(spoken(measure))} against the bits a weight of the packed layers, {fewest} to {most}. "
     text += "The dashed line is the dense model. Cells without integers are left out."
     head = ["model", "cell", BITS, spoken(measure), "change"]
     return Plot(name, f"{capitalized(spoken(measure))} against {BITS}", text, head, table, drawing)
+
+
+def _drawing(
+    sweep: Sweep,
+    lines: Lines,
+    rows: Sequence[Row],
+    measure: str,
+    *,
+    xlabel: str,
+    of_line: Sequence[str],
+    set_ticks: Callable[[Axes], object],
+) -> MatplotlibFigure:
+    """A panel for each model with the lines of a measure; `of_line` are the axes whose labels differ along a line."""
+    share = any(row.figures[measure].share for row in rows if measure in row.figures)
+
+    def finish(axes: Axes) -> None:
+        if measure.startswith("perplexity"):
+            axes.set_yscale("log")
+        set_ticks(axes)
+
+    panels = list(dict.fromkeys(panel for panel, _ in lines))
+    return line_figure(
+        lines,
+        [panels[first : first + PANELS] for first in range(0, len(panels), PANELS)],
+        (3.3, 2.8),
+        xlabel=xlabel,
+        ylabel=spoken(measure) + (", %" if share else ""),
+        kinds=_kinds(sweep, of_line),
+        finish=finish,
+    )
 
 
 def _kinds(sweep: Sweep, without: Sequence[str]) -> list[str]:

@@ -6,8 +6,11 @@ import ctypes
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from sparsellm.runtime import devices
 
 INSTRUCTION_SETS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 """In ascending order of preference; numbered as in kernels.c. avx512 needs VBMI, VBMI2 and VNNI."""
@@ -27,10 +30,7 @@ MISSING = (
 class Library:
     """The compiled functions, and the number of the instruction set in use."""
 
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        if library.sparsellm_version() != VERSION:
-            raise OSError(f"{path} was compiled from another version")
+    def __init__(self, library: Any) -> None:
         present = library.sparsellm_instruction_sets()
         self.names = [name for number, name in enumerate(INSTRUCTION_SETS) if present >> number & 1]
         self.number = INSTRUCTION_SETS.index(self.names[-1])
@@ -59,10 +59,8 @@ def openmp_start() -> ctypes.c_void_p | None:
 @cache
 def load_library() -> Library | None:
     """The library beside this file; None if it is missing or of another version."""
-    try:
-        return Library(LIBRARY)
-    except (OSError, AttributeError):
-        return None
+    library = devices.load_library(LIBRARY, VERSION)
+    return None if library is None else Library(library)
 
 
 @cache
