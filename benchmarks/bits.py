@@ -37,6 +37,7 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.pruning.sequential import prune_blocks
+from sparsellm.runs.export import Result
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
 from sparsellm.solvers.patterns import parse_pattern
@@ -106,8 +107,12 @@ class Task:
         folder = self.work / f"{self.name}-{sparsity}-{seed}-recovered"
         if not folder.is_dir():
             pruned = self.pruned(sparsity, seed)
-            sparsellm.recover(pruned, self.model, **self.settings(seed)).save_pretrained(folder)
+            self.recover(pruned, seed).save_pretrained(folder)
         return folder
+
+    def recover(self, pruned: Path, seed: int) -> Result:
+        """Train the kept weights of a pruned model, with products in bfloat16, which take half of the time."""
+        return sparsellm.recover(pruned, self.model, bf16=True, **self.settings(seed))
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
@@ -190,7 +195,7 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             output = run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
             if recovered:
-                output = sparsellm.recover(output, task.model, **task.settings(seed)).save_pretrained(f"{folder}/recovered")
+                output = task.recover(output, seed).save_pretrained(f"{folder}/recovered")
             stored = sparsellm.pack(output, f"{folder}/packed").bits
             return open_checkpoint(str(output)).load("float32"), stored
 

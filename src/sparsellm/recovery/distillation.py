@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Loss = Literal["kl", "hidden", "text"]
 """What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
 
-TRAINING = MaskedAdam(300, 1.6e-3)
-"""Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
+TRAINING = MaskedAdam(300, 1.6e-3, reference=0.085)
+"""Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`; the reference is of the loss "kl"."""
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.5, "norms": 2.5}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
@@ -113,16 +113,20 @@ def model_training(
     train: Train = "full",
     rank: int = 16,
     patience: int | None = None,
+    loss: Loss = "kl",
     scales: bool = False,
 ) -> MaskedAdam:
     """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022).
 
     Args:
+        loss: What the steps lower. With "kl" the learning rate follows the first loss, `MaskedAdam.reference`.
         scales: Whether scales are trained in place of weights.
     """
     width: int = model.config.get_text_config().hidden_size
     rate = TRAINING.rate * (SCALES_RATE if scales and train == "full" else RATES[train]) * min(1.0, TRAINING_WIDTH / width)
-    return replace(TRAINING, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
+    reference = TRAINING.reference if loss == "kl" else None
+    rank_of_changes = rank if train == "lora" else None
+    return replace(TRAINING, steps=steps, rate=rate, rank=rank_of_changes, patience=patience, reference=reference)
 
 
 def count_held_out(windows: Tensor) -> int:

@@ -19,6 +19,9 @@ from sparsellm.runtime import collectives, devices
 VALIDATIONS = 10
 """Number of validations during training."""
 
+MOST_RATE = 2.5
+"""Largest factor by which a first loss above `MaskedAdam.reference` multiplies the rate: larger rates were not tried."""
+
 Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
 
@@ -44,6 +47,9 @@ class MaskedAdam:
         rank: Rank of the factors that are trained in place of the parameters (`MaskedLoRA`); None trains the parameters.
         patience: Number of validations in a row, of `VALIDATIONS`, without a new best one that end the training; None for no
             early stop.
+        reference: First validation loss at which `rate` is the first learning rate. A loss that grows with the square of the
+            distance from its minimum needs steps in proportion to that distance, so that another first loss multiplies the
+            rate by the square root of their ratio, `MOST_RATE` at most. None for the same rate at every loss.
     """
 
     steps: int
@@ -51,6 +57,7 @@ class MaskedAdam:
     held: float = 0.125
     rank: int | None = None
     patience: int | None = None
+    reference: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 0 or not self.rate > 0 or not 0 < self.held < 1:
@@ -98,7 +105,7 @@ class MaskedAdam:
             weights = TrainedScales(parameters, keep, rounded)
         elif self.rank is not None:
             weights = MaskedLoRA(parameters, keep, rank=self.rank, seed=seed)
-        state = _State(weights, list(parameters.values()), self.rate, seed=seed)
+        state = _State(weights, list(parameters.values()), seed=seed)
         stored = store.load() if store else None
         if stored:
             state.restore(*stored)
@@ -123,9 +130,10 @@ class MaskedAdam:
     ) -> str:
         """Take the steps that are left; return a note on why they ended early, or an empty string."""
         validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
+        rate = self._first_rate(state.curve[0].held_out)
         losses: list[float] = []  # since the last validation
         for step in range(state.curve[-1].step + 1, self.steps + 1):
-            losses.append(state.step(loss, self.rate * (1 - (step - 1) / self.steps), groups=groups - held_out))
+            losses.append(state.step(loss, rate * (1 - (step - 1) / self.steps), groups=groups - held_out))
             if not math.isfinite(losses[-1]):
                 return f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
             if step in validation_steps:
@@ -141,6 +149,12 @@ class MaskedAdam:
                 progress(step, self.steps)
         return ""
 
+    def _first_rate(self, loss: float) -> float:
+        """The learning rate of the first step, by the first validation loss."""
+        if self.reference is None:
+            return self.rate
+        return self.rate * min(math.sqrt(loss / self.reference), MOST_RATE)
+
 
 class _State:
     """A training between two steps.
@@ -149,10 +163,10 @@ class _State:
         curve: The validations so far; the first is that of the initial weights.
     """
 
-    def __init__(self, weights: TrainedWeights, parameters: Sequence[nn.Parameter], rate: float, *, seed: int) -> None:
+    def __init__(self, weights: TrainedWeights, parameters: Sequence[nn.Parameter], *, seed: int) -> None:
         self._weights, self._parameters = weights, parameters
         self._best_state = {name: tensor.detach().clone() for name, tensor in weights.trained.items()}
-        self._optimizer = torch.optim.Adam(weights.trained.values(), lr=rate, betas=(0.9, 0.95))
+        self._optimizer = torch.optim.Adam(weights.trained.values(), betas=(0.9, 0.95))
         self._generator = torch.Generator().manual_seed(seed)
         self._order: list[int] = []
         self.curve: list[CurvePoint] = []

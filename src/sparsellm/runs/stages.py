@@ -137,6 +137,7 @@ def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, 
         train=recipe.train,
         rank=recipe.lora_rank,
         patience=recipe.patience,
+        loss=recipe.resolved_loss,
         scales=bool(scales),
     )
     settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
