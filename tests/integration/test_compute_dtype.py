@@ -27,6 +27,7 @@ from sparsellm.runs import compute_dtype, startup
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products, measure_speedup
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
 from tests.integration.test_families import tiny as of_family
@@ -150,6 +151,28 @@ def test_choice(
         source = SimpleNamespace(dtype=lambda _: stored)
         ready = SimpleNamespace(source=source, device=torch.device(device), skeleton=SimpleNamespace(config=config))
         assert choose_products(recipe, cast(Prepared, ready)) is (None if setting == "auto" and width < 512 else expected)
+
+
+@pytest.mark.parametrize(
+    ("stored", "setting", "gain", "expected"),
+    [
+        (HALF, "auto", 2.0, HALF),
+        (HALF, "auto", 1.1, None),
+        (HALF, "float32", 2.0, None),
+        (HALF, "bfloat16", 1.1, HALF),
+        (FULL, "auto", 2.0, None),
+        (FULL, "bfloat16", 1.1, HALF),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_choice_of_a_recovery(
+    device: str, stored: torch.dtype, setting: str, gain: float, expected: torch.dtype | None, speedup: Callable[[float], None]
+) -> None:
+    """Models are trained in float32 on every device, so that `auto` chooses there alike, at every width."""
+    speedup(gain)
+    recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo", compute_dtype=setting)  # type: ignore[arg-type]
+    ready = SimpleNamespace(source=SimpleNamespace(dtype=lambda _: stored), device=torch.device(device))
+    assert choose_products(recipe, cast(Prepared, ready)) is expected
 
 
 @pytest.mark.parametrize(("asked", "rounds"), [("auto", True), ("float32", False)])

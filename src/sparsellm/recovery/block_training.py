@@ -46,7 +46,6 @@ def refine_block(
     metric: Tensor | None,
     adam: MaskedAdam,
     scales: Mapping[str, Scales] | None = None,
-    bf16: bool = False,
     store: TrainingStore | None = None,
 ) -> TrainingResult:
     r"""Minimise $E\lVert h - \mathrm{block}(\hat x) \rVert_F^2$ over a block's parameters, in place.
@@ -61,7 +60,6 @@ def refine_block(
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
         scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
-        bf16: Whether to compute products in bfloat16; weights, sums and the optimiser's state are float32.
         store: As for `MaskedAdam.run`.
 
     Returns:
@@ -92,8 +90,7 @@ def refine_block(
         def loss(number: int) -> Iterator[Tensor]:
             scale = 1 / (power * sum(sizes[batch] for batch in groups[number]) * numel)
             for index in (local[batch] for batch in groups[number] if batch in local):
-                with torch.autocast(block.device.type, torch.bfloat16, enabled=bf16):
-                    output = block(inputs.pruned[index].float(), calls[index])
+                output = block(inputs.pruned[index].float(), calls[index])
                 error = output.float() - targets[index].float()
                 yield _apply_root(root, error).square().sum() * scale
 

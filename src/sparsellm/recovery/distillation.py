@@ -19,7 +19,13 @@ from sparsellm.data.samples import sequence_lengths, unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import compute_dtype_context, eval_mode, gradient_checkpointing, require_grad_only
+from sparsellm.models.contexts import (
+    compute_dtype_context,
+    eval_mode,
+    gradient_checkpointing,
+    product_dtype_context,
+    require_grad_only,
+)
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.recovery.trained_scales import RoundedLayer, rounded_layers, store_scales
 from sparsellm.recovery.trained_weights import Train, pruned_blocks, trained_names
@@ -124,9 +130,8 @@ def model_training(
     """
     width: int = model.config.get_text_config().hidden_size
     rate = TRAINING.rate * (SCALES_RATE if scales and train == "full" else RATES[train]) * min(1.0, TRAINING_WIDTH / width)
-    reference = TRAINING.reference if loss == "kl" else None
-    rank_of_changes = rank if train == "lora" else None
-    return replace(TRAINING, steps=steps, rate=rate, rank=rank_of_changes, patience=patience, reference=reference)
+    training = TRAINING if loss == "kl" else replace(TRAINING, reference=None)
+    return replace(training, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
 
 
 def count_held_out(windows: Tensor) -> int:
@@ -182,7 +187,7 @@ def distill(
     targets: Iterable[str] | None = None,
     scales: Mapping[str, Scales] | None = None,
     loss: Loss = "kl",
-    bf16: bool = False,
+    products: torch.dtype | None = None,
     head: nn.Module | None = None,
     held_out: int | None = None,
     progress: Callable[[float, int], None] | None = None,
@@ -204,7 +209,7 @@ def distill(
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
-        bf16: Whether to compute products in bfloat16; weights, sums and the optimiser's state are float32.
+        products: Dtype of matrix products; weights, sums and the optimiser's state are float32.
         head: The output head of the dense model; None where it is the pruned model's.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
         progress: Called after each step with its number and that of all steps.
@@ -232,7 +237,7 @@ def distill(
         require_grad_only(model, parameters.values()),
         gradient_checkpointing(block.module for block in blocks),
     ):
-        terms = loss_terms(model, groups, states, loss=loss, bf16=bf16, head=head)
+        terms = loss_terms(model, groups, states, loss=loss, products=products, head=head)
         run = partial(adam.run, rounded=rounded, held_out=held_out, progress=progress, store=store)
         result = run(parameters, keep, terms, groups=len(groups), seed=0)
         store_scales(scales or {}, rounded)
@@ -248,7 +253,7 @@ def loss_terms(
     states: Sequence[Group],
     *,
     loss: Loss,
-    bf16: bool = False,
+    products: torch.dtype | None = None,
     head: nn.Module | None = None,
 ) -> Pieces:
     """The loss of each group, in a term for each of this process's batches. Arguments as for `distill`."""
@@ -274,7 +279,7 @@ def loss_terms(
     def of_group(number: int) -> Iterator[Tensor]:
         batches = groups[number]
         for batch, state in zip(batches, states[number] if states else [None] * len(batches), strict=True):
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
+            with product_dtype_context(model.device, products):
                 value = of_batch(batch.to(model.device), state)
             yield value * (len(batch) * (batch.shape[1] - skipped) / sizes[number])
 

@@ -24,7 +24,8 @@ SPEEDUP = 1.5
 """Least gain in a layer's product for which `auto` takes bfloat16: all else in a block, a third of its time, gains nothing."""
 
 NARROW = 512
-"""Least width of a model for which `auto` takes bfloat16. With `effort="fast"`, models 192 wide gain 3 % of the time."""
+"""Least width of a model that is pruned for which `auto` takes bfloat16. With `effort="fast"`, models 192 wide gain 3 % of the
+time. Trainings of models of that width take half of the time."""
 
 TOKENS, WIDTH = 1024, 1024
 """Tokens and inputs of the layer that is timed; the gain is the same from 512 inputs on (2.1 with AVX-512 BF16)."""
@@ -37,15 +38,17 @@ def choose_products(recipe: RunRecipe, ready: Prepared) -> torch.dtype | None:
     """Choose the dtype of the matrix products of passes; None for the dtype that a model is computed in anyway.
 
     `auto` never rounds a float32 or float16 model: only a bfloat16 model on a CPU, which would be computed in float32, is
-    computed with products in bfloat16, if the device is faster with them. On a GPU a model is computed in its own dtype.
+    computed with products in bfloat16, if the device is faster with them. On a GPU a model is computed in its own dtype, but
+    trained in float32, so that recovery chooses there as on a CPU.
     """
-    if not isinstance(recipe, Recipe) or not recipe.reads_text or recipe.in_float32:
+    if not recipe.reads_text or recipe.in_float32:
         return None
-    is_bf16, on_cpu = ready.source.dtype(recipe.dtype) is torch.bfloat16, ready.device.type == "cpu"
+    trains = not isinstance(recipe, Recipe)
+    is_bf16, rounds = ready.source.dtype(recipe.dtype) is torch.bfloat16, trains or ready.device.type == "cpu"
     if recipe.compute_dtype == "bfloat16":
-        return None if is_bf16 and not on_cpu else torch.bfloat16
-    wide = int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
-    return torch.bfloat16 if is_bf16 and on_cpu and wide and bf16_speedup(ready.device) >= SPEEDUP else None
+        return None if is_bf16 and not rounds else torch.bfloat16
+    wide = trains or int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
+    return torch.bfloat16 if is_bf16 and rounds and wide and bf16_speedup(ready.device) >= SPEEDUP else None
 
 
 @cache

@@ -14,9 +14,10 @@ from sparsellm.checkpoints.loading import InMemoryModel
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
-from sparsellm.runs.costs import Cost, Work, rates
+from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
+from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
-from sparsellm.runs.events import Note, Observer
+from sparsellm.runs.events import TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers, window_length
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -58,6 +59,7 @@ def plan_run(
     else:
         ready = prepare(opened, *make_plan(recipe, opened), report=report, observer=lambda _: None, given=given)
     placement, batch = choose_placement(recipe, ready, files=True), ready.batch
+    placement = replace(placement, products=choose_products(recipe, ready))
     if source:  # its weights are no longer part of the free memory
         placement = replace(placement, memory=placement.memory + placement.model)
     try:
@@ -178,7 +180,9 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
         else:
             room[where] -= size
             memory[where] += size
-    seconds = float("nan") if speed is None else cost.seconds + float((cost.work / speed).sum())
+    gain = bf16_speedup(torch.device(device)) if name == TRAINING and placement.products is not None else 1.0
+    done = cost.work / work(gain, factors=1, spectra=1, passes=1)
+    seconds = float("nan") if speed is None else cost.seconds + float((done / speed).sum())
     return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)
 
 

@@ -81,7 +81,7 @@ class RunRecipe(RunFields):
     @property
     def in_float32(self) -> bool:
         """Whether 16-bit models are computed in float32 on every device, not only on a CPU."""
-        return False
+        return self.compute_dtype == "float32"
 
     @property
     def calibration_written(self) -> int:
@@ -274,10 +274,6 @@ class Recipe(RunRecipe, RecipeFields):
     @property
     def reads_text(self) -> bool:
         return self.method != "magnitude" or self.allocation_rule in RULES[1:]
-
-    @property
-    def in_float32(self) -> bool:
-        return self.compute_dtype == "float32"
 
     @property
     def calibration_written(self) -> int:

@@ -57,7 +57,6 @@ class BlockRecovery:
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
-        bf16: Whether to compute products in bfloat16.
         store: Makes the store of the training of a block, by the block's name.
     """
 
@@ -67,7 +66,6 @@ class BlockRecovery:
     train: Train = "full"
     targets: frozenset[str] | None = None
     scales: Mapping[str, Scales] = field(default_factory=dict, repr=False)
-    bf16: bool = False
     store: Callable[[str], TrainingStore] | None = field(default=None, repr=False)
 
     @property
@@ -96,7 +94,7 @@ class BlockRecovery:
             trained = trained_names(block, list(keep), self.train, self.targets)
             metric = inputs.output_fisher(block)
             store = self.store(block.name) if self.store else None
-            train = partial(refine_block, adam=self.training, scales=scales, bf16=self.bf16, store=store)
+            train = partial(refine_block, adam=self.training, scales=scales, store=store)
             yield train(block, inputs, keep, names=trained, metric=metric)
             block.round_to_storage_dtype()
         names = {block.full_name(name): name for name in block.layers}
@@ -170,7 +168,6 @@ def recovery_plan(
         train=recipe.train,
         targets=lora_targets(recipe, blocks_of(source.skeleton()), plan),
         scales=scales,
-        bf16=recipe.bf16,
     )
     kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
     return method, plan, kept

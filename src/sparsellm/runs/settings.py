@@ -44,6 +44,7 @@ class RunSettings(MeasurementSettings, total=False):
     seed: int
     evaluate: str | Sequence[str]
     prompt: str | Sequence[str]
+    compute_dtype: Literal["auto", "float32", "bfloat16"]
     batch_size: int | None
 
 
@@ -68,7 +69,6 @@ class PruneSettings(RunSettings, total=False):
     values: Literal["int8", "int4", "int3"] | None
     group_size: int | None
     keep_zeros: bool
-    compute_dtype: Literal["auto", "float32", "bfloat16"]
     true_sequential: bool
     written: int
 
@@ -81,7 +81,6 @@ class RecoverySettings(RunSettings, total=False):
     patience: int | None
     lora_rank: int
     lora_targets: str | Sequence[str]
-    bf16: bool
     written: int | None
 
 

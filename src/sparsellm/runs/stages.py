@@ -123,7 +123,7 @@ def prune_model(
 def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, report: Report) -> dict[str, Any]:
     """The arguments of `distill` that the recipe and the results so far set."""
     if not isinstance(recipe, RecoveryRecipe):
-        return {"adam": model_training(loaded.model, recipe.model_steps)}
+        return {"adam": model_training(loaded.model, recipe.model_steps), "products": loaded.products}
     targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
     scales = {
         layer.name: Scales(block.scales[layer.name], layer.bits or 0, layer.group_size or 0)
@@ -141,7 +141,7 @@ def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, 
         scales=bool(scales),
     )
     settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
-    return {**settings, "loss": recipe.resolved_loss, "bf16": recipe.bf16}
+    return {**settings, "loss": recipe.resolved_loss, "products": loaded.products}
 
 
 class JournalStore:
