@@ -55,7 +55,7 @@ RECOVERED = (70, 60)
 IN_ONE_RUN = {4: (70, 80, 60, 50), 3: (60, 70, 50)}
 """Sparsities for `prune --values`, by bits."""
 
-BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0)
+BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0, 4.25)
 """Bits a weight for `prune --bits`, those that the goals are about first."""
 
 GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))

@@ -132,6 +132,26 @@ def goals() -> list[str]:
     return markdown_table(head, rows, left=(0, 1, 4))
 
 
+def rounding() -> list[str]:
+    """What rounding of the same pruned weights costs, by how they are rounded: means over the sparsities measured both ways."""
+    rows = []
+    for model in MODELS:
+        found = {point.form: point.excess for point in points(model)}
+        row = [model]
+        for bits, two, one in ((4, "nearest", "compensated"), (3, "nearest", "compensated"), (8, "", "nearest")):
+            pairs = []
+            for form, excess in found.items():
+                plain = form.startswith("sparse ") and f" int{bits}, {one}" in form
+                other = form.replace(f"int{bits}, {one}", f"int{bits}, {two}" if two else "bf16")
+                if plain and other in found:
+                    pairs.append((found[other], excess))
+            cell = ", ".join(f"{100 * mean(side):.2f}" for side in zip(*pairs, strict=True))
+            row.append(f"{cell} ({sum(b < a for a, b in pairs)} of {len(pairs)})" if pairs and two else cell)
+        rows.append(row)
+    head = ["model", "int4: nearest, compensated (lower in)", "int3: nearest, compensated (lower in)", "bf16, int8"]
+    return markdown_table(head, rows)
+
+
 def chart() -> str:
     """Excess against bits for each model, as SVG whose colours follow the reader's system."""
     with style():

@@ -112,6 +112,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
+    "few bits, rounding": few_bits.rounding,
     "layer costs": layer_costs.table,
     "costs in short": layer_costs.summary_table,
     "layers excluded": layer_costs.excluded_table,
