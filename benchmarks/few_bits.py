@@ -124,7 +124,7 @@ def goals() -> list[str]:
             budgets = [bits / 100 for bits in range(250, 451, 5)]
             above = [x for x in budgets if (excess_at(ours, x) or 0) > (excess_at(rivals, x) or 0)]
             where = f"{above[0]:.2f} to {above[-1]:.2f}, {len(above)} of {len(budgets)} budgets" if above else "nowhere"
-            largest = f"{max(shares):.2f}" if shares else ""
+            largest = f"{max(shares):.3f}" if shares else ""
             both = f"{100 * mine:.2f}, {100 * rival:.2f}" if mine is not None and rival is not None else ""
             rows.append([model, label, largest, both, where])
     head = ["model", "against", "largest share of the dense excess up to 2.5 bits (goal: 0.20)"]
