@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Loss = Literal["kl", "hidden", "text"]
 """What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
 
-TRAINING = MaskedAdam(300, 1.6e-3, reference=0.085)
+TRAINING = MaskedAdam(300, 1.6e-3, reference=0.027)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`; the reference is of the loss "kl"."""
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.5, "norms": 2.5}
