@@ -132,24 +132,23 @@ def goals() -> list[str]:
     return markdown_table(head, rows, left=(0, 1, 4))
 
 
+ROUNDINGS = (("int4, nearest", "int4, compensated"), ("int3, nearest", "int3, compensated"), ("bf16", "int8, nearest"))
+"""Forms of the same pruned weights that are compared."""
+
+
 def rounding() -> list[str]:
-    """What rounding of the same pruned weights costs, by how they are rounded: means over the sparsities measured both ways."""
+    """What two forms of the same pruned weights cost: means over the sparsities measured both ways, and how often less."""
     rows = []
     for model in MODELS:
         found = {point.form: point.excess for point in points(model)}
         row = [model]
-        for bits, two, one in ((4, "nearest", "compensated"), (3, "nearest", "compensated"), (8, "", "nearest")):
-            pairs = []
-            for form, excess in found.items():
-                plain = form.startswith("sparse ") and f" int{bits}, {one}" in form
-                other = form.replace(f"int{bits}, {one}", f"int{bits}, {two}" if two else "bf16")
-                if plain and other in found:
-                    pairs.append((found[other], excess))
-            cell = ", ".join(f"{100 * mean(side):.2f}" for side in zip(*pairs, strict=True))
-            row.append(f"{cell} ({sum(b < a for a, b in pairs)} of {len(pairs)})" if pairs and two else cell)
+        for one, other in ROUNDINGS:
+            pairs = [(x, found.get(form.replace(one, other))) for form, x in found.items() if form.startswith(f"sparse {one}")]
+            both = [(x, y) for x, y in pairs if y is not None]
+            means = ", ".join(f"{100 * mean(side):.2f}" for side in zip(*both, strict=True))
+            row.append(f"{means} ({sum(y < x for x, y in both)} of {len(both)})" if both else "")
         rows.append(row)
-    head = ["model", "int4: nearest, compensated (lower in)", "int3: nearest, compensated (lower in)", "bf16, int8"]
-    return markdown_table(head, rows)
+    return markdown_table(["model", *(f"{one}; {other} (less at)" for one, other in ROUNDINGS)], rows)
 
 
 def chart() -> str:

@@ -23,10 +23,13 @@ from sparsellm.evaluation.perplexity import streamed_perplexity
 from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.loaded_model import LoadedModel, ResidentWeights
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs import compute_dtype, startup
+from sparsellm.runs import compute_dtype, planning, startup
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products, measure_speedup
+from sparsellm.runs.costs import work
+from sparsellm.runs.events import RECOVERING, TRAINING
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.solvers.alps import ALPS
 from tests.conftest import long_unless
@@ -173,6 +176,25 @@ def test_choice_of_a_recovery(
     recipe = RecoveryRecipe(model="m", pruned="p", calibration="demo", compute_dtype=setting)  # type: ignore[arg-type]
     ready = SimpleNamespace(source=SimpleNamespace(dtype=lambda _: stored), device=torch.device(device))
     assert choose_products(recipe, cast(Prepared, ready)) is expected
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_plans_count_the_gain_of_a_training(
+    scope: str, tiny: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only products of the gradient steps are faster by it: with a rate for products alone, that stage's time is divided."""
+    out = sparsellm.prune(tiny["opt"], "magnitude", "50%").save_pretrained(tmp_path / "pruned")
+    monkeypatch.setattr(planning, "bf16_speedup", lambda device: 4.0)
+    monkeypatch.setattr(planning, "rates", lambda device: work(1e9, factors=1e30, spectra=1e30, passes=1e30))
+    given: dict[str, Any] = {"pruned": str(out), "model": str(tiny["opt"]), "calibration": str(text_file), "scope": scope}
+    given |= {"samples": 8, "sequence_length": 32, "steps": 4}
+    seconds = [
+        {stage.name: stage.seconds for stage in planning.plan_run(read_recovery({**given, "compute_dtype": dtype})).stages}
+        for dtype in ("float32", "bfloat16")
+    ]
+    trained = TRAINING if scope == "model" else RECOVERING
+    assert seconds[0][trained] == pytest.approx(4 * seconds[1][trained])
+    assert all(seconds[1][name] == value for name, value in seconds[0].items() if name != trained)
 
 
 @pytest.mark.parametrize(("asked", "rounds"), [("auto", True), ("float32", False)])

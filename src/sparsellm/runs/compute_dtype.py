@@ -43,12 +43,13 @@ def choose_products(recipe: RunRecipe, ready: Prepared) -> torch.dtype | None:
     """
     if not recipe.reads_text or recipe.in_float32:
         return None
-    trains = not isinstance(recipe, Recipe)
-    is_bf16, rounds = ready.source.dtype(recipe.dtype) is torch.bfloat16, trains or ready.device.type == "cpu"
+    is_bf16, is_recovery = ready.source.dtype(recipe.dtype) is torch.bfloat16, not isinstance(recipe, Recipe)
+    if is_bf16 and not is_recovery and ready.device.type != "cpu":
+        return None
     if recipe.compute_dtype == "bfloat16":
-        return None if is_bf16 and not rounds else torch.bfloat16
-    wide = trains or int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
-    return torch.bfloat16 if is_bf16 and rounds and wide and bf16_speedup(ready.device) >= SPEEDUP else None
+        return torch.bfloat16
+    wide = is_recovery or int(ready.skeleton.config.get_text_config().hidden_size) >= NARROW
+    return torch.bfloat16 if is_bf16 and wide and bf16_speedup(ready.device) >= SPEEDUP else None
 
 
 @cache

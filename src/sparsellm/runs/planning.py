@@ -17,7 +17,7 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
-from sparsellm.runs.events import TRAINING, Note, Observer
+from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers, window_length
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -180,10 +180,16 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
         else:
             room[where] -= size
             memory[where] += size
-    gain = bf16_speedup(torch.device(device)) if name == TRAINING and placement.products is not None else 1.0
-    done = cost.work / work(gain, factors=1, spectra=1, passes=1)
-    seconds = float("nan") if speed is None else cost.seconds + float((done / speed).sum())
+    if speed is not None and name in (RECOVERING, TRAINING):
+        speed = training_rates(speed, placement, torch.device(device))
+    seconds = float("nan") if speed is None else cost.seconds + float((cost.work / speed).sum())
     return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)
+
+
+def training_rates(speed: Work, placement: Placement, device: torch.device) -> Work:
+    """The rates of gradient steps on a machine with rates `speed`: products in bfloat16 gain what `bf16_speedup` measured."""
+    gain = 1.0 if placement.products is None else bf16_speedup(device)
+    return speed * work(gain, factors=1, spectra=1, passes=1)
 
 
 def _streamed(plan: RunPlan, ready: Prepared, files: bool) -> Placement:

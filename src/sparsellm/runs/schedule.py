@@ -31,7 +31,7 @@ from sparsellm.runs.events import (
     ExpectedStage,
 )
 from sparsellm.runs.loading import OpenedModel, Placement, choose_placement, open_model
-from sparsellm.runs.planning import estimate
+from sparsellm.runs.planning import estimate, training_rates
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
@@ -75,7 +75,7 @@ def expected_stages(
     if recipe.model_steps:
         stages += generated
         stages += [ExpectedStage(PREDICTING, seconds[PREDICTING], PREDICTING)] * (PREDICTING in seconds)
-    stages.append(_pruning(recipe, ready, seconds[block_stage(recipe)], batch=batch, restored=restored))
+    stages.append(_pruning(recipe, ready, placement, seconds[block_stage(recipe)], batch=batch, restored=restored))
     if recipe.model_steps:
         stages.append(ExpectedStage(TRAINING, seconds[TRAINING], TRAINING))
     stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
@@ -180,7 +180,9 @@ def _layer_costs(
         yield ExpectedStage(LAYERS, seconds[MEASURING] / 2 * passes * tokens / total, LAYERS)
 
 
-def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, restored: int) -> ExpectedStage:
+def _pruning(
+    recipe: RunRecipe, ready: Prepared, placement: Placement, seconds: float, *, batch: int, restored: int
+) -> ExpectedStage:
     """The stage that prunes or trains block by block. Restored blocks take the forward passes that lead to them."""
     blocks_there = blocks_and_head(ready.skeleton, ready.plan)
     pruned = [block.index for block in blocks_there if planned_layers(block, ready.plan)]
@@ -188,6 +190,7 @@ def _pruning(recipe: RunRecipe, ready: Prepared, seconds: float, *, batch: int, 
     passed = float((shapes.forward(shapes.tokens) / speed).sum())
     block = (seconds - pruned[-1] * passed) / len(pruned)
     if isinstance(ready.method, BlockRecovery):
+        speed = training_rates(speed, placement, ready.device)
         block = float((block_training_cost(ready.method, ready, shapes).work / speed).sum())
     gaps = (index - before for before, index in pairwise([0, *pruned]))
     blocks = tuple(gap * passed + block * (number >= restored) for number, gap in enumerate(gaps))
