@@ -58,6 +58,9 @@ IN_ONE_RUN = {4: (70, 80, 60, 50), 3: (60, 70, 50)}
 BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0, 4.25)
 """Bits a weight for `prune --bits`, those that the goals are about first."""
 
+TRAINED_BUDGETS = (2.3, 2.0, 2.5)
+"""Bits a weight for `prune --bits --effort best`."""
+
 GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))
 """What the dense rivals round to."""
 
@@ -216,6 +219,9 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
                 yield f"recovered int{bits}, one run, {sparsity} %", lambda size=size: in_one_run(size, recovered=True)
     for budget in BUDGETS:
         yield f"sparse mixed, one run, {budget} bits", lambda b=budget: in_one_run({"bits": b})
+    for budget in TRAINED_BUDGETS:
+        best = {"effort": "best", "compute_dtype": "bfloat16"}
+        yield f"recovered mixed, one run, {budget} bits", lambda b=budget, best=best: in_one_run({"bits": b, **best})
 
 
 def measure(task: Task, seed: int, only: str) -> None:

@@ -72,7 +72,6 @@ def refused(result: Result, *parts: str, status: int = 1) -> str:
         (("--effort", "fsat"), ("--effort", "'fast'")),
         (("--values", "int5"), ("--values", "'int5'", "'int8'")),
         (("--values", "int4", "--group-size", 100), ("--group-size", "multiple of 64", "100")),
-        (("--values", "int4", "--effort", "best"), ("--values int4", "--effort best", "--effort standard")),
         (("--group-size", 64), ("--group-size", "--values")),
         (("--effort", "fast", "--as-published"), ("--effort is fast", "Algorithm 1")),
         (("--effort", "fast", "--method", "wanda"), ("--effort", "wanda")),

@@ -15,24 +15,34 @@ from tests.distributed.test_distributed import free_port, started
 from tests.distributed.test_kills import contents
 
 QUICK = ("--bits", "3.0", "--samples", "16", "--sequence-length", "32", "--batch-size", "2", "--device", "cpu")
-MOMENTS = {"measured": b'"fact": "errors-', "first block": b'"block": 0', "second block": b'"block": 1'}
-"""Entries of the journal at which a run is killed: errors of formats, and blocks, are stored."""
+BEST = ("sparsellm", "--effort", "best")
+MOMENTS = {
+    "measured": b'"fact": "errors-',
+    "first block": b'"block": 0',
+    "second block": b'"block": 1',
+    "training": b'"training": "whole',
+}
+"""Entries of the journal at which a run is killed: errors of formats, blocks, and a state of the training are stored."""
 
 
-def words(model: Path, text: Path, out: Path, method: str) -> list[str]:
+def words(model: Path, text: Path, out: Path, *method: str) -> list[str]:
     """A pruning run with a budget of bits."""
-    return ["prune", str(model), str(out), "--calibration", str(text), "--method", method, *QUICK]
+    return ["prune", str(model), str(out), "--calibration", str(text), "--method", *method, *QUICK]
 
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, and SIGKILL")
 @pytest.mark.parametrize(
     ("family", "method", "moments"),
-    [("llama", "sparsegpt", ("measured", "second block")), ("opt", "sparsellm", ("first block",))],
+    [
+        ("llama", ("sparsegpt",), ("measured", "second block")),
+        ("opt", ("sparsellm",), ("first block",)),
+        ("llama", BEST, ("second block", "training")),
+    ],
 )
 def test_killed_and_resumed(
     family: str,
-    method: str,
+    method: tuple[str, ...],
     moments: tuple[str, ...],
     server: ForkServerContext,
     tiny: dict[str, Path],
@@ -42,25 +52,28 @@ def test_killed_and_resumed(
     """SIGKILL after the errors are measured and after blocks; what is left of the budget is shared as in an unbroken run."""
     said, whole = tmp_path / "said.txt", tmp_path / "whole" / "out"
     whole.parent.mkdir()
-    processes.finished(server, words(tiny[family], text_file, whole, method), said)
+    processes.finished(server, words(tiny[family], text_file, whole, *method), said)
     wanted = contents(whole)
     assert SCALES_FILE in wanted
     for moment in moments:
         out = tmp_path / moment / "out"
         out.parent.mkdir()
-        processes.kill_at(server, words(tiny[family], text_file, out, method), out, MOMENTS[moment])
+        processes.kill_at(server, words(tiny[family], text_file, out, *method), out, MOMENTS[moment])
         assert not (out / "sparsellm.json").exists(), moment
-        processes.finished(server, [*words(tiny[family], text_file, out, method), "--resume"], said)
+        processes.finished(server, [*words(tiny[family], text_file, out, *method), "--resume"], said)
         assert contents(out) == wanted, moment
     assert "Traceback" not in said.read_text()
 
 
 @pytest.mark.long
-def test_two_processes(server: ForkServerContext, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [("sparsegpt",), BEST])
+def test_two_processes(
+    method: tuple[str, ...], server: ForkServerContext, tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
     """They write the weights and scales of one."""
     one, two, port = tmp_path / "one", tmp_path / "two", free_port()
-    both = [started(rank, port, *words(tiny["llama"], text_file, two, "sparsegpt")) for rank in (0, 1)]
-    processes.finished(server, words(tiny["llama"], text_file, one, "sparsegpt"), tmp_path / "said.txt")
+    both = [started(rank, port, *words(tiny["llama"], text_file, two, *method)) for rank in (0, 1)]
+    processes.finished(server, words(tiny["llama"], text_file, one, *method), tmp_path / "said.txt")
     told = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     for file in ("model.safetensors", SCALES_FILE):

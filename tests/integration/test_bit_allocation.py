@@ -224,8 +224,6 @@ def test_bits_go_with_no_other_size(other: dict[str, Any]) -> None:
     (name,) = other
     with pytest.raises(InvalidSetting, match=f"`{name}` has no place"):
         sparsellm.prune("demo:opt", bits=3.0, calibration="demo", **other)
-    with pytest.raises(InvalidSetting, match="`bits` do not go with `effort` best"):
-        sparsellm.prune("demo:opt", bits=3.0, calibration="demo", effort="best")
     with pytest.raises(InvalidSetting, match="A run with `bits` needs a calibration text"):
         sparsellm.prune("demo:opt", "magnitude", bits=3.0)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.fisher import FisherFactors, weight_costs
-from sparsellm.methods import BlockMethod, BlockResult, Plan
+from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.rounding import IntegerValues, LayerValues
-from sparsellm.models.blocks import blocks_of
+from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.pruning.allocation import allocate
 from sparsellm.pruning.bit_allocation import BitBudget, shapes_of, stored_together
@@ -40,14 +40,24 @@ class Allocated:
     def __post_init__(self) -> None:
         self._update()
 
-    def method(self, method: BlockMethod) -> BlockMethod:
-        """The method, with each layer's own integers where bits are shared out."""
-        return replace(method, values=LayerValues(self._values)) if self.budget else method  # type: ignore[type-var]
+    @property
+    def values(self) -> LayerValues | None:
+        """Each layer's own integers where bits are shared out, else None."""
+        return LayerValues(self._values) if self.budget else None
 
-    def spend(self, result: BlockResult) -> None:
-        """Share what a finished block leaves of the bits among the blocks that follow: the plan and the values change."""
+    def spend(self, result: BlockResult, block: Block) -> None:
+        """Share what a finished block leaves of the bits among the blocks that follow: the plan and the values change.
+
+        A layer that is rounded later counts with what its integers would take now, which is not less.
+        """
         if self.budget:
-            self.budget.spend(result.layers)
+            weights = {block.full_name(name): layer.weight for name, layer in block.layers.items()}
+            self.budget.spend(
+                layer
+                if layer.bits_per_weight is not None
+                else replace(layer, bits_per_weight=self._values[layer.name].bits_per_weight(weights[layer.name]))
+                for layer in result.layers
+            )
             self._update()
 
     def _update(self) -> None:

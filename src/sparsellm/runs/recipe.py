@@ -153,10 +153,6 @@ class Recipe(RunRecipe, RecipeFields):
             check_format(int(self.values.removeprefix("int")), self.group_size or 0)
         elif self.group_size is not None:
             raise InvalidSetting("`group_size` goes with `values`. Pass `values` too, or leave it out.")
-        if self.model_steps and self.rounds:
-            rounding = f"`values` {self.values} does" if self.values else "`bits` do"
-            reason = "whose training would change the rounded weights"
-            raise InvalidSetting(f"{rounding} not go with `effort` best, {reason}. Use `effort` standard.")
         return self
 
     @model_validator(mode="after")
@@ -224,6 +220,11 @@ class Recipe(RunRecipe, RecipeFields):
         return self.values is not None or self.bits is not None
 
     @property
+    def rounds_last(self) -> bool:
+        """Whether weights are rounded after the whole model is trained, instead of block by block while it is pruned."""
+        return self.rounds and self.model_steps > 0
+
+    @property
     def integer_values(self) -> IntegerValues | None:
         """`values` and `group_size` as the methods take them."""
         if self.values is None:
@@ -268,7 +269,7 @@ class Recipe(RunRecipe, RecipeFields):
             gauss_newton_steps=self.gauss_newton_steps,
             scope="none" if self.resolved_scope == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
-            values=self.integer_values,
+            values=None if self.rounds_last else self.integer_values,
         )
 
     @property

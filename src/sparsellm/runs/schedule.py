@@ -25,6 +25,7 @@ from sparsellm.runs.events import (
     MEASURING,
     MEASURING_CHECKPOINT,
     PREDICTING,
+    ROUNDING,
     SENSITIVITIES,
     TRAINING,
     WRITING,
@@ -78,6 +79,8 @@ def expected_stages(
     stages.append(_pruning(recipe, ready, placement, seconds[block_stage(recipe)], batch=batch, restored=restored))
     if recipe.model_steps:
         stages.append(ExpectedStage(TRAINING, seconds[TRAINING], TRAINING))
+    if ROUNDING in seconds:
+        stages.append(ExpectedStage(ROUNDING, seconds[ROUNDING], ROUNDING))
     stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
     stages += _layer_costs(layer_costs.WORST + 2, recipe, ready, placement, seconds=seconds)
     if written:

@@ -1,4 +1,4 @@
-"""The stages of a run that change the model: allocation of sparsity, pruning block by block, whole-model training."""
+"""The stages of a run that change the model: allocation, pruning block by block, whole-model training, and last rounding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
 from sparsellm.methods import BlockResult
-from sparsellm.methods.rounding import Scales
+from sparsellm.methods.rounding import Scales, Values
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import blocks_and_head
@@ -50,6 +50,7 @@ from sparsellm.runs.records import TRAINING_STATE
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
+from sparsellm.runs.rounding import round_pruned
 from sparsellm.runs.training import model_step, model_written
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
@@ -68,7 +69,9 @@ def prune_model(
     journal: Journal | None,
     facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Allocate sparsity, prune or recover block by block, and train the whole model, each if the report's recipe says so.
+    """Allocate sparsity, prune or recover block by block, train the whole model and round it, each if the recipe says so.
+
+    A run that does not train rounds the layers of a block as soon as it is pruned.
 
     Args:
         ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
@@ -81,6 +84,7 @@ def prune_model(
     metrics: Sequence[Tensor] = []
     factors: Mapping[str, FisherFactors] = {}
     allocated: Allocated | None = None
+    values: Values | None = recipe.integer_values if isinstance(recipe, Recipe) else None
     with facts or nullcontext(journal) as cache:
         if ready.method.needs_fisher:
             with phase(SENSITIVITIES, report, observer, unit="block") as advance:
@@ -88,7 +92,7 @@ def prune_model(
         if isinstance(recipe, Recipe) and recipe.allocation_rule in RULES[1:]:
             with phase(f"{ALLOCATION} ({recipe.allocation_rule})", report, observer) as advance:
                 allocated = cached_allocation(recipe, loaded, batches, plan=plan, cache=cache)
-                plan, factors, method = allocated.plan, allocated.factors, allocated.method(method)
+                plan, factors, values = allocated.plan, allocated.factors, allocated.values or values
                 advance(1, 1)
         training = None
         if recipe.model_steps:
@@ -96,6 +100,9 @@ def prune_model(
             training = _training_data(
                 loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=is_pruned
             )
+    rounds_last = isinstance(recipe, Recipe) and recipe.rounds_last
+    if values and not rounds_last:
+        method = replace(method, values=values)  # type: ignore[type-var]
     if journal and isinstance(method, BlockRecovery):
         method = replace(method, store=JournalStore(journal).begin)
     visited = sum(any(block.full_name(name) in plan for name in block.layers) for block in blocks)
@@ -106,7 +113,7 @@ def prune_model(
             if isinstance(step, BlockResult):
                 report.blocks.append(step)
                 if allocated:
-                    allocated.spend(step)
+                    allocated.spend(step, blocks[step.index])
     if training:
         with phase(TRAINING, report, observer, unit="step") as advance:
             store = JournalStore(journal).begin("whole model") if journal else None
@@ -118,6 +125,8 @@ def prune_model(
         observer(report.recovered)
         if report.recovered.note:
             add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
+    if values and rounds_last:
+        round_pruned(loaded, batches, values, plan=plan, report=report, observer=observer)
 
 
 def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, report: Report) -> dict[str, Any]:
