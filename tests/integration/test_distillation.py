@@ -204,20 +204,29 @@ def test_what_is_written_follows_the_predictions() -> None:
     assert abs(float((text[:, 2:] == 9).double().mean()) - 0.5) < 0.05
 
 
-def test_real_text_is_held_back() -> None:
-    """The last eighth of the real windows stands last; what was written stands first; all of it is there once."""
+def test_generated_text_is_held_out() -> None:
+    """An eighth as many sequences as there are calibration sequences, the last ones; all of them are there once."""
     real, more = torch.arange(32).reshape(16, 2), torch.arange(32, 42).reshape(5, 2)
+    found, back = group_batches(real, more, 3, 3)
+    assert back == 1
+    assert torch.equal(found[-1][0], more[-2:])
+    assert torch.equal(torch.cat([batch for group in found for batch in group]), torch.cat([more[:-2], real, more[-2:]]))
+    assert [[len(batch) for batch in group] for group in found] == [[3], [3], [3], [3], [3], [3], [1], [2]]
+    found, back = group_batches(real, more, 3, 2)
+    assert [[len(batch) for batch in group] for group in found] == [*([[2, 1]] * 6), [1], [2]]
+
+
+def test_calibration_text_is_held_out_where_too_little_is_generated() -> None:
+    """The last eighth of the calibration sequences stands last."""
+    real, more = torch.arange(32).reshape(16, 2), torch.arange(32, 34).reshape(1, 2)
     found, back = group_batches(real, more, 3, 3)
     assert back == 1
     assert torch.equal(found[-1][0], real[-2:])
     assert torch.equal(torch.cat([batch for group in found for batch in group]), torch.cat([more, real]))
-    assert [[len(batch) for batch in group] for group in found] == [[3], [2], [3], [3], [3], [3], [2], [2]]
-    found, back = group_batches(real, more, 3, 2)
-    assert [[len(batch) for batch in group] for group in found] == [[2, 1], [2], *([[2, 1]] * 4), [2], [2]]
     found, back = group_batches(torch.cat([real] * 8), more[:0], 12, 12)
     assert ([len(batch) for (batch,) in found], back) == ([12] * 9 + [4, 12, 4], 2)
     found, back = group_batches(real[:1], more, 8, 8)
-    assert ([len(batch) for (batch,) in found], back) == ([5, 1], 1)
+    assert ([len(batch) for (batch,) in found], back) == ([1, 1], 1)
 
 
 def test_a_step_in_pieces() -> None:

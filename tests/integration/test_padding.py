@@ -259,7 +259,7 @@ def test_distillation_weighs_tokens_alike() -> None:
     more = generate_samples(dense, windows, 5)
     assert more.shape == (5, max(LENGTHS))
     assert int(more.min()) >= 0
-    groups, held_out = group_batches(windows, more, 6, 2)
+    groups, held_out = group_batches(windows, more[:1], 6, 2)  # too few to be held out
     assert [[tuple(batch.shape) for batch in group] for group in groups[1:]] == [
         [(1, length) for length in part] for part in (LENGTHS[:6], LENGTHS[6:10], LENGTHS[10:])
     ]

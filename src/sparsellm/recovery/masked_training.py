@@ -19,8 +19,8 @@ from sparsellm.runtime import collectives, devices
 VALIDATIONS = 10
 """Number of validations during training."""
 
-MOST_RATE = 2.5
-"""Largest factor by which a first loss above `MaskedAdam.reference` multiplies the rate: larger rates were not tried."""
+WARMUP = 0.1
+"""Fraction of the steps over which the rate rises: Adam's first steps are as long for weights whose gradients are all noise."""
 
 Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
@@ -40,16 +40,15 @@ class TrainingStore(Protocol):
 
 @dataclass(frozen=True)
 class MaskedAdam:
-    """Adam with fixed masks and a learning rate that falls linearly to 0; the state with the best validation loss is kept.
+    """Adam with fixed masks; the state with the best validation loss is kept.
+
+    The learning rate rises linearly to `rate` over the first tenth of the steps and falls linearly to 0.
 
     Attributes:
         held: Fraction of the groups held out for validation; at least one group is.
         rank: Rank of the factors that are trained in place of the parameters (`MaskedLoRA`); None trains the parameters.
         patience: Number of validations in a row, of `VALIDATIONS`, without a new best one that end the training; None for no
             early stop.
-        reference: First validation loss at which `rate` is the first learning rate. A loss that grows with the square of the
-            distance from its minimum needs steps in proportion to that distance, so that another first loss multiplies the
-            rate by the square root of their ratio, `MOST_RATE` at most. None for the same rate at every loss.
     """
 
     steps: int
@@ -57,7 +56,6 @@ class MaskedAdam:
     held: float = 0.125
     rank: int | None = None
     patience: int | None = None
-    reference: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 0 or not self.rate > 0 or not 0 < self.held < 1:
@@ -130,10 +128,9 @@ class MaskedAdam:
     ) -> str:
         """Take the steps that are left; return a note on why they ended early, or an empty string."""
         validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
-        rate = self._first_rate(state.curve[0].held_out)
         losses: list[float] = []  # since the last validation
         for step in range(state.curve[-1].step + 1, self.steps + 1):
-            losses.append(state.step(loss, rate * (1 - (step - 1) / self.steps), groups=groups - held_out))
+            losses.append(state.step(loss, self._rate_at(step), groups=groups - held_out))
             if not math.isfinite(losses[-1]):
                 return f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
             if step in validation_steps:
@@ -149,11 +146,9 @@ class MaskedAdam:
                 progress(step, self.steps)
         return ""
 
-    def _first_rate(self, loss: float) -> float:
-        """The learning rate of the first step, by the first validation loss."""
-        if self.reference is None:
-            return self.rate
-        return self.rate * min(math.sqrt(loss / self.reference), MOST_RATE)
+    def _rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        return self.rate * min(1.0, step / (WARMUP * self.steps)) * (1 - (step - 1) / self.steps)
 
 
 class _State:

@@ -22,7 +22,6 @@ from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import (
     Group,
-    count_held_out,
     distill,
     generate_samples,
     group_batches,
@@ -146,7 +145,6 @@ def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, 
         train=recipe.train,
         rank=recipe.lora_rank,
         patience=recipe.patience,
-        loss=recipe.resolved_loss,
         scales=bool(scales),
     )
     settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
@@ -208,9 +206,8 @@ def _training_data(
     """Generate sequences with the dense model, and compute its last hidden states on these and on the calibration sequences."""
     recipe = report.recipe
     with phase(GENERATING, report, observer, unit="sequence") as advance:
-        prompts = windows[: -count_held_out(windows)] if len(windows) > 1 else windows
         count = model_written(recipe, *windows.shape)
-        generated = cached_samples(loaded, prompts, count, seed=recipe.seed, cache=cache, advance=advance)
+        generated = cached_samples(loaded, windows, count, seed=recipe.seed, cache=cache, advance=advance)
     per_step = model_step(*windows.shape)
     groups, held_out = group_batches(windows, generated, per_step, min(per_step, max(map(len, batches))))
     if isinstance(recipe, RecoveryRecipe) and recipe.resolved_loss == "text":

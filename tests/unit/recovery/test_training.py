@@ -91,18 +91,6 @@ def test_patience_ends_a_training_that_no_longer_gains() -> None:
     assert min(point.held_out for point in result.curve) == result.after
 
 
-@pytest.mark.parametrize(("reference", "factor"), [(None, 1.0), (4.0, 0.5), (0.25, 2.0), (0.01, 2.5)])
-def test_the_rate_follows_the_first_loss(reference: float | None, factor: float) -> None:
-    """A first loss of 1 multiplies the rate by the root of its ratio to the reference, up to a limit: Adam's first step."""
-    weight = nn.Parameter(torch.zeros(1))
-
-    def loss(number: int) -> Iterator[Tensor]:
-        yield (weight - 1).square().sum()
-
-    MaskedAdam(1, 0.01, reference=reference).run({"weight": weight}, {}, loss, groups=2, seed=0)
-    assert weight.item() == pytest.approx(0.01 * factor, rel=1e-5)
-
-
 class Killed(Exception):
     """Stands for SIGKILL."""
 
