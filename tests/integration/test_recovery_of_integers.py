@@ -42,9 +42,8 @@ Matrices = Mapping[str, tuple[Tensor, Tensor]]
 
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps, at equal rates for scales and for weights."""
+    """Few steps."""
     monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
-    monkeypatch.setattr(distillation, "SCALES_RATE", 1.0)
 
 
 def rounded(model: Path, folder: Path, how: str = "int4") -> Path:

@@ -43,9 +43,6 @@ TRAINING = MaskedAdam(300, 2e-3)
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0, "norms": 2.0}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
 
-SCALES_RATE = 0.2
-"""Learning rate where scales are trained in place of weights, relative to that of all; chosen on demo:opt at 70 %, int4."""
-
 TRAINING_WIDTH = 256
 """Width of the models on which the learning rate was chosen."""
 
@@ -119,15 +116,10 @@ def model_training(
     train: Train = "full",
     rank: int = 16,
     patience: int | None = None,
-    scales: bool = False,
 ) -> MaskedAdam:
-    """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022).
-
-    Args:
-        scales: Whether scales are trained in place of weights.
-    """
+    """The gradient steps for a model; the learning rate falls with its width (Yang et al., Tensor Programs V, 2022)."""
     width: int = model.config.get_text_config().hidden_size
-    rate = TRAINING.rate * (SCALES_RATE if scales and train == "full" else RATES[train]) * min(1.0, TRAINING_WIDTH / width)
+    rate = TRAINING.rate * RATES[train] * min(1.0, TRAINING_WIDTH / width)
     return replace(TRAINING, steps=steps, rate=rate, rank=rank if train == "lora" else None, patience=patience)
 
 

@@ -145,7 +145,6 @@ def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, 
         train=recipe.train,
         rank=recipe.lora_rank,
         patience=recipe.patience,
-        scales=bool(scales),
     )
     settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
     return {**settings, "loss": recipe.resolved_loss, "products": loaded.products}
