@@ -222,8 +222,6 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
     for budget in TRAINED_BUDGETS:
         best = {"effort": "best", "compute_dtype": "bfloat16"}
         yield f"recovered mixed, one run, {budget} bits", lambda b=budget, best=best: in_one_run({"bits": b, **best})
-        name = f"recovered mixed, scales too, {budget} bits"
-        yield name, lambda b=budget, best=best: in_one_run({"bits": b, **best}, recovered=True)
 
 
 def measure(task: Task, seed: int, only: str) -> None:

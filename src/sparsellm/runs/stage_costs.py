@@ -22,6 +22,8 @@ from sparsellm.runs.events import (
     RECOVERING,
     ROUNDING,
     SENSITIVITIES,
+    TRAINING,
+    TRAINING_SCALES,
 )
 from sparsellm.runs.gradient_costs import errors_cost, gradient_cost
 from sparsellm.runs.loading import Placement
@@ -79,10 +81,12 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
             yield MEASURING_CHECKPOINT, Cost(memory, lists, done)
         yield MEASURING, Cost(memory, lists, 2 * done)  # before and after
     if recipe.model_steps:
-        yield from model_training_costs(recipe, ready, placement, shapes)
-    if isinstance(recipe, Recipe) and recipe.rounds_last:
-        block = block_cost(LAST_ROUNDING, shapes)
-        yield ROUNDING, Cost(model + block.memory, block.lists, depth * block.work)
+        training = dict(model_training_costs(recipe, ready, placement, shapes))
+        yield from training.items()
+        if isinstance(recipe, Recipe) and recipe.rounds_last:
+            block = block_cost(LAST_ROUNDING, shapes)
+            yield ROUNDING, Cost(model + block.memory, block.lists, depth * block.work)
+            yield TRAINING_SCALES, training[TRAINING]
 
 
 def _pruning_cost(

@@ -7,13 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 from torch import Tensor, nn
 
 from sparsellm.activations.fisher import FisherFactors
 from sparsellm.activations.sensitivity import iterate_output_sensitivities
-from sparsellm.methods import BlockResult
+from sparsellm.methods import BlockResult, Plan
 from sparsellm.methods.rounding import Scales, Values
 from sparsellm.models.blocks import Block, blocks_of
 from sparsellm.models.loaded_model import LoadedModel
@@ -37,15 +38,16 @@ from sparsellm.runs.events import (
     RECOVERING,
     SENSITIVITIES,
     TRAINING,
+    TRAINING_SCALES,
     Advance,
     Observer,
     add_note,
     phase,
 )
 from sparsellm.runs.preparation import Prepared
-from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.records import TRAINING_STATE
+from sparsellm.runs.records import SCALES_STATE, TRAINING_STATE
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -70,7 +72,7 @@ def prune_model(
 ) -> None:
     """Allocate sparsity, prune or recover block by block, train the whole model and round it, each if the recipe says so.
 
-    A run that does not train rounds the layers of a block as soon as it is pruned.
+    A run that trains rounds after that, and then trains the scales; any other rounds the layers of a block once it is pruned.
 
     Args:
         ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
@@ -114,40 +116,54 @@ def prune_model(
                 if allocated:
                     allocated.spend(step, blocks[step.index])
     if training:
-        with phase(TRAINING, report, observer, unit="step") as advance:
-            store = JournalStore(journal).begin("whole model") if journal else None
-            settings = _training_settings(recipe, loaded, ready, report)
-            report.recovered, changed = distill(
-                loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training)
-            )
-            report.blocks = [_update_result(result, blocks[result.index], changed) for result in report.blocks]
-        observer(report.recovered)
-        if report.recovered.note:
-            add_note(f"{TRAINING}: {report.recovered.note}", report, observer)
-    if values and rounds_last:
-        round_pruned(loaded, batches, values, plan=plan, report=report, observer=observer)
+        train = partial(_train, loaded, ready, training, plan=plan, report=report, observer=observer, journal=journal)
+        train(TRAINING)
+        if values and rounds_last:
+            round_pruned(loaded, batches, values, plan=plan, report=report, observer=observer)
+            train(TRAINING_SCALES)
 
 
-def _training_settings(recipe: RunRecipe, loaded: LoadedModel, ready: Prepared, report: Report) -> dict[str, Any]:
+def _train(
+    loaded: LoadedModel,
+    ready: Prepared,
+    training: TrainingData,
+    stage: str,
+    *,
+    plan: Plan,
+    report: Report,
+    observer: Observer,
+    journal: Journal | None,
+) -> None:
+    """Train the whole model, of rounded layers the scales, and add the result to the report's."""
+    blocks = blocks_and_head(loaded.model, plan)
+    with phase(stage, report, observer, unit="step") as advance:
+        store = JournalStore(journal, SCALES_STATE if stage == TRAINING_SCALES else TRAINING_STATE) if journal else None
+        settings = _training_settings(report, loaded, ready)
+        store = store and store.begin("whole model")
+        result, changed = distill(loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training))
+        report.blocks = [_update_result(block, blocks[block.index], changed) for block in report.blocks]
+    observer(result)
+    if result.note:
+        add_note(f"{stage}: {result.note}", report, observer)
+    report.recovered = result if report.recovered is None else report.recovered.followed_by(result)
+
+
+def _training_settings(report: Report, loaded: LoadedModel, ready: Prepared) -> dict[str, Any]:
     """The arguments of `distill` that the recipe and the results so far set."""
-    if not isinstance(recipe, RecoveryRecipe):
-        return {"adam": model_training(loaded.model, recipe.model_steps), "products": loaded.products}
-    targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
+    recipe = report.recipe
     scales = {
         layer.name: Scales(block.scales[layer.name], layer.bits or 0, layer.group_size or 0)
         for block in report.blocks
         for layer in block.layers
         if layer.name in block.scales
     }
-    adam = model_training(
-        loaded.model,
-        recipe.model_steps,
-        train=recipe.train,
-        rank=recipe.lora_rank,
-        patience=recipe.patience,
-    )
-    settings = {"adam": adam, "train": recipe.train, "targets": targets, "scales": scales}
-    return {**settings, "loss": recipe.resolved_loss, "products": loaded.products}
+    settings: dict[str, Any] = {"scales": scales, "products": loaded.products}
+    adam_of = partial(model_training, loaded.model, recipe.model_steps)
+    if not isinstance(recipe, RecoveryRecipe):
+        return {**settings, "adam": adam_of()}
+    targets = ready.method.targets if isinstance(ready.method, BlockRecovery) else None
+    adam = adam_of(train=recipe.train, rank=recipe.lora_rank, patience=recipe.patience)
+    return {**settings, "adam": adam, "train": recipe.train, "targets": targets, "loss": recipe.resolved_loss}
 
 
 class JournalStore:
@@ -156,8 +172,8 @@ class JournalStore:
     A state is left out if it comes so soon after the one before that storing takes more than `STORING_SHARE` of the time.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal, self._training = journal, ""
+    def __init__(self, journal: Journal, name: str = TRAINING_STATE) -> None:
+        self._journal, self._name, self._training = journal, name, ""
         self._last, self._seconds = time.monotonic(), 0.0
 
     def begin(self, training: str) -> JournalStore:
@@ -171,14 +187,14 @@ class JournalStore:
         if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
             return
         on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        self._journal.replace(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
+        self._journal.replace(self._name, on_cpu, {"training": self._training, "state": dict(values)})
         self._last = time.monotonic()
         self._seconds = self._last - began
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The stored state of this training, or None."""
-        fact = self._journal.fact(TRAINING_STATE)
-        stored = self._journal.latest(TRAINING_STATE) if fact and fact["value"]["training"] == self._training else None
+        fact = self._journal.fact(self._name)
+        stored = self._journal.latest(self._name) if fact and fact["value"]["training"] == self._training else None
         return (stored[0], stored[1]["state"]) if stored else None
 
 
