@@ -20,9 +20,10 @@ MOMENTS = {
     "measured": b'"fact": "errors-',
     "first block": b'"block": 0',
     "second block": b'"block": 1',
-    "training": b'"training": "whole',
+    "training": b'"fact": "training"',
+    "scales": b'"fact": "training-scales"',
 }
-"""Entries of the journal at which a run is killed: errors of formats, blocks, and a state of the training are stored."""
+"""Entries of the journal at which a run is killed: errors of formats, blocks, and states of the two trainings are stored."""
 
 
 def words(model: Path, text: Path, out: Path, *method: str) -> list[str]:
@@ -37,7 +38,7 @@ def words(model: Path, text: Path, out: Path, *method: str) -> list[str]:
     [
         ("llama", ("sparsegpt",), ("measured", "second block")),
         ("opt", ("sparsellm",), ("first block",)),
-        ("llama", BEST, ("second block", "training")),
+        ("llama", BEST, ("second block", "training", "scales")),
     ],
 )
 def test_killed_and_resumed(
