@@ -148,7 +148,7 @@ class RecipeFields(RunFields):
     as_published: bool = _method(False, "Run Algorithm 1 of the SparseLLM paper instead of this package's version.")
     effort: Literal["fast", "standard", "best"] = _option(
         "standard",
-        "Time of the method sparsellm: 1.7, 7.2 or 60 times sparsegpt's, for 0.26, 0.13 or 0.07 of its excess log perplexity"
+        "Time of the method sparsellm: 1.7, 7.2 or 61 times sparsegpt's, for 0.26, 0.13 or 0.08 of its excess log perplexity"
         " (demo:opt, 80%).",
     )
     solver: SolverName | None = _method(
