@@ -148,11 +148,10 @@ def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple
         The groups, whose batches are (batch, seq) without padding, and the number of held-out groups.
     """
     held_out = count_held_out(windows)
-    if len(more) >= held_out:
-        trained, held_out_groups = (more[:-held_out], windows), more[-held_out:].split(step)
-    else:
-        trained, held_out_groups = (more, windows[:-held_out]), windows[-held_out:].split(step)
-    groups = (*trained[0].split(step), *trained[1].split(step), *held_out_groups)
+    last = more if len(more) >= held_out else windows
+    held_out_groups = last[-held_out:].split(step)
+    trained = (x[:-held_out] if x is last else x for x in (more, windows))
+    groups = (*(group for x in trained for group in x.split(step)), *held_out_groups)
     batch = min(batch, -(-step // collectives.world()))
     return [tuple(collectives.shard(unpadded_batches(group, batch))) for group in groups if len(group)], len(held_out_groups)
 

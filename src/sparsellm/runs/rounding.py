@@ -1,4 +1,4 @@
-"""The last stage of a run that trains its pruned weights and rounds them: integers on the zeros that are there."""
+"""Rounding of a model that was pruned and trained, with the zeros that it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a run that change the model: allocation, pruning block by block, whole-model training, and last rounding."""
+"""The stages of a run that change the model: allocation, pruning block by block, training of the whole model, and rounding."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def _train(
     """Train the whole model, of rounded layers the scales, and add the result to the report's."""
     blocks = blocks_and_head(loaded.model, plan)
     with phase(stage, report, observer, unit="step") as advance:
-        store = JournalStore(journal, SCALES_STATE if stage == TRAINING_SCALES else TRAINING_STATE) if journal else None
+        state = SCALES_STATE if stage == TRAINING_SCALES else TRAINING_STATE
+        store = JournalStore(journal, state).begin("whole model") if journal else None
         settings = _training_settings(report, loaded, ready)
-        store = store and store.begin("whole model")
         result, changed = distill(loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training))
         report.blocks = [_update_result(block, blocks[block.index], changed) for block in report.blocks]
     observer(result)
