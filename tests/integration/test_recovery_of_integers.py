@@ -1,4 +1,4 @@
-"""Recovery of models that were rounded to integers: scales, norms and biases are trained, and the integers are held."""
+"""Recovery of models that were rounded to integers: they are trained with scales, norms and biases, and the mask is held."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from typer.testing import Result
 
 Command = Callable[..., "Result"]
-TOKENS = torch.randint(0, 256, (16, 32), generator=torch.Generator().manual_seed(3))
-SETTINGS: dict[str, Any] = {"steps": 20, "written": 0, "batch_size": 2}
+TOKENS = torch.randint(0, 256, (64, 32), generator=torch.Generator().manual_seed(3))
+SETTINGS: dict[str, Any] = {"steps": 60, "written": 0, "batch_size": 2}
 ROUNDED: dict[str, Any] = {
     "int4": {"sparsity": "60%", "values": "int4", "exclude": ["q_proj"]},
     "int3": {"sparsity": "2:4", "values": "int3"},
@@ -43,7 +43,7 @@ Matrices = Mapping[str, tuple[Tensor, Tensor]]
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few steps."""
-    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e-3))
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(60, 3e-3))
 
 
 def rounded(model: Path, folder: Path, how: str = "int4") -> Path:
@@ -70,14 +70,22 @@ def integers_of(folder: Path) -> Matrices:
 
 
 def packed_masks(folder: Path, target: Path) -> dict[str, Tensor]:
-    """What `pack` stores of a model but its scales and its other tensors: the masks and integers."""
+    """The masks that `pack` stores of a model."""
     sparsellm.pack(folder, target)
-    names = set(read_scales(folder))
-    return {
-        key: x
-        for key, x in load_file(target / "model.safetensors").items()
-        if any(key.startswith(name) for name in names) and "scales" not in key
-    }
+    return {key: x for key, x in load_file(target / "model.safetensors").items() if "mask" in key or "groups" in key}
+
+
+def changed_integers(before: Matrices, after: Matrices) -> float:
+    """The fraction of integers that changed; none of them to or from 0."""
+    assert before
+    assert before.keys() == after.keys()
+    changed = total = 0
+    for name, (integers, scales) in before.items():
+        assert after[name][1].shape == scales.shape
+        assert torch.equal(after[name][0] == 0, integers == 0), name
+        changed += int((after[name][0] != integers).sum())
+        total += int((integers != 0).sum())
+    return changed / total
 
 
 @pytest.mark.parametrize(
@@ -89,17 +97,15 @@ def packed_masks(folder: Path, target: Path) -> dict[str, Tensor]:
         for how in ROUNDED
     ],
 )
-def test_integers_are_held_and_scales_train(family: str, scope: Any, how: str, loud: dict[str, Path], tmp_path: Path) -> None:
-    """The output is a quantized checkpoint with the same integers and other scales; its report is of what is written."""
+def test_integers_and_scales_train(family: str, scope: Any, how: str, loud: dict[str, Path], tmp_path: Path) -> None:
+    """The output is a quantized checkpoint with the same mask, other integers and scales; its report is of what is written."""
     folder = rounded(loud[family], tmp_path / "pruned", how)
     result = recover(folder, loud[family], TOKENS, scope=scope, **SETTINGS)
     out = result.save_pretrained(tmp_path / "out")
     before, after, report = integers_of(folder), integers_of(out), report_of(out)
-    assert before
-    assert before.keys() == after.keys()
-    for name, (integers, scales) in before.items():
-        assert torch.equal(after[name][0], integers), name
-        assert after[name][1].shape == scales.shape
+    changed = changed_integers(before, after)
+    assert changed < 0.5
+    assert changed > 0 or scope == "block"  # whose steps are too few and small
     assert any(not torch.equal(after[name][1], scales) for name, (_, scales) in before.items())
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
     assert layers.keys() == before.keys()
@@ -113,8 +119,11 @@ def test_integers_are_held_and_scales_train(family: str, scope: Any, how: str, l
     assert any("norm" in name for block in report["blocks"] for name in block["changed_parameters"])
     assert verify(out, loud[family]).layers == len(layers)
     one, two = packed_masks(folder, tmp_path / "packed"), packed_masks(out, tmp_path / "packed again")
+    assert one
     assert one.keys() == two.keys()
     assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())
+    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in ("packed", "packed again")}
+    assert len(sizes) == 1
     assert verify(tmp_path / "packed again").layers == len(layers)
 
 
@@ -148,19 +157,19 @@ def test_norms_alone_keep_scales_and_integers(
 
 
 def test_recovered_again_and_on_text(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
-    """A recovery of a recovery, and one without the dense model, hold the integers too."""
+    """A recovery of a recovery, and one without the dense model, hold the mask too."""
     first = recover(folders["opt"], loud["opt"], TOKENS, **SETTINGS).save_pretrained(tmp_path / "first")
     second = recover(first, loud["opt"], TOKENS, scope="block", **SETTINGS).save_pretrained(tmp_path / "second")
-    third = recover(second, calibration=TOKENS, loss="text", steps=20, batch_size=2).save_pretrained(tmp_path / "third")
+    third = recover(second, calibration=TOKENS, loss="text", steps=60, batch_size=2).save_pretrained(tmp_path / "third")
     found = [integers_of(folder) for folder in (folders["opt"], first, second, third)]
-    for name, (integers, _) in found[0].items():
-        assert all(torch.equal(later[name][0], integers) for later in found)
+    for one, two in itertools.pairwise(found):
+        changed_integers(one, two)
     for one, two in itertools.pairwise(found[:3]):
         assert any(not torch.equal(scales, two[name][1]) for name, (_, scales) in one.items())
 
 
 def test_fused_layers_and_what_was_packed(tmp_path: Path) -> None:
-    """GPT-2 stores (in, out) and three layers in a tensor; integers that `pack` made come back from `unpack` and are held."""
+    """GPT-2 stores (in, out) and three layers in a tensor; integers that `pack` made come back from `unpack`."""
     from tests.training import pruned_model
 
     dense = tmp_path / "dense"
@@ -174,10 +183,14 @@ def test_fused_layers_and_what_was_packed(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert any("c_attn" in name for name in before)
     tensors, others = load_file(tmp_path / "back" / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = 0
     for name, scales in before.items():
         pairs = [x.quantized(y[name].T) for x, y in ((scales, tensors), (after[name], others))]
         assert all(pairs)
-        assert torch.equal(pairs[0].integers, pairs[1].integers)  # type: ignore[union-attr]
+        one, two = (x.integers for x in pairs if x)
+        assert torch.equal(one == 0, two == 0)
+        changed += int((one != two).sum())
+    assert changed
     assert all(layer["bits"] == 4 for block in report_of(out)["blocks"] for layer in block["layers"])
     assert verify(out, dense).layers == 12
 
@@ -185,7 +198,7 @@ def test_fused_layers_and_what_was_packed(tmp_path: Path) -> None:
 def test_what_cannot_be_recovered(folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path) -> None:
     """One sentence each, before anything is trained, and no output."""
     sound, dense = folders["llama"], loud["llama"]
-    with pytest.raises(InvalidSetting, match=r"`train` lora would change the integers of .*`train='full'`"):
+    with pytest.raises(InvalidSetting, match=r"is quantized, and `train` lora would not keep .*`train='full'`"):
         recover(sound, dense, TOKENS, train="lora")
     folder = Path(shutil.copytree(sound, tmp_path / "copy"))
     data = (folder / SCALES_FILE).read_bytes()
@@ -196,7 +209,7 @@ def test_what_cannot_be_recovered(folders: dict[str, Path], loud: dict[str, Path
     with pytest.raises(BadCheckpoint, match=r"lacks 1 of the files that the run wrote, quantization\.scales first"):
         recover(folder, dense, TOKENS)
     recipe = read_recovery({"pruned": str(sound), "model": str(dense), "calibration": "demo"})
-    with pytest.raises(InvalidSetting, match=r"is quantized, and gradual pruning would not hold its integers"):
+    with pytest.raises(InvalidSetting, match=r"is quantized, and gradual pruning would not keep its integers"):
         read_stages(recipe, tmp_path / "out", start="70%", to="80%", stages=2)
     prune(dense, "magnitude", "50%", exclude=["q_proj"]).save_pretrained(tmp_path / "some")
     sparsellm.pack(tmp_path / "some", tmp_path / "packed", values="int4")

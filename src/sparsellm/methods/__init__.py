@@ -6,7 +6,7 @@ Imports errors, runtime, solvers, models and activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
@@ -144,13 +144,6 @@ class TrainingResult:
     steps: int
     note: str = ""
     curve: tuple[CurvePoint, ...] = ()
-
-    def followed_by(self, later: TrainingResult) -> TrainingResult:
-        """The result of two trainings one after the other, whose steps are counted on."""
-        first = self.curve[-1].step if self.curve else 0
-        curve = tuple(replace(point, step=first + point.step) for point in later.curve)
-        notes = "; ".join(filter(None, (self.note, later.note)))
-        return TrainingResult(self.before, later.after, first + later.steps, notes, (*self.curve, *curve))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import compute_dtype_context, require_grad_only
 from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
-from sparsellm.recovery.trained_scales import rounded_layers, store_scales
+from sparsellm.recovery.quantized_training import rounded_layers, store_scales
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import eigh
 
@@ -59,7 +59,7 @@ def refine_block(
         keep: Masks by layer name, (out, in).
         names: Names of the trained parameters, within the block.
         metric: F, (model, model), positive semi-definite; None for the identity.
-        scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
+        scales: By full name of a rounded layer, its scales, which are trained with its integers.
         store: As for `MaskedAdam.run`.
 
     Returns:

@@ -27,7 +27,7 @@ from sparsellm.models.contexts import (
     require_grad_only,
 )
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
-from sparsellm.recovery.trained_scales import RoundedLayer, rounded_layers, store_scales
+from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, store_scales
 from sparsellm.recovery.trained_weights import Train, pruned_blocks, trained_names
 from sparsellm.runtime import collectives
 
@@ -200,7 +200,7 @@ def distill(
         plan: The pruned layers, whose zeros are kept; other linear layers of these blocks are not trained.
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
-        scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
+        scales: By full name of a rounded layer, its scales, which are trained with its integers.
         products: Dtype of matrix products; weights, sums and the optimiser's state are float32.
         head: The output head of the dense model; None where it is the pruned model's.
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.methods import CurvePoint, TrainingResult
-from sparsellm.recovery.trained_scales import RoundedLayer, TrainedScales
+from sparsellm.recovery.quantized_training import QuantizedParameters, RoundedLayer
 from sparsellm.recovery.trained_weights import MaskedLoRA, MaskedParameters, TrainedWeights
 from sparsellm.runtime import collectives, devices
 
@@ -85,7 +85,7 @@ class MaskedAdam:
             loss: Loss of a group, see `Pieces`. Each process returns the terms of its own sequences; gradients are summed.
             groups: Number of groups; with fewer than two there is no training.
             seed: Seed of the order of the groups, and of the first factors.
-            rounded: Layers whose scales are trained in place of their weights. Parameters then have their full names.
+            rounded: Layers that stay integers times scales (`QuantizedParameters`). Parameters then have their full names.
             held_out: Number of held-out groups, the last ones; by default the fraction `held`.
             progress: Called after each step with its number and that of all steps.
             store: Keeps the state after each validation; a training that it holds is continued.
@@ -100,7 +100,7 @@ class MaskedAdam:
             return TrainingResult(0.0, 0.0, 0, note)
         weights: TrainedWeights = MaskedParameters(parameters, keep)
         if rounded:
-            weights = TrainedScales(parameters, keep, rounded)
+            weights = QuantizedParameters(parameters, keep, rounded)
         elif self.rank is not None:
             weights = MaskedLoRA(parameters, keep, rank=self.rank, seed=seed)
         state = _State(weights, list(parameters.values()), seed=seed)

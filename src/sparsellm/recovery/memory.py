@@ -11,23 +11,32 @@ COPIES = 7
 """float32 copies of the trained tensors: the weights, Adam's two moments, the best state so far, the gradient of a batch,
 and the float64 sum of all batches' gradients, which counts as two."""
 
+ROUNDED_BYTES = 5
+"""Additional bytes of a weight that is integers times scales: its integer, and float32 beside what is trained."""
+
 LORA_COPIES = 3
 """float32 copies of weights with low-rank factors: the weights, what they were, and the gradient of a batch."""
 
 
-def trained_bytes(blocks: Sequence[Block], together: bool, *, train: Train = "full", rank: int = 0) -> int:
-    """Bytes for the training of the largest block, or of all blocks at once if `together`."""
-    sizes = [_trained_floats(block, train, rank) for block in blocks]
-    return 4 * (sum(sizes) if together else max(sizes, default=0))
+def trained_bytes(
+    blocks: Sequence[Block], together: bool, *, train: Train = "full", rank: int = 0, rounded: bool = False
+) -> int:
+    """Bytes for the training of the largest block, or of all blocks at once if `together`.
+
+    Args:
+        rounded: Whether weights are integers times scales.
+    """
+    sizes = [_trained_bytes(block, train, rank, rounded) for block in blocks]
+    return sum(sizes) if together else max(sizes, default=0)
 
 
-def _trained_floats(block: Block, train: Train, rank: int) -> int:
-    """float32 numbers for the training of a block; those of its other parameters, which are cast, are counted too."""
+def _trained_bytes(block: Block, train: Train, rank: int, rounded: bool) -> int:
+    """Bytes for the training of a block; its other parameters, which are cast to float32, are counted too."""
     total = sum(tensor.numel() for tensor in block.module.parameters())
     trained = trained_numbers(block, train, rank)
     if train == "full":
-        return COPIES * total
-    return total + (COPIES - 1) * trained if train == "norms" else LORA_COPIES * total + COPIES * trained
+        return (4 * COPIES + ROUNDED_BYTES * rounded) * total
+    return 4 * (total + (COPIES - 1) * trained if train == "norms" else LORA_COPIES * total + COPIES * trained)
 
 
 def trained_numbers(block: Block, train: Train, rank: int) -> int:

@@ -22,12 +22,10 @@ OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "readin
 ESTIMATING = "estimating the time of every run"
 SENSITIVITIES, ALLOCATION = "estimating sensitivity", "choosing per-layer sparsity"
 PRUNING, RECOVERING = "pruning", "recovering"
-GENERATING, PREDICTING, TRAINING, ROUNDING, TRAINING_SCALES = (
+GENERATING, PREDICTING, TRAINING = (
     "generating text with the dense model",
     "computing the dense model's predictions",
     "training the whole model",
-    "rounding",
-    "training the scales",
 )
 MEASURING_CHECKPOINT = "measuring the pruned checkpoint"
 MEASURING, ANSWERING, CONTINUING = "measuring", "answering questions", "continuing prompts"

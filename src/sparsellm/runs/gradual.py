@@ -197,7 +197,7 @@ def read_stages(
         )
     if read_scales(finished.folder):
         raise InvalidSetting(
-            f"{recipe.pruned} is quantized, and gradual pruning would not hold its integers. "
+            f"{recipe.pruned} is quantized, and gradual pruning would not keep its integers. "
             "Pass a checkpoint that was pruned without `values` and `bits`, or recover this one without `from` and `to`."
         )
     path = Path(output).expanduser()

@@ -17,7 +17,7 @@ from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.compute_dtype import bf16_speedup, choose_products
 from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
-from sparsellm.runs.events import RECOVERING, TRAINING, TRAINING_SCALES, Note, Observer
+from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
 from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers, window_length
 from sparsellm.runs.recipe import Recipe, RunRecipe
@@ -180,7 +180,7 @@ def _estimate_stage(name: str, cost: Cost, *, device: str, placement: Placement,
         else:
             room[where] -= size
             memory[where] += size
-    if speed is not None and name in (RECOVERING, TRAINING, TRAINING_SCALES):
+    if speed is not None and name in (RECOVERING, TRAINING):
         speed = training_rates(speed, placement, torch.device(device))
     seconds = float("nan") if speed is None else cost.seconds + float((cost.work / speed).sum())
     return StageEstimate(name, memory, files, float(cost.work[:3].sum()), seconds)

@@ -220,11 +220,6 @@ class Recipe(RunRecipe, RecipeFields):
         return self.values is not None or self.bits is not None
 
     @property
-    def rounds_last(self) -> bool:
-        """Whether weights are rounded after the whole model is trained, instead of block by block while it is pruned."""
-        return self.rounds and self.model_steps > 0
-
-    @property
     def integer_values(self) -> IntegerValues | None:
         """`values` and `group_size` as the methods take them."""
         if self.values is None:
@@ -269,7 +264,7 @@ class Recipe(RunRecipe, RecipeFields):
             gauss_newton_steps=self.gauss_newton_steps,
             scope="none" if self.resolved_scope == "none" else "feedforward",
             keep_zeros=self.keep_zeros,
-            values=None if self.rounds_last else self.integer_values,
+            values=self.integer_values,
         )
 
     @property

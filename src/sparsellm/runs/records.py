@@ -25,8 +25,8 @@ REPORT = "sparsellm.json"
 WORK = ".sparsellm"
 """Name of the work folder in an unfinished output; a finished output has none."""
 
-TRAINING_STATE, SCALES_STATE = "training", "training-scales"
-"""Names under which the journal of a run has the state of its training, and of that of scales after rounding."""
+TRAINING_STATE = "training"
+"""Name under which the journal of a run has the state of its training."""
 
 CARD = "README.md"
 """The model card, which users may edit."""

@@ -56,7 +56,7 @@ class BlockRecovery:
         layers: Results of pruning each layer, by block name.
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
-        scales: By full name of a rounded layer, its scales, which are trained in place of its weights.
+        scales: By full name of a rounded layer, its scales, which are trained with its integers.
         store: Makes the store of the training of a block, by the block's name.
     """
 
@@ -179,12 +179,12 @@ def _trainable_scales(recipe: RecoveryRecipe, folder: Path, skeleton: PreTrained
     if others:
         raise InvalidSetting(
             f"{recipe.pruned} has integers in {others[0]}, which is stored in pieces or was not pruned, and training would "
-            "not hold them. Recover the model first, and round it with `values` when you pack it."
+            "not keep them. Recover the model first, and round it with `values` when you pack it."
         )
     if scales and recipe.train == "lora":
         raise InvalidSetting(
-            f"`train` lora would change the integers of {recipe.pruned}, which is quantized. "
-            "Pass `train='full'`, which trains its scales, norms and biases, or `train='norms'`."
+            f"{recipe.pruned} is quantized, and `train` lora would not keep its weights integers times scales. "
+            "Pass `train='full'`, which trains integers, scales, norms and biases, or `train='norms'`."
         )
     return scales
 

@@ -25,10 +25,8 @@ from sparsellm.runs.events import (
     MEASURING,
     MEASURING_CHECKPOINT,
     PREDICTING,
-    ROUNDING,
     SENSITIVITIES,
     TRAINING,
-    TRAINING_SCALES,
     WRITING,
     ExpectedStage,
 )
@@ -44,9 +42,6 @@ from sparsellm.runs.training_costs import block_training_cost
 
 READ_SECONDS, WRITTEN_SECONDS = 0.7e-9, 6e-9
 """Seconds for each byte that is read, or written, read back and digested, from a disk that the system caches."""
-
-AFTER_ROUNDING = {ROUNDING: ROUNDING, TRAINING_SCALES: TRAINING}
-"""The last stages that change a model which is trained and rounded, with their kinds."""
 
 OF_ITS_OWN = {"method", "sparsity", "effort", "solver", "as_published", "scope", "gauss_newton_steps", "epochs", "alpha"}
 OF_ITS_OWN |= {"beta", "allocation", "allocation_bounds", "blocks", "include", "exclude", "keep_zeros", "true_sequential"}
@@ -83,7 +78,6 @@ def expected_stages(
     stages.append(_pruning(recipe, ready, placement, seconds[block_stage(recipe)], batch=batch, restored=restored))
     if recipe.model_steps:
         stages.append(ExpectedStage(TRAINING, seconds[TRAINING], TRAINING))
-    stages += [ExpectedStage(name, seconds[name], kind) for name, kind in AFTER_ROUNDING.items() if name in seconds]
     stages += _measurements("pruned", recipe, ready, placement, seconds=seconds)
     stages += _layer_costs(layer_costs.WORST + 2, recipe, ready, placement, seconds=seconds)
     if written:

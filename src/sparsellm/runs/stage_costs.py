@@ -10,7 +10,6 @@ from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import sampled_tokens
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
-from sparsellm.methods.sparsellm import SparseLLM
 from sparsellm.models.output_head import blocks_and_head
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, block_shapes, work
 from sparsellm.runs.events import (
@@ -20,28 +19,20 @@ from sparsellm.runs.events import (
     MEASURING_CHECKPOINT,
     PRUNING,
     RECOVERING,
-    ROUNDING,
     SENSITIVITIES,
-    TRAINING,
-    TRAINING_SCALES,
 )
 from sparsellm.runs.gradient_costs import errors_cost, gradient_cost
 from sparsellm.runs.loading import Placement
 from sparsellm.runs.preparation import Prepared
-from sparsellm.runs.recipe import Recipe, RunRecipe
+from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training_costs import block_training_cost, generation_cost, model_training_costs
-from sparsellm.solvers.fast_admm import FastADMM
-from sparsellm.solvers.quantization import SWEEPS
 
 HEAD_EXTRA = (1, 0), (6, 3)
 """float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
 a block they are small against the rest: of a layer-wise method, and of one with a dense stream. Counted."""
-
-LAST_ROUNDING = SparseLLM(FastADMM(steps=3 * SWEEPS), scope="none")
-"""A method that takes about as long as rounding after training. Measured: three ADMM steps for a sweep from 768 columns on."""
 
 
 def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, batch: int) -> Iterator[tuple[str, Cost]]:
@@ -81,12 +72,7 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
             yield MEASURING_CHECKPOINT, Cost(memory, lists, done)
         yield MEASURING, Cost(memory, lists, 2 * done)  # before and after
     if recipe.model_steps:
-        training = dict(model_training_costs(recipe, ready, placement, shapes))
-        yield from training.items()
-        if isinstance(recipe, Recipe) and recipe.rounds_last:
-            block = block_cost(LAST_ROUNDING, shapes)
-            yield ROUNDING, Cost(model + block.memory, block.lists, depth * block.work)
-            yield TRAINING_SCALES, training[TRAINING]
+        yield from model_training_costs(recipe, ready, placement, shapes)
 
 
 def _pruning_cost(

@@ -1,4 +1,4 @@
-"""The stages of a run that change the model: allocation, pruning block by block, training of the whole model, and rounding."""
+"""The stages of a run that change the model: allocation, pruning block by block, and training of the whole model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ from sparsellm.runs.events import (
     RECOVERING,
     SENSITIVITIES,
     TRAINING,
-    TRAINING_SCALES,
     Advance,
     Observer,
     add_note,
@@ -47,11 +46,10 @@ from sparsellm.runs.events import (
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.records import SCALES_STATE, TRAINING_STATE
+from sparsellm.runs.records import TRAINING_STATE
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.rounding import round_pruned
 from sparsellm.runs.training import model_step, model_written
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
@@ -70,9 +68,7 @@ def prune_model(
     journal: Journal | None,
     facts: AbstractContextManager[Journal | None] | None = None,
 ) -> None:
-    """Allocate sparsity, prune or recover block by block, train the whole model and round it, each if the recipe says so.
-
-    A run that trains rounds after that, and then trains the scales; any other rounds the layers of a block once it is pruned.
+    """Allocate sparsity, prune or recover block by block, and train the whole model, each if the recipe says so.
 
     Args:
         ready: The method, and the pattern of each layer to prune; an allocation rule replaces the patterns.
@@ -101,8 +97,7 @@ def prune_model(
             training = _training_data(
                 loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=is_pruned
             )
-    rounds_last = isinstance(recipe, Recipe) and recipe.rounds_last
-    if values and not rounds_last:
+    if values:
         method = replace(method, values=values)  # type: ignore[type-var]
     if journal and isinstance(method, BlockRecovery):
         method = replace(method, store=JournalStore(journal).begin)
@@ -116,36 +111,30 @@ def prune_model(
                 if allocated:
                     allocated.spend(step, blocks[step.index])
     if training:
-        train = partial(_train, loaded, ready, training, plan=plan, report=report, observer=observer, journal=journal)
-        train(TRAINING)
-        if values and rounds_last:
-            round_pruned(loaded, batches, values, plan=plan, report=report, observer=observer)
-            train(TRAINING_SCALES)
+        _train(loaded, ready, training, plan=plan, report=report, observer=observer, journal=journal)
 
 
 def _train(
     loaded: LoadedModel,
     ready: Prepared,
     training: TrainingData,
-    stage: str,
     *,
     plan: Plan,
     report: Report,
     observer: Observer,
     journal: Journal | None,
 ) -> None:
-    """Train the whole model, of rounded layers the scales, and add the result to the report's."""
+    """Train the whole model, of rounded layers the integers and scales, and set the report's result."""
     blocks = blocks_and_head(loaded.model, plan)
-    with phase(stage, report, observer, unit="step") as advance:
-        state = SCALES_STATE if stage == TRAINING_SCALES else TRAINING_STATE
-        store = JournalStore(journal, state).begin("whole model") if journal else None
+    with phase(TRAINING, report, observer, unit="step") as advance:
+        store = JournalStore(journal).begin("whole model") if journal else None
         settings = _training_settings(report, loaded, ready)
         result, changed = distill(loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training))
         report.blocks = [_update_result(block, blocks[block.index], changed) for block in report.blocks]
     observer(result)
     if result.note:
-        add_note(f"{stage}: {result.note}", report, observer)
-    report.recovered = result if report.recovered is None else report.recovered.followed_by(result)
+        add_note(f"{TRAINING}: {result.note}", report, observer)
+    report.recovered = result
 
 
 def _training_settings(report: Report, loaded: LoadedModel, ready: Prepared) -> dict[str, Any]:
@@ -172,8 +161,8 @@ class JournalStore:
     A state is left out if it comes so soon after the one before that storing takes more than `STORING_SHARE` of the time.
     """
 
-    def __init__(self, journal: Journal, name: str = TRAINING_STATE) -> None:
-        self._journal, self._name, self._training = journal, name, ""
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._training = journal, ""
         self._last, self._seconds = time.monotonic(), 0.0
 
     def begin(self, training: str) -> JournalStore:
@@ -187,14 +176,14 @@ class JournalStore:
         if not collectives.broadcast_object(began - self._last >= self._seconds / STORING_SHARE):
             return
         on_cpu = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-        self._journal.replace(self._name, on_cpu, {"training": self._training, "state": dict(values)})
+        self._journal.replace(TRAINING_STATE, on_cpu, {"training": self._training, "state": dict(values)})
         self._last = time.monotonic()
         self._seconds = self._last - began
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The stored state of this training, or None."""
-        fact = self._journal.fact(self._name)
-        stored = self._journal.latest(self._name) if fact and fact["value"]["training"] == self._training else None
+        fact = self._journal.fact(TRAINING_STATE)
+        stored = self._journal.latest(TRAINING_STATE) if fact and fact["value"]["training"] == self._training else None
         return (stored[0], stored[1]["state"]) if stored else None
 
 

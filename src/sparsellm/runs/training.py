@@ -11,7 +11,7 @@ from sparsellm.models.blocks import Block
 from sparsellm.recovery.memory import predictions_bytes, trained_bytes
 from sparsellm.recovery.trained_weights import Train
 from sparsellm.runs.loading import OpenedModel
-from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runtime.memory import check_fits, human_bytes
@@ -23,6 +23,11 @@ MODEL_TOKENS = 2048
 def trained_of(recipe: RunRecipe) -> tuple[Train, int]:
     """Which parameters a run trains, and the rank of their changes for "lora"."""
     return (recipe.train, recipe.lora_rank) if isinstance(recipe, RecoveryRecipe) else ("full", 0)
+
+
+def trains_rounded(recipe: RunRecipe, method: BlockMethod) -> bool:
+    """Whether the weights that a run trains are integers times scales."""
+    return bool(method.scales) if isinstance(method, BlockRecovery) else isinstance(recipe, Recipe) and recipe.rounds
 
 
 def model_step(samples: int, length: int) -> int:
@@ -45,26 +50,26 @@ def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *,
     blocks, device, parts = opened.blocks, opened.device, []
     if isinstance(method, BlockRecovery) and method.training.steps:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        needed = (
-            trained_bytes(blocks, together=False, train=method.train, rank=method.training.rank or 0)
-            + 2 * 4 * windows.numel() * width
-        )  # two streams
+        rank, rounded = method.training.rank or 0, trains_rounded(recipe, method)
+        needed = trained_bytes(blocks, together=False, train=method.train, rank=rank, rounded=rounded)
+        needed += 2 * 4 * windows.numel() * width  # two streams
         parts.append(f"training a block takes {human_bytes(needed)}")
         check_fits(needed, device, stage="Training a block", advice="Pass fewer `samples`.")
     if recipe.model_steps:
-        needed = model_bytes(recipe, blocks, windows, vocabulary=vocabulary)
+        needed = model_bytes(recipe, method, blocks, windows, vocabulary=vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
         advice = "Pass `scope='block'` to recover, or a smaller `batch_size`."
         check_fits(needed, device, stage="Training the whole model", advice=advice)
     return ", ".join(parts)
 
 
-def model_bytes(recipe: RunRecipe, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
+def model_bytes(recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
     """Bytes that gradient steps over the whole model take in addition to the model."""
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
     tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
     train, rank = trained_of(recipe)
-    return trained_bytes(blocks, together=True, train=train, rank=rank) + predictions_bytes(
+    trained = trained_bytes(blocks, together=True, train=train, rank=rank, rounded=trains_rounded(recipe, method))
+    return trained + predictions_bytes(
         tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
     )

@@ -82,14 +82,15 @@ def block_training_cost(method: BlockRecovery, ready: Prepared, shapes: BlockSha
     if not steps or not shapes.active:  # the output head is not trained
         return Cost(0, [], moved)
     pruned = [block for block in ready.blocks if planned_layers(block, ready.plan)]
-    trained = trained_bytes(pruned, together=False, train=method.train, rank=method.training.rank or 0)
+    rank, rounded = method.training.rank or 0, bool(method.scales)
+    trained = trained_bytes(pruned, together=False, train=method.train, rank=rank, rounded=rounded)
     # Beside the weights of the block: the other copies, the dense block or a batch's activations, F and its root.
     copies = trained - 4 * shapes.parameters + 2 * 4 * shapes.width**2
     memory = copies + max(shapes.itemsize * shapes.parameters, 2 * shapes.batch * shapes.forward_bytes)
     per_step = windows_a_step(shapes.tokens // shapes.length, shapes.length) * shapes.length
     validations = (min(VALIDATIONS, steps) + 1) * shapes.forward(method.training.held * shapes.tokens)
     largest = max(pruned, key=lambda block: trained_numbers(block, "full", 0))
-    one = _step_work([largest], method.train, method.training.rank or 0, batches=-(-per_step // shapes.batch))
+    one = _step_work([largest], method.train, rank, batches=-(-per_step // shapes.batch))
     passes = (2 if method.train == "norms" else 3) * shapes.forward(per_step)
     done = moved + shapes.forward(shapes.tokens) + steps * (passes + one) + validations
     return Cost(memory, [2 * shapes.stream], done)
@@ -125,7 +126,7 @@ def model_training_costs(
     blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
     loss = recipe.resolved_loss if isinstance(recipe, RecoveryRecipe) else "kl"
     batch = min(per_step, recipe.batch_size or samples) * length
-    copies = whole - 4 * blocks + model_bytes(recipe, ready.blocks, ready.windows, vocabulary=vocabulary)
+    copies = whole - 4 * blocks + model_bytes(recipe, ready.method, ready.blocks, ready.windows, vocabulary=vocabulary)
     memory = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
     validated = (min(VALIDATIONS, recipe.model_steps) + 1) * held_out * length
     stepped = recipe.model_steps * per_step * length

@@ -1,4 +1,4 @@
-"""Training of the scales of weights that are rounded to integers; the integers are held."""
+"""Training of weights that are integers times scales, so that they stay so after each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from sparsellm.errors import BadCheckpoint, NonFinite
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.trained_weights import MaskedParameters
-from sparsellm.solvers.quantization import Quantized
+from sparsellm.solvers.quantization import Quantized, expand_groups, integer_range
 
 LEAST = 1 / 16
 """Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""
+
+UNIT = 12.0
+"""Integers that a trained value of 1 stands for: with a learning rate of 0.002, Adam moves a value by 0.024 integers a step.
+
+Measured on four models at 2.3 bits a weight: 16 gives about the same loss on held-out text, 4 and 8 give larger ones."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class RoundedLayer:
     Attributes:
         block: Its block.
         name: Its name within the block.
-        quantized: Its integers and scales; training sets the scales.
+        quantized: Its integers and scales, which training sets.
     """
 
     block: Block
@@ -66,12 +71,13 @@ def rounded_layers(block: Block, scales: Mapping[str, Scales], trained: Collecti
         yield RoundedLayer(block, name, quantized)
 
 
-class TrainedScales:
-    r"""$W = q \odot s$ with fixed integers q. The scale of each group of columns is $s = t s_0$; t, at first 1, is trained.
+class QuantizedParameters:
+    r"""$W = t s_0 \odot q(V)$ with the first scales $s_0$. V, at first the integers, and t, at first 1, are trained.
 
-    Adam changes all trained numbers by about the same amount in a step, so that scales change by equal fractions. Each step
-    rounds s to bfloat16 and W to its storage dtype, so that losses are those of what is written; gradients pass as if nothing
-    was rounded (Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons, 2013).
+    q is the nearest integer of the format, and for a kept weight the nearest other than 0, so that the mask and the stored bits
+    stay. t is a number for each group of columns. Each step rounds the scales $t s_0$ to bfloat16 and W to its storage dtype:
+    losses are those of what is written. Gradients pass as if nothing was rounded (Bengio et al., Estimating or Propagating
+    Gradients Through Stochastic Neurons, 2013). V is stored in units of `UNIT`, so that a step is as long for all scales.
 
     Args:
         parameters: By full name, all parameters that gradient steps change; those without a layer in `layers` are trained.
@@ -95,34 +101,48 @@ class TrainedScales:
                 self.trained[name] = plain[name]
             for layer in self._layers.get(name, ()):
                 self.trained[f"{layer.full_name}.scales"] = nn.Parameter(torch.ones_like(self._initial[layer.full_name]))
+                self.trained[f"{layer.full_name}.weight"] = nn.Parameter(layer.quantized.integers / UNIT)
 
     @torch.no_grad()
     def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        r"""Of $G = \partial_W L$: $\partial_t L = s_0 \sum q \odot G$ over the columns of a group."""
+        r"""Of $G = \partial_W L$: $\partial_t L = s_0 \sum q \odot G$ over a group's columns, $\partial_V L = t s_0 G$."""
         result: list[Tensor | None] = []
         for name, gradient in zip(self._names, gradients, strict=True):
             if name not in self._layers:
                 result.append(gradient)
             for layer in self._layers.get(name, ()):
-                result.append(None if gradient is None else self._gradient(layer, gradient))
+                result += [None, None] if gradient is None else self._gradients(layer, gradient)
         return result
 
-    def _gradient(self, layer: RoundedLayer, gradient: Tensor) -> Tensor:
-        """The gradient for t of a layer, (out, groups), from that for the parameter that holds it."""
-        products = layer.block.linear_view(layer.name, gradient) * layer.quantized.integers
-        columns = products.shape[1]
-        size = min(layer.quantized.group_size or columns, columns)
-        sums: Tensor = pad(products, (0, -columns % size)).unflatten(1, (-1, size)).sum(2)
-        return sums * self._initial[layer.full_name]
+    def _gradients(self, layer: RoundedLayer, gradient: Tensor) -> list[Tensor | None]:
+        """The gradients for t, (out, groups), and V, (out, in), of a layer, from that for the parameter that holds it."""
+        integers, group_size = layer.quantized.integers, layer.quantized.group_size
+        local = layer.block.linear_view(layer.name, gradient)
+        columns = local.shape[1]
+        size = min(group_size or columns, columns)
+        sums: Tensor = pad(local * integers, (0, -columns % size)).unflatten(1, (-1, size)).sum(2)
+        scales = expand_groups(layer.quantized.scales, group_size, columns)
+        local.mul_(scales).mul_(UNIT).masked_fill_(integers == 0, 0)  # in place, since it is as large as the weights
+        return [sums * self._initial[layer.full_name], local]
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Write the scaled integers into the parameters, and set the scales of the layers."""
+        """Write the scaled integers into the parameters, and set those of the layers."""
         self._plain.apply()
         for layer in (layer for layers in self._layers.values() for layer in layers):
+            quantized = layer.quantized
             factors = self.trained[f"{layer.full_name}.scales"].clamp_(min=LEAST)
-            layer.quantized.scales.copy_(factors * self._initial[layer.full_name])
-            layer.block.assign(layer.name, layer.block.rounded_to_storage(layer.name, layer.quantized.to_dense()))
+            quantized.scales.copy_(factors * self._initial[layer.full_name])
+            quantized.integers.copy_(nearest_kept(self.trained[f"{layer.full_name}.weight"] * UNIT, quantized))
+            layer.block.assign(layer.name, layer.block.rounded_to_storage(layer.name, quantized.to_dense()))
+
+
+def nearest_kept(values: Tensor, present: Quantized) -> Tensor:
+    """The integers that are nearest to values, (out, in); they are 0 where the present ones are, and only there."""
+    keep = present.integers != 0
+    integers = values.round().clamp(*integer_range(present.bits, float(keep.float().mean())))
+    smallest = torch.where(values < 0, -1.0, 1.0)
+    return torch.where(integers == 0, smallest, integers).masked_fill_(~keep, 0)
 
 
 def store_scales(scales: Mapping[str, Scales], layers: Sequence[RoundedLayer]) -> None:
