@@ -32,7 +32,7 @@ LINES = {
     "sparse, int4": r"sparse int4",
     "sparse, int3": r"sparse int3",
     "sparse, --bits": r"sparse mixed",
-    "recovered, int4": r"recovered int4",
+    "recovered, --bits": r"recovered mixed",
 }
 """Lines of the chart."""
 
@@ -75,9 +75,24 @@ def frontier(some: Iterable[Point]) -> list[Point]:
     return best
 
 
+def hull(some: Iterable[Point]) -> list[Point]:
+    """The forms that neither another one beats nor two others that the layers are divided among: the lower convex hull."""
+    best: list[Point] = []
+    for point in frontier(some):
+        while len(best) > 1 and _slope(best[-2], point) <= _slope(best[-2], best[-1]):
+            best.pop()
+        best.append(point)
+    return best
+
+
+def _slope(one: Point, two: Point) -> float:
+    """Change of the excess for a bit more."""
+    return (two.excess - one.excess) / (two.bits - one.bits)
+
+
 def excess_at(some: Sequence[Point], bits: float) -> float | None:
     """The least excess of forms at a budget. Between two forms, the layers are divided among them. None below the first."""
-    best = frontier(some)
+    best = hull(some)
     if not best or bits < best[0].bits:
         return None
     for left, right in pairwise(best):
