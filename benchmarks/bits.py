@@ -195,10 +195,10 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
 
     def in_one_run(size: dict[str, Any], recovered: bool = False) -> tuple[Any, float]:
         settings = task.settings(seed) | {"model": task.model} | size
-        if recovered:
-            settings |= {"effort": "best", "compute_dtype": "bfloat16"}
         with tempfile.TemporaryDirectory() as folder:
             output = run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
+            if recovered:  # as `effort="best"` does, but with its products
+                output = task.recover(output, seed).save_pretrained(f"{folder}/recovered")
             stored = sparsellm.pack(output, f"{folder}/packed").bits
             return open_checkpoint(str(output)).load("float32"), stored
 

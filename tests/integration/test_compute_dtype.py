@@ -76,7 +76,8 @@ def test_products_round_factors_and_results_and_nothing_else(family: str) -> Non
         ]
         for captured in inputs.run(block, CaptureRequest(names, names)):
             for name in names:
-                x, layer = captured.inputs[name].to(HALF).double(), block.layer(name)
+                assert captured.inputs[name].dtype is HALF  # as the product takes them, so that statistics are of these
+                x, layer = captured.inputs[name].double(), block.layer(name)
                 exact = x @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
                 assert captured.outputs[name].dtype is HALF
                 torch.testing.assert_close(captured.outputs[name].double(), exact, rtol=2**-8, atol=1e-5)

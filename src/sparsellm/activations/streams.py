@@ -53,7 +53,7 @@ class Capture:
 
     Attributes:
         block_input: The hidden states that enter the block, (tokens, model).
-        inputs: By layer, (tokens, in).
+        inputs: By layer, (tokens, in), as its product takes them.
         outputs: By layer or module, (tokens, out).
         block_output: The block's output, (batch, seq, model); None if the pass ended before it.
     """
@@ -88,7 +88,7 @@ def capture(
         captured = result.outputs if is_output else result.inputs
 
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            tensor = (output_tensor(output[0]) if is_output else inputs[0]).flatten(0, -2)
+            tensor = (output_tensor(output[0]) if is_output else _as_multiplied(inputs[0])).flatten(0, -2)
             captured[name] = torch.cat([captured[name], tensor]) if name in captured else tensor
             missing.discard((name, is_output))
             if not missing and not whole:
@@ -112,6 +112,12 @@ def capture(
     for name in (name for name in request.outputs if name in block.layers):
         result.outputs.setdefault(name, result.block_input.new_empty(0, block.layer(name).out_features))
     return result
+
+
+def _as_multiplied(inputs: Tensor) -> Tensor:
+    """A layer's inputs in the dtype of its product; that rounds them where products have 16 bits."""
+    kind = inputs.device.type
+    return inputs.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else inputs
 
 
 def _check_called(block: Block, names: Sequence[str]) -> None:

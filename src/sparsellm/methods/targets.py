@@ -76,17 +76,17 @@ class LayerTargets:
         pruned_request = CaptureRequest([first], attention)
         dense_request = CaptureRequest([first] if paired else [], list(dict.fromkeys([*attention, *captured])))
         for pruned, dense in self._inputs.run_paired(self._block, pruned_request, dense_request, advance_dense=last):
-            x = pruned.inputs[first].float()  # (tokens, in)
+            x = pruned.inputs[first]  # (tokens, in)
             # Else the layer reads routed tokens, which may differ between the streams.
             same_tokens = len(x) == len(pruned.block_input) or first in self._block.views
             gram.update(x)
             if paired:
-                paired.update(x, dense.inputs[first].float() if same_tokens else x)
+                paired.update(x, dense.inputs[first] if same_tokens else x)
             for name, regression in regressions.items():
-                target = self._target(name, pruned, dense) if same_tokens else linear(x, *dense_weights[name])
+                target = self._target(name, pruned, dense) if same_tokens else linear(x.float(), *dense_weights[name])
                 regression.update(target, x)
             if part:
-                part[0].append(x)
+                part[0].append(x.float())
                 part[1].append(self._target(self._feed_forward_out, pruned, dense))
         gram.reduce()
         for statistics in (paired, *regressions.values()):

@@ -248,12 +248,12 @@ class Recipe(RunRecipe, RecipeFields):
 
     def to_method(self, blocks: int) -> BlockMethod:
         """Build the pruning method for a model with this number of blocks."""
+        solver = SOLVERS[self.inner_solver if self.method == "sparsellm" else self.method]()
+        if self.in_float32:
+            solver = _in_float32(solver)
         if self.method != "sparsellm":
             layerwise = TrueSequential if self.true_sequential else LayerWise
-            return layerwise(SOLVERS[self.method](), self.keep_zeros, self.integer_values)
-        solver = SOLVERS[self.inner_solver]()
-        if isinstance(solver, ALPS) and solver.with_curvature and self.in_float32:
-            solver = replace(solver, with_curvature=replace(solver.with_curvature, low_precision=False))
+            return layerwise(solver, self.keep_zeros, self.integer_values)
         if self.as_published:
             scope = None if self.scope in (None, "feedforward") else select_blocks(self.scope, blocks)
             return PublishedSparseLLM(
@@ -288,3 +288,10 @@ class Recipe(RunRecipe, RecipeFields):
         values = f", values {self.values}" if self.values else ""
         size = self.size_label if self.sparsity is None else self.pattern.describe()
         return f"{self.method}{detail}, {size}{values}"
+
+
+def _in_float32(solver: LayerSolver) -> LayerSolver:
+    """A solver without products in bfloat16."""
+    if isinstance(solver, ALPS) and solver.with_curvature:
+        return replace(solver, with_curvature=replace(solver.with_curvature, low_precision=False))
+    return replace(solver, low_precision=False) if isinstance(solver, FastADMM) else solver

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,28 +60,33 @@ class NormalizedProblem:
             scale = row_scale.unsqueeze(1) * scale
         return cls(problem.weight.masked_fill(dead, 0) * scale, gram, curvature, scale, damping)
 
-    def shifted_solver(self) -> Callable[[float], Shifted]:
+    def shifted_solver(self, low_precision: bool = False) -> Callable[[float], Shifted]:
         """A function that maps rho to a solver of S W G + rho W = R."""
         if self.curvature is None:
-            return _shifted_by_cholesky(self.gram, self.damping)
-        return self.eigensystem().shifted
+            return _shifted_by_cholesky(self.gram, self.damping, self._product_dtype(low_precision))
+        return self.eigensystem(low_precision).shifted
 
     def eigensystem(self, low_precision: bool = False) -> Eigensystem:
-        """Decompose S and G; `low_precision` allows products in bfloat16 where the device multiplies that faster."""
+        """Decompose S and G."""
         assert self.curvature is not None
-        low_precision &= self.target.dtype == torch.float32 and min(self.target.shape) >= LEAST_BFLOAT16
-        dtype = torch.bfloat16 if low_precision and devices.multiplies_bfloat16(self.target.device) else self.target.dtype
-        return Eigensystem.of(self.curvature, self.gram, dtype)
+        return Eigensystem.of(self.curvature, self.gram, self._product_dtype(low_precision))
 
-    def refit(self, weight: Tensor, keep: Tensor, steps: int) -> Tensor:
+    def _product_dtype(self, low_precision: bool) -> torch.dtype:
+        """Dtype of a solver's products; `low_precision` allows bfloat16 where the device multiplies that faster."""
+        low_precision &= self.target.dtype == torch.float32 and min(self.target.shape) >= LEAST_BFLOAT16
+        return torch.bfloat16 if low_precision and devices.multiplies_bfloat16(self.target.device) else self.target.dtype
+
+    def refit(self, weight: Tensor, keep: Tensor, steps: int, low_precision: bool = False) -> Tensor:
         """Fit a weight on its support by conjugate gradients.
 
         Args:
             weight: (out, in), the start, in the scaled units; zero outside `keep`.
             keep: (out, in) bool, the support.
             steps: Number of conjugate gradient steps.
+            low_precision: Whether the steps may multiply in bfloat16.
         """
-        refitted = conjugate_gradient_refit(weight, self.target, self.gram, keep=keep, steps=steps, curvature=self.curvature)
+        fit = partial(conjugate_gradient_refit, curvature=self.curvature, products=self._product_dtype(low_precision))
+        refitted = fit(weight, self.target, self.gram, keep=keep, steps=steps)
         return refitted / self.scale
 
 
@@ -135,13 +141,17 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return matrix / scale.outer(scale), scale
 
 
-def _shifted_by_cholesky(gram: Tensor, damping: float) -> Callable[[float], Shifted]:
-    """Solver of W (G + rho I) = R. It forms the inverse, which is used several times; the shift conditions it well."""
+def _shifted_by_cholesky(gram: Tensor, damping: float, dtype: torch.dtype) -> Callable[[float], Shifted]:
+    """Solver of W (G + rho I) = R. It forms the inverse, which is used several times; the shift conditions it well.
+
+    Args:
+        dtype: Dtype of the products with the inverse.
+    """
 
     def with_penalty(penalty: float) -> Shifted:
         shifted = gram.clone()
         shifted.diagonal().add_(penalty)
-        inverse = torch.cholesky_inverse(cholesky(shifted, damping))
-        return lambda rhs: rhs @ inverse
+        inverse = torch.cholesky_inverse(cholesky(shifted, damping)).to(dtype)
+        return lambda rhs: (rhs.to(dtype) @ inverse).to(rhs.dtype)
 
     return with_penalty

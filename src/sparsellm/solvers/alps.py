@@ -87,7 +87,7 @@ class ALPS:
 
         With a full curvature they are those of a `FastADMM` with growing penalties.
         """
-        curved = FastADMM(refit_steps=5, growth=1.06, low_precision=True)
+        curved = FastADMM(refit_steps=5, growth=1.06)
         return cls(refit_steps=20, penalty_growth=0.5, relaxation=1.6, with_curvature=curved)
 
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:

@@ -43,8 +43,8 @@ class FastADMM:
         relaxation: Over-relaxation theta, in (0, 2).
         growth: Factor on rho at every step with a full curvature, whose eigenvectors serve every rho. If it is above 1, the
             number of steps follows from it, in place of `steps`: with 1.06 it is 19 for m = 0.5 and 25 for m = 0.25.
-        low_precision: Whether the steps with a full curvature multiply in bfloat16 where the device has units for it. The final
-            fit is always in the precision of the weights.
+        low_precision: Whether the steps multiply in bfloat16 where the device has units for it. The residual that the final fit
+            begins with is always in the precision of the weights.
     """
 
     damping: float = 0.01
@@ -53,7 +53,7 @@ class FastADMM:
     penalty: float = 0.6
     relaxation: float = 1.6
     growth: float = 1.0
-    low_precision: bool = False
+    low_precision: bool = True
 
     needs: ClassVar[type[TokenCount]] = Gram
 
@@ -79,13 +79,13 @@ class FastADMM:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         normalized = NormalizedProblem.of(problem, self.damping)
         sparse, keep = self._search(normalized, partial(problem.keep, pattern))
-        return normalized.refit(sparse, keep, self.refit_steps)
+        return normalized.refit(sparse, keep, self.refit_steps, self.low_precision)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
         """Return the last projected iterate D and its mask, both (out, in)."""
         target, penalty, steps = normalized.target, self.penalty, self.steps
         if normalized.curvature is None:
-            shifted = normalized.shifted_solver()
+            shifted = normalized.shifted_solver(self.low_precision)
         else:
             system = normalized.eigensystem(self.low_precision)
             shifted = system.shifted

@@ -195,6 +195,7 @@ def conjugate_gradient_refit(
     steps: int,
     tolerance: float = 1e-4,
     curvature: Tensor | None = None,
+    products: torch.dtype | None = None,
 ) -> Tensor:
     r"""Minimise $\mathrm{tr}\, S (W - W^\star) G (W - W^\star)^\top$ over W with support `keep` by conjugate gradients.
 
@@ -210,13 +211,16 @@ def conjugate_gradient_refit(
         steps: Maximum number of steps.
         tolerance: Relative residual at which a problem counts as solved.
         curvature: S, (out, out), positive definite; None for the identity.
+        products: Dtype of the products of the steps; None for that of the matrices, in which the first residual is computed.
 
     Returns:
         A new tensor, (out, in), zero outside `keep`. The error of each problem is at most that of the start.
     """
 
-    def gradient(change: Tensor) -> Tensor:
-        return (change @ gram if curvature is None else curvature @ change @ gram) * keep
+    def gradient(change: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:
+        rounded = change.to(gram.dtype)
+        product = rounded @ gram if curvature is None else curvature @ rounded @ gram
+        return product.to(change.dtype) * keep
 
     def total(product: Tensor) -> Tensor:
         return product.sum(1, keepdim=True) if curvature is None else product.sum().view(1, 1)
@@ -224,16 +228,17 @@ def conjugate_gradient_refit(
     scale = gram.diagonal().reciprocal()
     if curvature is not None:
         scale = curvature.diagonal().reciprocal().unsqueeze(1) * scale
-    residual = gradient(target - weight)
+    residual = gradient(target - weight, gram, curvature)
     direction = residual * scale
     energy = total(residual * direction)
     threshold = energy * tolerance**2
     weight = weight.clone()
+    gram, curvature = gram.to(products or gram.dtype), curvature if curvature is None else curvature.to(products or gram.dtype)
     for _ in range(steps):
         active = energy > threshold
         if not bool(active.any()):
             break
-        product = gradient(direction)
+        product = gradient(direction, gram, curvature)
         quadratic = total(direction * product)
         step_size = torch.where(active & (quadratic > 0), energy / quadratic, 0)
         weight += step_size * direction

@@ -84,13 +84,15 @@ def wide_problem(seed: int, outputs: int = 160, inputs: int = 192) -> LayerProbl
     return LayerProblem(weight, gram, errors.T @ errors / len(errors))
 
 
-def test_bfloat16_costs_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("curved", [False, True])
+def test_bfloat16_costs_no_accuracy(curved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device multiplies bfloat16 faster, other bits and the same error to 2 %; elsewhere the bits of float32."""
-    pattern, exact = parse_pattern("80%"), ALPS.accurate().with_curvature
+    pattern, exact = parse_pattern("80%"), ALPS.accurate().with_curvature if curved else FastADMM()
     assert exact is not None
     ratios = []
     for seed in range(4):
         problem = wide_problem(seed)
+        problem = problem if curved else replace(problem, curvature=None)
         expected = replace(exact, low_precision=False).solve(problem, pattern)
         monkeypatch.setattr(devices, "multiplies_bfloat16", lambda _: False)
         assert torch.equal(exact.solve(problem, pattern), expected)
