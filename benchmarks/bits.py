@@ -59,7 +59,7 @@ BUDGETS = (2.3, 3.0, 2.0, 2.5, 4.0, 4.25)
 """Bits a weight for `prune --bits`, those that the goals are about first."""
 
 TRAINED_BUDGETS = (2.3, 2.0, 2.2)
-"""Bits a weight for `prune --bits --effort best`."""
+"""Bits a weight for `prune --bits` and `recover`."""
 
 GRIDS = (Grid(2, 64, True), Grid(2, 128, True), Grid(2), Grid(3), Grid(3, 64, True), Grid(4), Grid(4, 128), Grid(8, 128))
 """What the dense rivals round to."""
@@ -197,7 +197,7 @@ def sparse_forms(task: Task, seed: int) -> Iterator[tuple[str, Any]]:
         settings = task.settings(seed) | {"model": task.model} | size
         with tempfile.TemporaryDirectory() as folder:
             output = run(read_recipe(settings)).save_pretrained(f"{folder}/pruned")
-            if recovered:  # as `effort="best"` does, but with its products
+            if recovered:  # the steps of `effort="best"`, which in bfloat16 would round the products of pruning too
                 output = task.recover(output, seed).save_pretrained(f"{folder}/recovered")
             stored = sparsellm.pack(output, f"{folder}/packed").bits
             return open_checkpoint(str(output)).load("float32"), stored

@@ -28,7 +28,7 @@ from sparsellm.models.contexts import (
 )
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, store_scales
-from sparsellm.recovery.trained_weights import Train, pruned_blocks, trained_names
+from sparsellm.recovery.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ TRAINING = MaskedAdam(300, 2e-3)
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0, "norms": 2.0}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
-
-TRAINING_WIDTH = 256
-"""Width of the models on which the learning rate was chosen."""
 
 PROMPT = 0.125
 """Length of the prompt of a generated sequence, as a fraction of the sequence length."""

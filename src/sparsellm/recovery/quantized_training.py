@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,16 +13,16 @@ from torch.nn.functional import pad
 from sparsellm.errors import BadCheckpoint, NonFinite
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block
-from sparsellm.recovery.trained_weights import MaskedParameters
+from sparsellm.recovery.trained_weights import TRAINING_WIDTH, MaskedParameters
 from sparsellm.solvers.quantization import Quantized, expand_groups, integer_range
 
 LEAST = 1 / 16
 """Smallest fraction of its first value that a scale may fall to: it keeps its sign, and integers stay readable."""
 
 UNIT = 12.0
-"""Integers that a trained value of 1 stands for: with a learning rate of 0.002, Adam moves a value by 0.024 integers a step.
-
-Measured on four models at 2.3 bits a weight: 16 gives about the same loss on held-out text, 4 and 8 give larger ones."""
+"""Integers that a trained value of 1 stands for, for models of width `TRAINING_WIDTH` or less: with a learning rate of 0.002,
+Adam moves a value by 0.024 integers a step. Measured on three models at 2.3 bits a weight: 16 gives about the same loss on
+held-out text, 4 and 8 give larger ones."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class RoundedLayer:
     def parameter(self) -> str:
         """Full name of the parameter that holds its weight."""
         return self.block.full_name(self.block.parameter(self.name))
+
+    @property
+    def unit(self) -> float:
+        """Integers that a trained value of 1 stands for.
+
+        The learning rate falls with the width of the model, and weights, with them scales, with its root (Yang et al., Tensor
+        Programs V, 2022): a step in integers falls with the root, too.
+        """
+        width: int = self.block.layer(self.block.architecture.groups[0][0]).in_features
+        return UNIT * math.sqrt(max(1.0, width / TRAINING_WIDTH))
 
 
 def rounded_layers(block: Block, scales: Mapping[str, Scales], trained: Collection[str]) -> Iterator[RoundedLayer]:
@@ -77,7 +88,8 @@ class QuantizedParameters:
     q is the nearest integer of the format, and for a kept weight the nearest other than 0, so that the mask and the stored bits
     stay. t is a number for each group of columns. Each step rounds the scales $t s_0$ to bfloat16 and W to its storage dtype:
     losses are those of what is written. Gradients pass as if nothing was rounded (Bengio et al., Estimating or Propagating
-    Gradients Through Stochastic Neurons, 2013). V is stored in units of `UNIT`, so that a step is as long for all scales.
+    Gradients Through Stochastic Neurons, 2013). V is stored in units of
+    `RoundedLayer.unit`, so that a step is as long for all scales.
 
     Args:
         parameters: By full name, all parameters that gradient steps change; those without a layer in `layers` are trained.
@@ -101,7 +113,7 @@ class QuantizedParameters:
                 self.trained[name] = plain[name]
             for layer in self._layers.get(name, ()):
                 self.trained[f"{layer.full_name}.scales"] = nn.Parameter(torch.ones_like(self._initial[layer.full_name]))
-                self.trained[f"{layer.full_name}.weight"] = nn.Parameter(layer.quantized.integers / UNIT)
+                self.trained[f"{layer.full_name}.weight"] = nn.Parameter(layer.quantized.integers / layer.unit)
 
     @torch.no_grad()
     def gradients(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -122,7 +134,7 @@ class QuantizedParameters:
         size = min(group_size or columns, columns)
         sums: Tensor = pad(local * integers, (0, -columns % size)).unflatten(1, (-1, size)).sum(2)
         scales = expand_groups(layer.quantized.scales, group_size, columns)
-        local.mul_(scales).mul_(UNIT).masked_fill_(integers == 0, 0)  # in place, since it is as large as the weights
+        local.mul_(scales).mul_(layer.unit).masked_fill_(integers == 0, 0)  # in place, since it is as large as the weights
         return [sums * self._initial[layer.full_name], local]
 
     @torch.no_grad()
@@ -133,7 +145,7 @@ class QuantizedParameters:
             quantized = layer.quantized
             factors = self.trained[f"{layer.full_name}.scales"].clamp_(min=LEAST)
             quantized.scales.copy_(factors * self._initial[layer.full_name])
-            quantized.integers.copy_(nearest_kept(self.trained[f"{layer.full_name}.weight"] * UNIT, quantized))
+            quantized.integers.copy_(nearest_kept(self.trained[f"{layer.full_name}.weight"] * layer.unit, quantized))
             layer.block.assign(layer.name, layer.block.rounded_to_storage(layer.name, quantized.to_dense()))
 
 

@@ -19,6 +19,9 @@ from sparsellm.models.blocks import Block
 Train = Literal["full", "lora", "norms"]
 """Which parameters of the pruned blocks are trained: all, low-rank changes of the pruned layers, or biases and norms."""
 
+TRAINING_WIDTH = 256
+"""Width of the models on which the learning rates were chosen."""
+
 
 class TrainedWeights(Protocol):
     """The tensors that the optimiser changes, and how they set the model's parameters."""

@@ -25,7 +25,7 @@ def trained_of(recipe: RunRecipe) -> tuple[Train, int]:
     return (recipe.train, recipe.lora_rank) if isinstance(recipe, RecoveryRecipe) else ("full", 0)
 
 
-def trains_rounded(recipe: RunRecipe, method: BlockMethod) -> bool:
+def _trains_rounded(recipe: RunRecipe, method: BlockMethod) -> bool:
     """Whether the weights that a run trains are integers times scales."""
     return bool(method.scales) if isinstance(method, BlockRecovery) else isinstance(recipe, Recipe) and recipe.rounds
 
@@ -50,7 +50,7 @@ def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *,
     blocks, device, parts = opened.blocks, opened.device, []
     if isinstance(method, BlockRecovery) and method.training.steps:
         width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
-        rank, rounded = method.training.rank or 0, trains_rounded(recipe, method)
+        rank, rounded = method.training.rank or 0, bool(method.scales)
         needed = trained_bytes(blocks, together=False, train=method.train, rank=rank, rounded=rounded)
         needed += 2 * 4 * windows.numel() * width  # two streams
         parts.append(f"training a block takes {human_bytes(needed)}")
@@ -69,7 +69,7 @@ def model_bytes(recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block],
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
     tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
     train, rank = trained_of(recipe)
-    trained = trained_bytes(blocks, together=True, train=train, rank=rank, rounded=trains_rounded(recipe, method))
+    trained = trained_bytes(blocks, together=True, train=train, rank=rank, rounded=_trains_rounded(recipe, method))
     return trained + predictions_bytes(
         tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
     )

@@ -214,7 +214,8 @@ def conjugate_gradient_refit(
         products: Dtype of the products of the steps; None for that of the matrices, in which the first residual is computed.
 
     Returns:
-        A new tensor, (out, in), zero outside `keep`. The error of each problem is at most that of the start.
+        A new tensor, (out, in), zero outside `keep`. The error of each problem is at most that of the start, up to
+        the rounding of the products.
     """
 
     def gradient(change: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from sparsellm.errors import BadCheckpoint, NonFinite
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.recovery.distillation import model_training
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.recovery.memory import trained_bytes
 from sparsellm.recovery.quantized_training import (
     LEAST,
-    UNIT,
     QuantizedParameters,
     RoundedLayer,
     nearest_kept,
@@ -51,7 +51,7 @@ def weight_of(layer: RoundedLayer, initial: Tensor, factors: Tensor, latent: Ten
     """The direct formula t s0 q(V), (out, in); derivatives of roundings are taken as 1, and as 0 where q is 0."""
     integers, group_size = layer.quantized.integers.double(), layer.quantized.group_size
     scales, factors = (expand_groups(x, group_size, integers.shape[1]) for x in (initial.double(), factors))
-    values, scales = torch.where(integers == 0, 0, latent * UNIT), factors * scales
+    values, scales = torch.where(integers == 0, 0, latent * layer.unit), factors * scales
     scales = scales + (scales.float().bfloat16().double() - scales).detach()
     return scales * (values + (integers - values).detach())
 
@@ -116,7 +116,7 @@ def test_weights_are_the_nearest_integers_times_the_new_scales(family: str, dtyp
     store_scales(scales, layers)
     for layer, integers in zip(layers, first, strict=True):
         found, size = layer.quantized.integers, layer.quantized.group_size
-        latent = training.trained[f"{layer.full_name}.weight"] * UNIT
+        latent = training.trained[f"{layer.full_name}.weight"] * layer.unit
         low, high = integer_range(bits, float((integers != 0).float().mean()))
         allowed = torch.tensor([float(x) for x in range(low, high + 1) if x])
         distances = (latent[integers != 0].unsqueeze(1) - allowed).abs()
@@ -133,6 +133,27 @@ def test_weights_are_the_nearest_integers_times_the_new_scales(family: str, dtyp
         assert read is not None
         assert torch.equal(read.integers, found)
         assert torch.equal(weight, (found.float() * expand_groups(stored.scales.float(), size, found.shape[1])).to(dtype))
+
+
+@pytest.mark.parametrize("width", [64, 256, 1024, 4096])
+def test_integers_can_change_at_every_width(width: int) -> None:
+    """Steps of Adam, each as long as the rate, all in one direction, move the integers of a model of any width."""
+    config = LlamaConfig(vocab_size=8, hidden_size=width, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config.num_key_value_heads, config.head_dim = 1, 8
+    model = AutoModelForCausalLM.from_config(config)
+    (block,) = blocks_of(model)
+    quantized = round_to_nearest(block.layer("mlp.up_proj").weight.detach(), 4, 0)
+    block.write("mlp.up_proj", quantized.to_dense())
+    scales = {block.full_name("mlp.up_proj"): Scales(quantized.scales, 4, 0)}
+    layers = list(rounded_layers(block, scales, {block.full_name("mlp.up_proj.weight")}))
+    training = QuantizedParameters({layers[0].parameter: block.layer("mlp.up_proj").weight}, {}, layers)
+    adam = model_training(model, 300)
+    before = layers[0].quantized.integers.clone()
+    with torch.no_grad():
+        training.trained[f"{layers[0].full_name}.weight"] += adam.steps * adam.rate / 2  # the mean rate is half of the first
+    training.apply()
+    inner = (before > -8) & (before < -1)  # which neither end nor 0 holds
+    assert bool((layers[0].quantized.integers > before)[inner].all())
 
 
 def test_no_kept_weight_becomes_zero() -> None:
