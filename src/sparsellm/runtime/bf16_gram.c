@@ -1,4 +1,4 @@
-/* Sums of x x' over many tokens for inputs in bfloat16, with products and short sums in float32 (bf16_gram.py).
+/* Sums of y x' over many tokens for factors in bfloat16, with products and short sums in float32 (bf16_gram.py).
 
    Plain C without Python and torch, called through ctypes. Needs AVX-512 BF16, whose instruction multiplies pairs of numbers, adds
    them to float32 sums and takes subnormal numbers as zero. SPARSELLM_PORTABLE leaves out what only some compilers know. */
@@ -9,7 +9,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum {
-    VERSION = 1,     /* bf16_gram.py has the same */
+    VERSION = 2,     /* bf16_gram.py has the same */
     LANES = 16,      /* float32 numbers in a vector */
     WIDTH = 48,      /* columns in a block: 3 vectors */
     HEIGHT = 8,      /* rows of the result whose 3 sums each stay in registers; WIDTH is a multiple */
@@ -98,27 +98,29 @@ static void add_tile(const uint32_t *left, const uint32_t *right, int64_t pairs,
     ROWS(ADD)
 }
 
-/* Add x x' over all tokens to sums, of which rows[i] is where column 0 of row i would be; entries below the diagonal stay.
-   The other arguments are those of sparsellm_bf16_pack. */
+/* Add y x' over all tokens to sums, of which row i starts at rows[i] and has `columns` entries: packed `left` is y, with a column for each
+   row, and packed `right` is x. If they are the same buffer, entries below the diagonal stay. The other arguments are those of
+   sparsellm_bf16_pack; the blocks are those of `left`. */
 TARGET
-EXPORT void sparsellm_bf16_add_gram(const uint32_t *packed, int64_t tokens, int64_t columns, int64_t unit, int64_t first, int64_t step,
-                                    double *const *rows) {
-    int64_t blocks = (columns + WIDTH - 1) / WIDTH, pairs = pairs_of(tokens, unit), whole = (unit + 1) / 2;
-    for (int64_t one = first; one < blocks; one += step)
-        for (int64_t other = one; other < blocks; other++) {
+EXPORT void sparsellm_bf16_add_products(const uint32_t *left, int64_t outputs, const uint32_t *right, int64_t columns, int64_t tokens,
+                                        int64_t unit, int64_t first, int64_t step, double *const *rows) {
+    int64_t pairs = pairs_of(tokens, unit), whole = (unit + 1) / 2;
+    int symmetric = left == right;
+    for (int64_t one = first; one * WIDTH < outputs; one += step)
+        for (int64_t other = symmetric ? one : 0; other * WIDTH < columns; other++) {
             double *sums[WIDTH];
             uint64_t masks[WIDTH];
-            int64_t begin = other * WIDTH, left = smaller(columns - begin, WIDTH);
+            int64_t begin = other * WIDTH, width = smaller(columns - begin, WIDTH);
             for (int64_t i = 0; i < WIDTH; i++) {
                 int64_t row = one * WIDTH + i;
-                masks[i] = row < columns ? (UINT64_C(1) << left) - 1 : 0;
-                if (one == other) masks[i] &= ~((UINT64_C(1) << i) - 1);
-                sums[i] = row < columns ? rows[row] + begin : NULL;
+                masks[i] = row < outputs ? (UINT64_C(1) << width) - 1 : 0;
+                if (symmetric && one == other) masks[i] &= ~((UINT64_C(1) << i) - 1);
+                sums[i] = row < outputs ? rows[row] + begin : NULL;
             }
             for (int64_t pair = 0, next; pair < pairs; pair = next) {
                 next = smaller(smaller(pair + CHAIN, pair - pair % whole + whole), pairs);
                 for (int64_t i = 0; i < WIDTH; i += HEIGHT)
-                    add_tile(packed + (one * pairs + pair) * WIDTH + i, packed + (other * pairs + pair) * WIDTH, next - pair, sums + i, masks + i);
+                    add_tile(left + (one * pairs + pair) * WIDTH + i, right + (other * pairs + pair) * WIDTH, next - pair, sums + i, masks + i);
             }
         }
 }

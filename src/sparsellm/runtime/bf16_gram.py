@@ -1,4 +1,4 @@
-"""Sums of x xᵀ over bfloat16 inputs on a CPU, by a kernel with float32 products; torch's have bfloat16 results."""
+"""Sums of y xᵀ over bfloat16 tokens on a CPU, by a kernel with float32 products; torch's have bfloat16 results."""
 
 from __future__ import annotations
 
@@ -15,22 +15,19 @@ from sparsellm.runtime import devices
 
 LIBRARY = Path(__file__).with_name("_bf16_gram.so")
 
-VERSION = 1
+VERSION = 2
 
 MAX_TOKENS = 2048
 """Tokens copied for the kernel at a time, unless a unit has more; the float64 sums are read and written once for them."""
 
 
-def supports(inputs: Tensor) -> bool:
-    """Whether the kernel is compiled, the processor has AVX-512 BF16, and the inputs are bfloat16 on the CPU."""
-    return inputs.dtype == torch.bfloat16 and inputs.device.type == "cpu" and load_library() is not None
+def supports(*factors: Tensor) -> bool:
+    """Whether the kernel is compiled, the processor has AVX-512 BF16, and all factors are bfloat16 on the CPU."""
+    return all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in factors) and load_library() is not None
 
 
 def add_gram(inputs: Tensor, panels: Iterable[tuple[int, Tensor]], unit: int | None) -> None:
-    """Add x xᵀ over all tokens to the upper triangle of a symmetric matrix.
-
-    Up to 128 tokens of a unit are summed in float32, and these sums in float64, so the result depends neither on the number of
-    threads nor on the units of a batch. Subnormal inputs count as zero.
+    """Add x xᵀ over all tokens to the upper triangle of a symmetric matrix; for the rounding see `add_products`.
 
     Args:
         inputs: (tokens, in) bfloat16.
@@ -38,25 +35,60 @@ def add_gram(inputs: Tensor, panels: Iterable[tuple[int, Tensor]], unit: int | N
             the diagonal are not changed.
         unit: Tokens that are summed apart from all others; None for all.
     """
+    _add(inputs, inputs, _row_addresses(panels), unit)
+
+
+def add_products(left: Tensor, right: Tensor, sums: Tensor, unit: int | None) -> None:
+    """Add y xᵀ over all tokens to a matrix.
+
+    Up to 128 tokens of a unit are summed in float32, and these sums in float64, so the result depends neither on the number of
+    threads nor on the units of a batch. Subnormal numbers count as zero.
+
+    Args:
+        left: y, (tokens, out) bfloat16.
+        right: x, (tokens, in) bfloat16.
+        sums: (out, in) float64, contiguous.
+        unit: Tokens that are summed apart from all others; None for all.
+    """
+    _add(left, right, sums.data_ptr() + sums.element_size() * sums.shape[1] * torch.arange(len(sums)), unit)
+
+
+def _add(left: Tensor, right: Tensor, rows: Tensor, unit: int | None) -> None:
+    """Add y xᵀ to the rows at addresses (out,) int64; of a product with itself, only entries from the diagonal on."""
+    unit = unit or max(len(left), 1)
+    size = max(MAX_TOKENS // unit, 1) * unit
+    for y, x in zip(left.split(size), right.split(size), strict=True):
+        packed = _pack(x, unit)
+        _add_packed(packed if left is right else _pack(y, unit), packed, x.shape, unit, rows)
+
+
+def _add_packed(left: Tensor, right: Tensor, shape: tuple[int, int], unit: int, rows: Tensor) -> None:
+    """Add the products of packed tokens; `shape` is that of x."""
     library = load_library()
-    assert library is not None
-    (count, columns), rows = inputs.shape, _row_addresses(panels)
-    unit = unit or max(count, 1)
-    for part in inputs.split(max(MAX_TOKENS // unit, 1) * unit):
-        x, blocks = part.contiguous(), -(-columns // library.sparsellm_width())
-        # A unit of odd length is filled up by one token.
-        pairs = -(-unit // 2) * (len(x) // unit) + -(-(len(x) % unit) // 2)
-        packed = torch.empty(blocks * library.sparsellm_width() * pairs, dtype=torch.int32)
-        threads = max(1, min(torch.get_num_threads(), blocks))
+    threads = max(1, min(torch.get_num_threads(), -(-len(rows) // library.sparsellm_width())))
 
-        def pack(first: int, x: Tensor = x, packed: Tensor = packed, step: int = threads) -> None:
-            library.sparsellm_bf16_pack(x.data_ptr(), len(x), columns, unit, first, step, packed.data_ptr())
+    def add(first: int) -> None:
+        library.sparsellm_bf16_add_products(
+            left.data_ptr(), len(rows), right.data_ptr(), shape[1], shape[0], unit, first, threads, rows.data_ptr()
+        )
 
-        def add(first: int, tokens: int = len(x), packed: Tensor = packed, step: int = threads) -> None:
-            library.sparsellm_bf16_add_gram(packed.data_ptr(), tokens, columns, unit, first, step, rows.data_ptr())
+    devices.map_threads(add, range(threads))
 
-        for function in (pack, add):
-            devices.map_threads(function, range(threads))
+
+def _pack(tokens: Tensor, unit: int) -> Tensor:
+    """A copy of tokens, (tokens, features), as the kernel reads it."""
+    library = load_library()
+    x, blocks = tokens.contiguous(), -(-tokens.shape[1] // library.sparsellm_width())
+    # A unit of odd length is filled up by one token.
+    pairs = -(-unit // 2) * (len(x) // unit) + -(-(len(x) % unit) // 2)
+    packed = torch.empty(blocks * library.sparsellm_width() * pairs, dtype=torch.int32)
+    threads = max(1, min(torch.get_num_threads(), blocks))
+
+    def pack(first: int) -> None:
+        library.sparsellm_bf16_pack(x.data_ptr(), len(x), x.shape[1], unit, first, threads, packed.data_ptr())
+
+    devices.map_threads(pack, range(threads))
+    return packed
 
 
 def _row_addresses(panels: Iterable[tuple[int, Tensor]]) -> Tensor:
@@ -75,7 +107,8 @@ def load_library() -> Any:
     if library is None or not library.sparsellm_supported():
         return None
     count, pointer = ctypes.c_int64, ctypes.c_void_p
-    for function in (library.sparsellm_bf16_pack, library.sparsellm_bf16_add_gram):
-        function.argtypes = [pointer, count, count, count, count, count, pointer]
+    library.sparsellm_bf16_pack.argtypes = [pointer, count, count, count, count, count, pointer]
+    library.sparsellm_bf16_add_products.argtypes = [pointer, count, pointer, count, count, count, count, count, pointer]
+    for function in (library.sparsellm_bf16_pack, library.sparsellm_bf16_add_products):
         function.restype = None
     return library

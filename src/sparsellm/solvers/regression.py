@@ -78,7 +78,12 @@ class TargetRegression(Regression):
         self._target_squares = torch.zeros((), dtype=devices.widest_float(device), device=device)
 
     def update(self, targets: Tensor, inputs: Tensor) -> None:
-        """Add a batch of targets (tokens, out) and inputs (tokens, in). Does not update the shared Gram matrix."""
+        """Add a batch of targets (tokens, out) and inputs (tokens, in). Does not update the shared Gram matrix.
+
+        If the inputs are bfloat16, the targets are rounded to it, as were the outputs of the dense layer.
+        """
+        if inputs.dtype == torch.bfloat16:
+            targets = targets.bfloat16()
         self._cross_moment.update(targets, inputs)
         for rows in targets.float().split(self.inputs.unit or max(len(targets), 1)):
             self._target_sum += rows.sum(0)

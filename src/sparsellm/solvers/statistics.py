@@ -3,7 +3,7 @@
 Each class extends the one before and has the next `rank`: ``TokenCount < InputRMS < Gram``. A solver names the class that it
 needs, and the driver accumulates the one of highest rank that any layer with these inputs needs.
 
-Products of a batch are computed in float32 and accumulated in float64; Gram matrices of bfloat16 inputs on a CPU by a kernel.
+Products of a batch are computed in float32 and accumulated in float64; those of bfloat16 numbers on a CPU by a kernel.
 The sums, rounded to float32, then do not depend on the order of the batches or on their distribution over processes. If `unit`
 is the number of tokens of a sequence, each product covers one sequence, and the sums do not depend on the batch size either.
 """
@@ -275,6 +275,9 @@ class CrossMoment:
     def update(self, targets: Tensor, inputs: Tensor) -> None:
         """Add a batch of targets (tokens, out) and inputs (tokens, in)."""
         self._tokens += len(inputs)
+        if bf16_gram.supports(targets, inputs):
+            bf16_gram.add_products(targets, inputs, self._products, self.unit)
+            return
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
         size = self.unit or max(len(inputs), 1)

@@ -1,4 +1,4 @@
-"""The kernel for Gram matrices of bfloat16 inputs against products in float64."""
+"""The kernel for products of bfloat16 tokens against products in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import bf16_gram
-from sparsellm.solvers.statistics import Gram
+from sparsellm.solvers.statistics import CrossMoment, Gram
 from tests.unit.sparse.test_kernels import before_guard_page
 
 compiled = pytest.mark.skipif(
@@ -75,6 +75,54 @@ def test_sums_are_the_same_bits_for_any_threads_layout_and_batch() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("unit", [None, 1, 7, 129])
+@pytest.mark.parametrize("outputs", [1, 47, 49, 200])
+@pytest.mark.parametrize("columns", [1, 48, 130])
+@pytest.mark.parametrize("count", [0, 1, 129, 300])
+def test_products_of_two_factors_equal_those_in_float64(count: int, columns: int, outputs: int, unit: int | None) -> None:
+    y, x = tokens(count, outputs) + 1, tokens(count, columns)
+    sums = torch.ones(outputs, columns, dtype=torch.float64)
+    bf16_gram.add_products(y, x, sums, unit)
+    error = (sums - 1 - y.double().T @ x.double()).abs()
+    assert bool((error <= ROUNDING * (1 + y.double().T.abs() @ x.double().abs())).all())
+
+
+@compiled
+def test_products_of_two_factors_are_the_same_bits_for_any_threads_and_batch() -> None:
+    y, x, threads = tokens(5001, 70), tokens(5001, 150), torch.get_num_threads()
+
+    def computed(batch: int) -> Tensor:
+        sums = torch.zeros(70, 150, dtype=torch.float64)
+        for left, right in zip(y.split(batch), x.split(batch), strict=True):
+            bf16_gram.add_products(left, right, sums, 33)
+        return sums
+
+    whole = computed(5001)
+    assert torch.equal(computed(33 * 40), whole)
+    try:
+        for number in (2, 3, 7):
+            torch.set_num_threads(number)
+            assert torch.equal(computed(5001), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@compiled
+@pytest.mark.parametrize("unit", [None, 50])
+def test_cross_moments_equal_those_of_float32_copies(unit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    y, x = tokens(512, 60) / 1000, tokens(512, 130) / 1000
+    moments = [CrossMoment(60, 130, unit=unit) for _ in range(3)]
+    moments[0].update(y, x)
+    moments[1].update(y.float(), x)
+    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
+    moments[2].update(y, x)
+    by_kernel, by_torch, without = (moment.matrix for moment in moments)
+    scale = (y.float().square().mean(0).outer(x.float().square().mean(0))).sqrt()
+    assert 0 < float(((by_kernel - by_torch).abs() / scale).max()) < 2 * ROUNDING
+    assert torch.equal(without, by_torch)
+
+
+@compiled
 def test_nothing_is_written_below_the_diagonal() -> None:
     sums = torch.full((100, 100), 7.0, dtype=torch.float64)
     bf16_gram.add_gram(tokens(50, 100), [(0, sums)], None)
@@ -108,7 +156,9 @@ def test_nothing_behind_the_buffers_is_used(count: int, columns: int, unit: int)
     sums = before_guard_page(torch.zeros(columns, columns, dtype=torch.float64))
     rows = before_guard_page(sums.data_ptr() + torch.arange(columns) * 8 * columns)
     library.sparsellm_bf16_pack(x.data_ptr(), count, columns, unit, 0, 1, packed.data_ptr())
-    library.sparsellm_bf16_add_gram(packed.data_ptr(), count, columns, unit, 0, 1, rows.data_ptr())
+    library.sparsellm_bf16_add_products(
+        packed.data_ptr(), columns, packed.data_ptr(), columns, count, unit, 0, 1, rows.data_ptr()
+    )
     assert torch.equal(sums, computed(x, unit=unit))
 
 
@@ -140,5 +190,6 @@ def test_only_bfloat16_on_the_cpu_is_supported(monkeypatch: pytest.MonkeyPatch) 
     assert bf16_gram.supports(x) == (bf16_gram.load_library() is not None)
     for other in (x.float(), x.half(), x.to("meta")):
         assert not bf16_gram.supports(other)
+        assert not bf16_gram.supports(x, other)
     monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
     assert not bf16_gram.supports(x)
