@@ -20,7 +20,7 @@ from sparsellm.methods import LayerResult
 from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.runtime import devices
+from sparsellm.runtime import bf16_gram, devices
 from sparsellm.solvers import statistics
 from sparsellm.solvers.linalg import cholesky, cholesky_ex
 from sparsellm.solvers.patterns import keep_largest, parse_pattern
@@ -312,6 +312,7 @@ def test_sixteen_bits_are_multiplied_as_they_are(dtype: torch.dtype, monkeypatch
     plain.update(x)
     plain_cross.update(y, x)
     monkeypatch.setattr(devices, "is_nvidia", lambda device: True)
+    monkeypatch.setattr(bf16_gram, "load_library", lambda: None)
     monkeypatch.setattr(torch, "mm", mm)
     gram, cross, wide = Gram(200), CrossMoment(30, 200), Gram(200, dtype=torch.float64)
     gram.update(x)

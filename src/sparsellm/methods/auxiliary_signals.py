@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparsellm.activations.streams import Capture, CaptureRequest
 from sparsellm.errors import SingularGram
-from sparsellm.methods.gate_update import CHUNK
 from sparsellm.methods.signal_updates import activation_correction, fit_activated_, fit_hidden
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, Hidden
@@ -179,13 +178,11 @@ class AuxiliarySignals:
 
         On a CPU a few rows at a time, so that the temporaries stay in its cache.
         """
-        in_proj, tokens = self._feed_forward.in_proj, len(activated)
-        rows = max(tokens, 1) if devices.queued(activated.device) else max(1, CHUNK // activated.shape[1])
-        for start in range(0, tokens, rows):
-            part = slice(start, start + rows)
-            old, outputs = (tuple(signal[part] for signal in signals) for signals in (hidden, projected))
-            new = fit_hidden(self._feed_forward, old, outputs, activated[part], ratio=self._ratio)
-            sums.distance += self._feed_forward.activate(*new).sub_(activated[part]).square_().sum()
+        in_proj = self._feed_forward.in_proj
+        for part, *signals in devices.row_chunks(activated, *hidden, *projected):
+            old, outputs = tuple(signals[: len(hidden)]), signals[len(hidden) :]
+            new = fit_hidden(self._feed_forward, old, tuple(outputs), part, ratio=self._ratio)
+            sums.distance += self._feed_forward.activate(*new).sub_(part).square_().sum()
             for name, before, output, signal in zip(in_proj, old, outputs, new, strict=True):
                 output.copy_(signal)
                 target = before.copy_(_without_bias(signal, self._layers[name]))

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor
 
 from sparsellm.models.feedforward import SILU, ActivationFunction
+from sparsellm.runtime.devices import CHUNK
 
 EASY_STEPS, HARD_STEPS = 4, 20
 """Newton steps of the two stages. Four converge to float32 precision where f is convex; the damped steps of the second stage
 may stall and need more."""
-
-CHUNK = 1 << 17
-"""Number of entries solved at a time, so that a dozen temporaries fit in the processor's cache."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _prune_non_blocking(
             weight, success = problem.weight, torch.ones((), dtype=torch.bool, device=block.device)
         weights.append(block.rounded_to_storage(name, weight))
         rounded = weights[-1].float()
-        scalars += [success & rounded.isfinite().all(), (rounded == 0).sum(), *problem.energies(rounded)]
+        scalars += [success & rounded.isfinite().all(), rounded.numel() - rounded.count_nonzero(), *problem.energies(rounded)]
         clock.mark()
     values = iter(devices.to_python(scalars))
     for (name, layer_stats), weight, seconds in zip(statistics.items(), weights, clock.seconds(), strict=True):

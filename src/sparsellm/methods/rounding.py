@@ -82,7 +82,7 @@ class IntegerValues:
         """Bits that a weight of a rounded layer, (out, in), takes once it is packed: integers, mask and scales."""
         keep = weight.flatten() != 0
         groups = torch.nn.functional.pad(keep, (0, -len(keep) % 8)).view(-1, 4).any(1)
-        kept, used = (int(x) for x in devices.to_python([keep.sum(), groups.sum()]))
+        kept, used = (int(x) for x in devices.to_python([keep.count_nonzero(), groups.count_nonzero()]))
         mask = min(-(-len(keep) // 8), -(-len(groups) // 8) + -(-used // 2))
         integers = min(self._bytes_of(len(keep)), self._bytes_of(kept) + mask)  # without a mask zeros are integers too
         scales = len(weight) * group_count(weight.shape[1], self.group_size) * SCALE_BITS

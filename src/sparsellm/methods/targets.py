@@ -92,6 +92,9 @@ class LayerTargets:
         for statistics in (paired, *regressions.values()):
             if statistics:
                 statistics.reduce()
+        if all(bias is None for _, bias in dense_weights.values()):  # else matrices about the means are computed from the sums
+            for inputs in (gram, paired.others) if paired else (gram,):
+                inputs.finalize()
         return {name: LinearTargetRegression(paired, *dense_weights[name]) for name in names} if paired else regressions
 
     def _target(self, name: str, pruned: Capture, dense: Capture) -> Tensor:

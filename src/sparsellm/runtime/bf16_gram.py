@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,37 +59,56 @@ def _add(left: Tensor, right: Tensor, rows: Tensor, unit: int | None) -> None:
     unit = unit or max(len(left), 1)
     size = max(MAX_TOKENS // unit, 1) * unit
     for y, x in zip(left.split(size), right.split(size), strict=True):
-        packed = _pack(x, unit)
-        _add_packed(packed if left is right else _pack(y, unit), packed, x.shape, unit, rows)
+        packed = _Packed.of(x, unit)
+        _add_packed(packed if left is right else _Packed.of(y, unit), packed, rows)
 
 
-def _add_packed(left: Tensor, right: Tensor, shape: tuple[int, int], unit: int, rows: Tensor) -> None:
-    """Add the products of packed tokens; `shape` is that of x."""
+def _add_packed(left: _Packed, right: _Packed, rows: Tensor) -> None:
+    """As `_add`, for the same tokens of both factors."""
     library = load_library()
     threads = max(1, min(torch.get_num_threads(), -(-len(rows) // library.sparsellm_width())))
 
     def add(first: int) -> None:
         library.sparsellm_bf16_add_products(
-            left.data_ptr(), len(rows), right.data_ptr(), shape[1], shape[0], unit, first, threads, rows.data_ptr()
+            left.numbers.data_ptr(),
+            left.columns,
+            right.numbers.data_ptr(),
+            right.columns,
+            right.tokens,
+            right.unit,
+            first,
+            threads,
+            rows.data_ptr(),
         )
 
     devices.map_threads(add, range(threads))
 
 
-def _pack(tokens: Tensor, unit: int) -> Tensor:
-    """A copy of tokens, (tokens, features), as the kernel reads it."""
-    library = load_library()
-    x, blocks = tokens.contiguous(), -(-tokens.shape[1] // library.sparsellm_width())
-    # A unit of odd length is filled up by one token.
-    pairs = -(-unit // 2) * (len(x) // unit) + -(-(len(x) % unit) // 2)
-    packed = torch.empty(blocks * library.sparsellm_width() * pairs, dtype=torch.int32)
-    threads = max(1, min(torch.get_num_threads(), blocks))
+@dataclass(frozen=True)
+class _Packed:
+    """A copy of tokens, (tokens, columns), in the order in which the kernel reads it."""
 
-    def pack(first: int) -> None:
-        library.sparsellm_bf16_pack(x.data_ptr(), len(x), x.shape[1], unit, first, threads, packed.data_ptr())
+    numbers: Tensor
+    tokens: int
+    columns: int
+    unit: int
 
-    devices.map_threads(pack, range(threads))
-    return packed
+    @classmethod
+    def of(cls, inputs: Tensor, unit: int) -> _Packed:
+        """Copy tokens, of which `unit` are summed apart from all others."""
+        library = load_library()
+        x, (tokens, columns) = inputs.contiguous(), inputs.shape
+        blocks = -(-columns // library.sparsellm_width())
+        # A unit of odd length is filled up by one token.
+        pairs = -(-unit // 2) * (tokens // unit) + -(-(tokens % unit) // 2)
+        numbers = torch.empty(blocks * library.sparsellm_width() * pairs, dtype=torch.int32)
+        threads = max(1, min(torch.get_num_threads(), blocks))
+
+        def pack(first: int) -> None:
+            library.sparsellm_bf16_pack(x.data_ptr(), tokens, columns, unit, first, threads, numbers.data_ptr())
+
+        devices.map_threads(pack, range(threads))
+        return cls(numbers, tokens, columns, unit)
 
 
 def _row_addresses(panels: Iterable[tuple[int, Tensor]]) -> Tensor:

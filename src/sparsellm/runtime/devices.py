@@ -10,7 +10,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -23,6 +23,9 @@ from torch import Tensor, get_device_module
 from sparsellm.errors import InvalidSetting, first_line
 
 T = TypeVar("T")
+
+CHUNK = 1 << 17
+"""Number of float32 entries of which a few temporaries fit in a CPU's second-level cache."""
 
 
 def accelerator() -> torch.device | None:
@@ -173,6 +176,13 @@ def as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return leftᵀ right of two factors, accumulated in `dtype`."""
     return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
+
+
+def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split matrices of one shape into views of the same rows: a few rows on a CPU, so that temporaries stay in its cache."""
+    rows, columns = tensors[0].shape
+    size = max(rows if queued(tensors[0].device) else CHUNK // max(columns, 1), 1)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
 def load_library(file: Path, version: int) -> Any:

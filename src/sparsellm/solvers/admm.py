@@ -24,7 +24,7 @@ Keep = Callable[[Tensor], Tensor]
 """Maps scores (out, in) to the mask of kept weights (out, in)."""
 
 Shifted = Callable[[Tensor], Tensor]
-"""Maps a right-hand side R (out, in) to the solution W of S W G + rho W = R, for one rho."""
+"""Maps a right-hand side R (out, in) to the solution W of S W G + rho W = R, of the same dtype, for one rho."""
 
 LEAST_BFLOAT16 = 128
 """Smallest number of inputs and of outputs with bfloat16 products; for smaller layers the conversions take as long."""
@@ -63,15 +63,15 @@ class NormalizedProblem:
     def shifted_solver(self, low_precision: bool = False) -> Callable[[float], Shifted]:
         """A function that maps rho to a solver of S W G + rho W = R."""
         if self.curvature is None:
-            return _shifted_by_cholesky(self.gram, self.damping, self._product_dtype(low_precision))
+            return _shifted_by_cholesky(self.gram, self.damping, self.product_dtype(low_precision))
         return self.eigensystem(low_precision).shifted
 
     def eigensystem(self, low_precision: bool = False) -> Eigensystem:
         """Decompose S and G."""
         assert self.curvature is not None
-        return Eigensystem.of(self.curvature, self.gram, self._product_dtype(low_precision))
+        return Eigensystem.of(self.curvature, self.gram, self.product_dtype(low_precision))
 
-    def _product_dtype(self, low_precision: bool) -> torch.dtype:
+    def product_dtype(self, low_precision: bool) -> torch.dtype:
         """Dtype of a solver's products; `low_precision` allows bfloat16 where the device multiplies that faster."""
         low_precision &= self.target.dtype == torch.float32 and min(self.target.shape) >= LEAST_BFLOAT16
         return torch.bfloat16 if low_precision and devices.multiplies_bfloat16(self.target.device) else self.target.dtype
@@ -85,7 +85,7 @@ class NormalizedProblem:
             steps: Number of conjugate gradient steps.
             low_precision: Whether the steps may multiply in bfloat16.
         """
-        fit = partial(conjugate_gradient_refit, curvature=self.curvature, products=self._product_dtype(low_precision))
+        fit = partial(conjugate_gradient_refit, curvature=self.curvature, products=self.product_dtype(low_precision))
         refitted = fit(weight, self.target, self.gram, keep=keep, steps=steps)
         return refitted / self.scale
 
@@ -129,8 +129,10 @@ class Eigensystem:
         dtype = self.left.dtype
 
         def solve(rhs: Tensor) -> Tensor:
-            rotated = self.left.T @ rhs.to(dtype) @ self.right / (self.values + penalty)
-            return (self.left @ rotated.to(dtype) @ self.right.T).to(rhs.dtype)
+            rotated = self.left.T @ rhs.to(dtype) @ self.right
+            for part, values in devices.row_chunks(rotated, self.values):
+                part.copy_(part / (values + penalty))
+            return (self.left @ rotated @ self.right.T).to(rhs.dtype)
 
         return solve
 

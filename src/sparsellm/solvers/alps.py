@@ -120,7 +120,7 @@ class ALPS:
             dual += penalty * (relaxed - sparse)
             if iteration % CHECK_EVERY:
                 continue
-            change = float((keep ^ previous_keep).sum()) / max(float(keep.sum()), 1.0)
+            change = int((keep ^ previous_keep).count_nonzero()) / max(int(keep.count_nonzero()), 1)
             previous_keep = keep
             if (iteration >= MIN_ITERATIONS and change < SETTLED) or (change == 0 and has_moved):
                 break

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.runtime import devices
 from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -84,6 +85,7 @@ class FastADMM:
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
         """Return the last projected iterate D and its mask, both (out, in)."""
         target, penalty, steps = normalized.target, self.penalty, self.steps
+        rhs = torch.empty_like(target, dtype=normalized.product_dtype(self.low_precision))
         if normalized.curvature is None:
             shifted = normalized.shifted_solver(self.low_precision)
         else:
@@ -92,15 +94,19 @@ class FastADMM:
             if self.growth > 1:
                 penalty, steps = penalty * system.geometric_mean, self.count_steps(system.geometric_mean)
         solve = shifted(penalty)
-        unprojected = target  # T
+        unprojected, scores = target.clone(), target.abs()  # T; D is T on the mask, and U is T elsewhere
         for step in range(steps):
-            keep = mask_of(unprojected.abs())
-            sparse = unprojected * keep
-            dual = unprojected - sparse
+            keep, growth = mask_of(torch.abs(unprojected, out=scores)), 1.0
             if step and self.growth > 1 and normalized.curvature is not None:
-                penalty, dual = penalty * self.growth, dual.div_(self.growth)
+                penalty, growth = penalty * self.growth, self.growth
                 solve = shifted(penalty)
-            weight = solve(sparse - dual - target).mul_(penalty).add_(target)
-            unprojected = torch.lerp(sparse, weight, self.relaxation).add_(dual)
-        keep = mask_of(unprojected.abs())
-        return unprojected * keep, keep
+            for rows, kept, optimum, right in devices.row_chunks(unprojected, keep, target, rhs):
+                if growth > 1:
+                    rows.copy_(torch.where(kept, rows, rows / growth))
+                right.copy_((rows * kept).mul_(2).sub_(rows).sub_(optimum))  # D - U - W*
+            change = solve(rhs)
+            for rows, kept, optimum, moved in devices.row_chunks(unprojected, keep, target, change):
+                weight = moved.to(rows.dtype).mul(penalty).add_(optimum)
+                rows.add_(weight.sub_(rows * kept), alpha=self.relaxation)
+        keep = mask_of(torch.abs(unprojected, out=scores))
+        return unprojected.mul_(keep), keep

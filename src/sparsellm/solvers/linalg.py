@@ -11,6 +11,10 @@ from sparsellm.runtime import devices
 QUADRATIC_PANEL = 384
 """Columns of the matrix of a quadratic form that are multiplied at once."""
 
+PRODUCT_ENTRIES = 1 << 21
+"""Entries of a weight that are multiplied at a time on a CPU, if its rows are separate: enough rows for fast products, and
+8 MiB, so that temporaries come from the heap."""
+
 LEAF = 96
 """Largest triangular matrix that is inverted without splitting."""
 
@@ -154,7 +158,8 @@ def invert_triangular_(upper: Tensor) -> Tensor:
 
 def dot_float64(one: Tensor, other: Tensor) -> float:
     """The inner product of two tensors, accumulated in float64, because errors are small differences of large sums."""
-    return float((devices.full_precision(one) * devices.full_precision(other)).sum())
+    parts = devices.row_chunks(one.flatten(1), other.flatten(1))
+    return float(sum((devices.full_precision(x) * devices.full_precision(y)).sum() for x, y in parts))
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,7 +173,7 @@ def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     """tr L G Rᵀ for a symmetric G and L = S R with a symmetric S.
 
     Reads only the upper half of G, and accumulates in the widest float dtype of the device. Cost: half a product of (out, in)
-    by (in, in).
+    by (in, in), of a few rows at a time on a CPU.
 
     Args:
         left: L, (out, in).
@@ -177,13 +182,20 @@ def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     """
     wide = devices.widest_float(gram.device)
     total = torch.zeros((), dtype=wide, device=gram.device)
-    for start in range(0, len(gram), QUADRATIC_PANEL):
-        end = start + QUADRATIC_PANEL
-        panel = right[:, start:end]
-        total += ((panel @ gram[start:end, start:end]) * left[:, start:end]).sum(dtype=wide)
-        if end < len(gram):
-            total += 2 * ((panel @ gram[start:end, end:]) * left[:, end:]).sum(dtype=wide)
+    rows = _rows_at_a_time(left)
+    for left_rows, right_rows in zip(left.split(rows), right.split(rows), strict=True):
+        for start in range(0, len(gram), QUADRATIC_PANEL):
+            end = start + QUADRATIC_PANEL
+            panel = right_rows[:, start:end]
+            total += ((panel @ gram[start:end, start:end]) * left_rows[:, start:end]).sum(dtype=wide)
+            if end < len(gram):
+                total += 2 * ((panel @ gram[start:end, end:]) * left_rows[:, end:]).sum(dtype=wide)
     return total
+
+
+def _rows_at_a_time(weight: Tensor) -> int:
+    """Rows of a weight, (out, in), that are multiplied at a time; at least 1."""
+    return max(1, len(weight) if devices.queued(weight.device) else PRODUCT_ENTRIES // max(weight.shape[1], 1))
 
 
 def conjugate_gradient_refit(
@@ -218,34 +230,40 @@ def conjugate_gradient_refit(
         the rounding of the products.
     """
 
-    def gradient(change: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:
+    scale = gram.diagonal().reciprocal()
+    if curvature is not None:
+        scale = curvature.diagonal().reciprocal().unsqueeze(1) * scale
+    low_gram = gram.to(products or gram.dtype)
+    low_curvature = None if curvature is None else curvature.to(low_gram.dtype)
+
+    def gradient(change: Tensor, keep: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:
         rounded = change.to(gram.dtype)
         product = rounded @ gram if curvature is None else curvature @ rounded @ gram
-        return product.to(change.dtype) * keep
+        return product.to(change.dtype).mul_(keep)
 
     def total(product: Tensor) -> Tensor:
         return product.sum(1, keepdim=True) if curvature is None else product.sum().view(1, 1)
 
-    scale = gram.diagonal().reciprocal()
-    if curvature is not None:
-        scale = curvature.diagonal().reciprocal().unsqueeze(1) * scale
-    residual = gradient(target - weight, gram, curvature)
-    direction = residual * scale
-    energy = total(residual * direction)
-    threshold = energy * tolerance**2
-    weight = weight.clone()
-    gram, curvature = gram.to(products or gram.dtype), curvature if curvature is None else curvature.to(products or gram.dtype)
-    for _ in range(steps):
-        active = energy > threshold
-        if not bool(active.any()):
-            break
-        product = gradient(direction, gram, curvature)
-        quadratic = total(direction * product)
-        step_size = torch.where(active & (quadratic > 0), energy / quadratic, 0)
-        weight += step_size * direction
-        residual -= step_size * product
-        preconditioned = residual * scale
-        new_energy = total(residual * preconditioned)
-        direction = preconditioned + torch.where(active, new_energy / energy, 0) * direction
-        energy = torch.where(active, new_energy, energy)
-    return weight
+    def solve(weight: Tensor, target: Tensor, keep: Tensor) -> Tensor:
+        residual = gradient(target - weight, keep, gram, curvature)
+        direction = residual * scale
+        energy = total(residual * direction)
+        threshold = energy * tolerance**2
+        weight = weight.clone()
+        for _ in range(steps):
+            active = energy > threshold
+            if not bool(active.any()):
+                break
+            product = gradient(direction, keep, low_gram, low_curvature)
+            quadratic = total(direction * product)
+            step_size = torch.where(active & (quadratic > 0), energy / quadratic, 0)
+            weight.addcmul_(direction, step_size)
+            residual.addcmul_(product, step_size, value=-1)
+            preconditioned = torch.mul(residual, scale, out=product)
+            new_energy = total(residual * preconditioned)
+            direction.mul_(torch.where(active, new_energy / energy, 0)).add_(preconditioned)
+            energy = torch.where(active, new_energy, energy)
+        return weight
+
+    rows = _rows_at_a_time(weight) if curvature is None else max(len(weight), 1)
+    return torch.cat([solve(*part) for part in zip(*(x.split(rows) for x in (weight, target, keep)), strict=True)])

@@ -54,7 +54,7 @@ class Unstructured:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether a weight, (out, in), has at least as many zeros as the pattern removes."""
-        return int((weight == 0).sum()) >= self.count_removed(weight.numel())
+        return weight.numel() - int(weight.count_nonzero()) >= self.count_removed(weight.numel())
 
     def keep(self, score: Tensor, *, per_row: bool = False) -> Tensor:
         """Select the largest scores of the whole layer, or of each row. Of equal scores the later position is kept.
@@ -179,7 +179,7 @@ def keep_largest(score: Tensor, removed: int) -> Tensor:
         )
     threshold = _kth_smallest(flat, removed)
     keep = flat > threshold
-    kept_ties = flat.numel() - removed - int(keep.sum())  # number of scores equal to the threshold that are kept
+    kept_ties = flat.numel() - removed - int(keep.count_nonzero())  # number of scores equal to the threshold that are kept
     if kept_ties:
         ties = (flat == threshold).nonzero().squeeze(1)
         keep[ties[-kept_ties:]] = True

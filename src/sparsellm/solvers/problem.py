@@ -65,7 +65,7 @@ class LayerProblem:
         Raises:
             SingularGram: If the damped Gram matrix is not positive definite.
         """
-        gram = inputs.matrix.to(prior.dtype)
+        gram = inputs.view.to(prior.dtype)
         # Solving for the correction W* - W0 returns exactly W0 if y = W0 x, whatever the rounding of the solve.
         residual = cross.to(prior.dtype) - prior @ gram
         lower = cholesky(add_diagonal(gram, ridge), ridge, "ridge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Regression(ABC):
 
     def problem(self, prior: Tensor, ridge: float, curvature: Tensor | None = None) -> LayerProblem:
         """The layer problem of matching the targets; for the arguments see `LayerProblem.from_targets`."""
-        return LayerProblem.from_targets(self._cross(), self._gram, prior, ridge=ridge, curvature=curvature)
+        return LayerProblem.from_targets(self._cross, self._gram, prior, ridge=ridge, curvature=curvature)
 
     def bias(self, weight: Tensor) -> Tensor | None:
         """(out,): the best bias for a weight, (out, in); None if the bias is not fitted."""
@@ -37,7 +38,7 @@ class Regression(ABC):
 
     def error(self, weight: Tensor) -> float:
         """E‖t - W x - b‖² of a weight, (out, in), with the best bias."""
-        return self.power - 2 * dot_float64(self._cross(), weight) + float(quadratic_form(weight, self._gram.matrix, weight))
+        return self.power - 2 * dot_float64(self._cross, weight) + float(quadratic_form(weight, self._gram.view, weight))
 
     @property
     @abstractmethod
@@ -57,8 +58,9 @@ class Regression(ABC):
     def _gram(self) -> Gram:
         return self.inputs.centered() if self.affine else self.inputs
 
+    @cached_property
     def _cross(self) -> Tensor:
-        """`_products`, with zeros for constant inputs, whose centred products are only rounding errors."""
+        """`_products` of all tokens, with zeros for constant inputs, whose centred products are only rounding errors."""
         products = self._products()
         return products.masked_fill_(self._gram.rms == 0, 0) if self.affine else products
 
@@ -148,10 +150,10 @@ class LinearTargetRegression(Regression):
         super().__init__(paired.inputs, bias is not None)
         self._paired, self._weight, self._bias = paired, weight, bias
 
-    @property
+    @cached_property
     def power(self) -> float:
         others = self._paired.others.centered() if self.affine else self._paired.others
-        return float(quadratic_form(self._weight, others.matrix, self._weight))
+        return float(quadratic_form(self._weight, others.view, self._weight))
 
     @property
     def _mean(self) -> Tensor:

@@ -338,7 +338,7 @@ def test_sums_do_not_depend_on_the_windows_of_a_batch(family: str) -> None:
         many: list[Tensor] = []
         for part in (whole, last, whole._rows(slice(4, 50, 3)), last._rows(slice(1, 30, 2))):
             weights, keep = pruned(part, family)
-            many += [torch.tensor([part.error(weights), part.target_energy()]), part.regression(weights)._cross()]
+            many += [torch.tensor([part.error(weights), part.target_energy()]), part.regression(weights)._cross]
             many += [weight for weight, _ in step_of(part, weights, keep, 3).values()]
             many += [*part.curvatures(weights).values()]
         return many

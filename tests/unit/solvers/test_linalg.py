@@ -195,6 +195,24 @@ def test_refit_rows_do_not_depend_on_each_other() -> None:
     assert not torch.allclose(together[1], start[1])
 
 
+def test_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits, quadratic forms and inner products of 3 rows at a time are those of all rows; with a curvature a fit takes all."""
+    gram, target, curvature = gram_of(40), random(20, 40), gram_of(20, seed=1)
+    keep = random(20, 40, seed=6) > 0
+
+    def found() -> list[Tensor]:
+        fits = [
+            conjugate_gradient_refit(target * keep, target, gram, keep=keep, steps=3, curvature=s) for s in (None, curvature)
+        ]
+        return [*fits, quadratic_form(curvature @ target, gram, target), torch.tensor(dot_float64(target, curvature @ target))]
+
+    whole = found()
+    monkeypatch.setattr("sparsellm.solvers.linalg.PRODUCT_ENTRIES", 3 * 40)
+    monkeypatch.setattr("sparsellm.runtime.devices.CHUNK", 3 * 40)
+    for part, wanted in zip(found(), whole, strict=True):
+        torch.testing.assert_close(part, wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_refit_stays_where_it_is_solved() -> None:
     """A start with nothing to gain is returned to the bit: no division of zero by zero."""
     gram, target = gram_of(8), random(2, 8)
