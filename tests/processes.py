@@ -14,11 +14,11 @@ import pytest
 
 
 def run(words: list[str], output: str) -> None:
-    """The command line in a process of its own, what it prints in a file."""
+    """The command line of `short_training` in a process of its own, what it prints in a file."""
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    from sparsellm.cli.app import app
+    from tests.short_training import app
 
     app(words)
 

@@ -17,6 +17,7 @@ from sparsellm.errors import InvalidSetting
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import Journal
+from sparsellm.runs.recipe import SCOPE_STEPS
 from sparsellm.runs.records import WORK
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -52,8 +53,15 @@ def compared(folder: Path) -> dict[str, Any]:
     ],
 )
 def test_outputs_are_those_of_single_runs(
-    family: str, options: tuple[object, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+    family: str,
+    options: tuple[object, ...],
+    tiny: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(SCOPE_STEPS, "model", 20)
     words = (*SMALL, *options, "--calibration", text_file, "--evaluate", text_file)
     done = command("prune", tiny[family], tmp_path / "all", "--sparsity", ",".join(SPARSITIES), *words)
     assert done.exit_code == 0, done.stderr

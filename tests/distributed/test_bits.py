@@ -72,7 +72,8 @@ def test_two_processes(
 ) -> None:
     """They write the weights and scales of one."""
     one, two, port = tmp_path / "one", tmp_path / "two", free_port()
-    both = [started(rank, port, *words(tiny["llama"], text_file, two, *method)) for rank in (0, 1)]
+    run = words(tiny["llama"], text_file, two, *method)
+    both = [started(rank, port, *run, module="tests.short_training") for rank in (0, 1)]
     processes.finished(server, words(tiny["llama"], text_file, one, *method), tmp_path / "said.txt")
     told = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], told

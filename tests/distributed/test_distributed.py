@@ -141,12 +141,18 @@ def free_port() -> int:
 
 
 def started(
-    rank: int, port: int, *words: object, host: str = "127.0.0.1", before: Sequence[str] = (), **more: str
+    rank: int,
+    port: int,
+    *words: object,
+    host: str = "127.0.0.1",
+    before: Sequence[str] = (),
+    module: str = "sparsellm",
+    **more: str,
 ) -> subprocess.Popen[str]:
-    """One of two processes as a launcher starts them. before: the words that begin its command."""
+    """One of two processes as a launcher starts them. before: the words that begin its command. module: what it runs."""
     environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     return subprocess.Popen(
-        [*before, sys.executable, "-m", "sparsellm", *map(str, words)],
+        [*before, sys.executable, "-m", module, *map(str, words)],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -14,9 +14,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 import sparsellm
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of
+from sparsellm.runs.recipe import SCOPE_STEPS
 from tests.integration.test_bit_allocation import packed_bits
 
 COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+
+
+@pytest.fixture(autouse=True)
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of the default's gradient steps, which are enough for models of this size."""
+    monkeypatch.setitem(SCOPE_STEPS, "model", 300)
 
 
 def random_model(family: str) -> PreTrainedModel:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Loss = Literal["kl", "hidden", "text"]
 """What training lowers: the distance from the dense model's predictions or hidden states, or the loss of the next token."""
 
-TRAINING = MaskedAdam(300, 2e-3)
+TRAINING = MaskedAdam(1200, 2e-3)
 """Default gradient steps over the whole model, for models of width `TRAINING_WIDTH`."""
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0, "norms": 2.0}

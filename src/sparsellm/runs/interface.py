@@ -160,7 +160,7 @@ def recover(
         tokenizer: Tokenizer of a model in memory, for calibration on text.
         scope: Weights that are trained together. "model" lowers the KL divergence of the predictions from the dense model's;
             "block" lowers the error of each block's outputs in turn, and takes the memory of one block.
-        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 300 for the whole model,
+        steps: Maximum number of gradient steps; held-out sequences select the best state. Default: 1200 for the whole model,
             100 for each block.
         progress: Whether to display progress and the time left on stderr, or as a bar in a notebook.
         observe: Callback that receives every stage and block (see `sparsellm.runs.events`).

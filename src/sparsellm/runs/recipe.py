@@ -44,7 +44,7 @@ EFFORTS: dict[str, tuple[SolverName, str]] = {
 }
 """Solver and scope of each effort, used where the recipe sets none."""
 
-SCOPE_STEPS = {"block": 100, "model": 300}
+SCOPE_STEPS = {"block": 100, "model": 1200}
 """Default number of gradient steps of a recovery: for each block, or for the whole model."""
 
 NEEDS_TEXT = (

@@ -221,7 +221,7 @@ class RecoveryFields(RunFields):
         " the next token, without the dense model).",
         "kl; hidden with scope block",
     )
-    steps: int | None = _option(None, "Maximum number of gradient steps.", "100 for each block, 300 for the whole model", gt=0)
+    steps: int | None = _option(None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", gt=0)
     patience: int | None = _method(
         None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0
     )

@@ -16,8 +16,8 @@ from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runtime.memory import check_fits, human_bytes
 
-MODEL_TOKENS = 2048
-"""Tokens per gradient step over the whole model: more steps work better than larger ones, and the logits are large."""
+MODEL_TOKENS = 1024
+"""Tokens per gradient step over the whole model, at least one sequence: for the same tokens, smaller steps win back more."""
 
 
 def trained_of(recipe: RunRecipe) -> tuple[Train, int]:
@@ -31,7 +31,7 @@ def _trains_rounded(recipe: RunRecipe, method: BlockMethod) -> bool:
 
 
 def model_step(samples: int, length: int) -> int:
-    """Sequences per gradient step over the whole model: about 2,048 tokens, at most an eighth of all sequences."""
+    """Sequences per gradient step over the whole model: about 1,024 tokens, at most an eighth of all sequences."""
     return max(1, min(MODEL_TOKENS // length, samples // 8))
 
 
