@@ -180,8 +180,8 @@ class AuxiliarySignals:
         """
         in_proj = self._feed_forward.in_proj
         for part, *signals in devices.row_chunks(activated, *hidden, *projected):
-            old, outputs = tuple(signals[: len(hidden)]), signals[len(hidden) :]
-            new = fit_hidden(self._feed_forward, old, tuple(outputs), part, ratio=self._ratio)
+            old, outputs = tuple(signals[: len(hidden)]), tuple(signals[len(hidden) :])
+            new = fit_hidden(self._feed_forward, old, outputs, part, ratio=self._ratio)
             sums.distance += self._feed_forward.activate(*new).sub_(part).square_().sum()
             for name, before, output, signal in zip(in_proj, old, outputs, new, strict=True):
                 output.copy_(signal)

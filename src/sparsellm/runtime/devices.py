@@ -178,10 +178,14 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
 
 
-def row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split matrices of one shape into views of the same rows: a few rows on a CPU, so that temporaries stay in its cache."""
+def row_chunks(*tensors: Tensor, entries: int | None = None) -> Iterator[tuple[Tensor, ...]]:
+    """Split matrices of one shape into views of the same rows: a few rows on a CPU, so that temporaries stay in its cache.
+
+    Args:
+        entries: Largest number of entries of a view, if it has more than one row. Default: `CHUNK`.
+    """
     rows, columns = tensors[0].shape
-    size = max(rows if queued(tensors[0].device) else CHUNK // max(columns, 1), 1)
+    size = max(rows if queued(tensors[0].device) else (entries or CHUNK) // max(columns, 1), 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 

@@ -94,7 +94,7 @@ class FastADMM:
             if self.growth > 1:
                 penalty, steps = penalty * system.geometric_mean, self.count_steps(system.geometric_mean)
         solve = shifted(penalty)
-        unprojected, scores = target.clone(), target.abs()  # T; D is T on the mask, and U is T elsewhere
+        unprojected, scores = target.clone(), torch.empty_like(target)  # T; D is T on the mask, and U is T elsewhere
         for step in range(steps):
             keep, growth = mask_of(torch.abs(unprojected, out=scores)), 1.0
             if step and self.growth > 1 and normalized.curvature is not None:

@@ -182,8 +182,7 @@ def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
     """
     wide = devices.widest_float(gram.device)
     total = torch.zeros((), dtype=wide, device=gram.device)
-    rows = _rows_at_a_time(left)
-    for left_rows, right_rows in zip(left.split(rows), right.split(rows), strict=True):
+    for left_rows, right_rows in devices.row_chunks(left, right, entries=PRODUCT_ENTRIES):
         for start in range(0, len(gram), QUADRATIC_PANEL):
             end = start + QUADRATIC_PANEL
             panel = right_rows[:, start:end]
@@ -191,11 +190,6 @@ def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
             if end < len(gram):
                 total += 2 * ((panel @ gram[start:end, end:]) * left_rows[:, end:]).sum(dtype=wide)
     return total
-
-
-def _rows_at_a_time(weight: Tensor) -> int:
-    """Rows of a weight, (out, in), that are multiplied at a time; at least 1."""
-    return max(1, len(weight) if devices.queued(weight.device) else PRODUCT_ENTRIES // max(weight.shape[1], 1))
 
 
 def conjugate_gradient_refit(
@@ -265,5 +259,6 @@ def conjugate_gradient_refit(
             energy = torch.where(active, new_energy, energy)
         return weight
 
-    rows = _rows_at_a_time(weight) if curvature is None else max(len(weight), 1)
-    return torch.cat([solve(*part) for part in zip(*(x.split(rows) for x in (weight, target, keep)), strict=True)])
+    if curvature is not None:
+        return solve(weight, target, keep)
+    return torch.cat([solve(*rows) for rows in devices.row_chunks(weight, target, keep, entries=PRODUCT_ENTRIES)])

@@ -26,8 +26,7 @@ PANELS = 8
 """Number of row panels in which matrices are computed, stored, accumulated and read.
 
 Panels of a symmetric matrix start at the diagonal, so that 9/16 of its entries are stored. A temporary is an eighth of the
-matrix, whatever its size; memory estimates from a smaller model rely on that.
-"""
+matrix, whatever its size; memory estimates from a smaller model rely on that."""
 
 MIN_PANEL_ROWS = 16
 """Minimum number of rows of a panel; products of fewer rows are accumulated token by token, at 20 times the rounding error."""
@@ -201,8 +200,7 @@ class Gram(InputRMS):
         return [torch.zeros(shape, dtype=dtype, device=self._device) for shape in (*shapes, (self.features,))]
 
     def _accumulate(self, rows: Tensor) -> None:
-        by_kernel = self._dtype == torch.float32 and bf16_gram.supports(rows)
-        if by_kernel:
+        if by_kernel := self._dtype == torch.float32 and bf16_gram.supports(rows):
             bf16_gram.add_gram(rows, [(start, products) for (start, _), products in self._panels()], self.unit)
         for part in self._units(rows):
             x = part if by_kernel else devices.as_factor(part, self._dtype)
@@ -280,9 +278,8 @@ class CrossMoment:
             return
         if targets.dtype != inputs.dtype:
             targets, inputs = targets.float(), inputs.float()
-        size = self.unit or max(len(inputs), 1)
-        for target_rows, input_rows in zip(targets.split(size), inputs.split(size), strict=True):
-            y, x = devices.as_factor(target_rows, torch.float32), devices.as_factor(input_rows, torch.float32)
+        for rows in zip(*(tokens.split(self.unit or max(len(tokens), 1)) for tokens in (targets, inputs)), strict=True):
+            y, x = (devices.as_factor(part, torch.float32) for part in rows)
             _add_by_panel(self._products, devices.product(y, x, torch.float32))
 
     def reduce(self) -> None:
