@@ -80,6 +80,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fast-admm, true-sequential": {"method": "fast-admm", "true_sequential": True},
     "ALPS": {"method": "alps"},
     "Algorithm 1": {"method": "sparsellm", "as_published": True},
+    "Algorithm 1, products in bfloat16": {"method": "sparsellm", "as_published": True, "compute_dtype": "bfloat16"},
     "default": OURS,
     "default, without Gauss-Newton, fast-admm inside": OURS | {"gauss_newton_steps": 0, "solver": "fast-admm"},
     "default, without Gauss-Newton, ALPS inside": OURS | {"gauss_newton_steps": 0, "solver": "alps"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import transformers
 from torch import Tensor
 
 from sparsellm.activations.walk import walk
-from sparsellm.methods import BlockMethod
+from sparsellm.methods import BlockMethod, EpochResult
+from sparsellm.methods.algorithm1 import PublishedSparseLLM
+from sparsellm.methods.auxiliary_signals import AuxiliarySignals
 from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.methods.sparsellm import TrueSequential
 from sparsellm.models import sparse_matmul
@@ -154,3 +157,32 @@ def test_the_kernel_is_not_used_where_16_bit_products_are_faster(encoded: list[t
     with torch.no_grad():
         collect_statistics(block, inputs, dict.fromkeys(block.layers, Gram))
     assert not encoded
+
+
+@pytest.mark.parametrize("family", ["OPT", "Llama"])
+def test_algorithm_1_with_signals_in_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch has the errors of float32 signals, and the regressions are those of the rounded signals."""
+    method, kept = PublishedSparseLLM(epochs=3), list[torch.dtype]()
+    tokens = torch.randint(3, 250, (32, 64), generator=torch.Generator().manual_seed(1)).split(8)
+    refit = AuxiliarySignals.refit
+
+    def recorded(signals: AuxiliarySignals, weights: dict[str, Tensor]) -> float:
+        before = signals.objective(weights)
+        error = refit(signals, weights)
+        kept.extend(signal.dtype for hidden in signals._hidden for signal in hidden)
+        assert 0 <= signals.objective(weights) <= before * 1.01
+        return error
+
+    monkeypatch.setattr(AuxiliarySignals, "refit", recorded)
+
+    def errors(model: LoadedModel) -> Tensor:
+        steps = prune_blocks(model, tokens, method, uniform_plan(blocks_of(model.model), parse_pattern("70%")))
+        return torch.tensor([step.feed_forward_error for step in steps if isinstance(step, EpochResult)])
+
+    low = errors(wide(family, "sdpa"))
+    assert set(kept) == {torch.bfloat16}
+    kept.clear()
+    full = errors(replace(wide(family, "sdpa"), products=None))
+    assert set(kept) == {torch.float32}
+    assert len(low) == 2 * method.epochs
+    assert allclose_bf16(low, full)

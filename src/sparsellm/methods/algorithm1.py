@@ -51,7 +51,7 @@ class PublishedSparseLLM:
     minimiser, not the best entry of a table; `keep_best`.
 
     Differences from its code: fc2 is solved by least squares, not ten gradient steps; damping does not accumulate; signals are
-    float32; no block is treated differently because of its number.
+    float32 unless products are in bfloat16; no block is treated differently because of its number.
 
     Attributes:
         solver: Any layer solver.

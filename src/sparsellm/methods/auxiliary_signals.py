@@ -51,9 +51,12 @@ class Fit:
 class AuxiliarySignals:
     """The auxiliary signals of one feed-forward part, batch by batch.
 
-    Between epochs only the signals of the input projections, z (and s), are kept: (tokens, hidden) float32 for each batch. The
-    signal p, the input of the output projection, follows from them in closed form and exists for one batch at a time; only its
-    sums E[p pᵀ] and E[y pᵀ] are kept.
+    Between epochs only the signals of the input projections, z (and s), are kept: (tokens, hidden) for each batch. The signal
+    p, the input of the output projection, follows from them in closed form and exists for one batch at a time; only its sums
+    E[p pᵀ] and E[y pᵀ] are kept.
+
+    Where the part's inputs are bfloat16, as with products in bfloat16, the signals are rounded to it, and so are the products
+    that compute them. The regressions are of the rounded signals. Otherwise all are float32.
 
     Cost of an epoch that updates them: two products of (tokens, model) by (model, hidden) for each input projection, three for
     the output projection, and the Gram matrix of p.
@@ -83,7 +86,8 @@ class AuxiliarySignals:
         self._dense = {name: layer.weight.detach().to(torch.float32, copy=True) for name, layer in self._layers.items()}
         self._inputs: list[Tensor] = []  # x, (tokens, model), in the model's dtype
         self._outputs: list[Tensor] = []  # y, (tokens, model)
-        self._hidden: list[Hidden] = []  # (z,) or (s, z), (tokens, hidden) each; missing where the model computes in 16 bits
+        self._hidden: list[Hidden] = []  # (z,) or (s, z), (tokens, hidden) each
+        self._products: torch.dtype | None = None  # dtype of the signals and their products; None for float32
         self._fits: dict[str, Fit] = {}
         self._distance = 0.0  # E‖p - φ(z)‖²
 
@@ -95,11 +99,12 @@ class AuxiliarySignals:
 
     def append(self, captured: Capture) -> None:
         """Add what was captured from a batch."""
-        self._inputs.append(captured.inputs[self._feed_forward.in_proj[0]])
+        inputs = captured.inputs[self._feed_forward.in_proj[0]]
+        self._products = torch.bfloat16 if inputs.dtype == torch.bfloat16 else None
+        self._inputs.append(inputs)
         self._outputs.append(captured.outputs[self._feed_forward.out_proj])
-        hidden = tuple(captured.outputs[name] for name in self._feed_forward.in_proj if self._updated)
-        if hidden and all(signal.dtype == torch.float32 for signal in hidden):
-            self._hidden.append(hidden)
+        if self._updated:
+            self._hidden.append(tuple(self._rounded(captured.outputs[name]) for name in self._feed_forward.in_proj))
 
     def start(self, inputs: Mapping[str, Gram]) -> None:
         """Start from the signals of the dense part: z = W₀x, p = φ(z). `inputs`: the Gram matrix of each layer's inputs."""
@@ -126,10 +131,10 @@ class AuxiliarySignals:
     def error(self, weights: Mapping[str, Tensor]) -> float:
         """The true feed-forward error of these weights, relative to E‖y‖², where y is the dense output without its bias."""
         errors = _ErrorSums(weights[self._feed_forward.out_proj].device)
-        products = {name: matmul_of(weight) for name, weight in weights.items()}
+        products = self._matmuls(weights)
         for inputs, outputs in zip(self._inputs, self._outputs, strict=True):
             rows = slice(None, None, self._error_step)
-            self._add_error(errors, self._project(inputs[rows].float(), products), outputs[rows], products)
+            self._add_error(errors, self._project(self._rounded(inputs[rows]), products), outputs[rows], products)
         return errors.relative()
 
     def refit(self, weights: Mapping[str, Tensor]) -> float:
@@ -142,25 +147,24 @@ class AuxiliarySignals:
             The same as `error`.
         """
         in_proj, out_proj = self._feed_forward.in_proj, self._feed_forward.out_proj
-        correction = activation_correction(weights[out_proj], self._ratio)
-        products = {name: matmul_of(weight) for name, weight in weights.items()}
-        dense = {name: matmul_of(weight) for name, weight in self._dense.items()}
+        correction = self._rounded(activation_correction(weights[out_proj], self._ratio))
+        products = self._matmuls(weights)
         device = weights[out_proj].device
         sums, errors = (
             _Sums({name: tuple(weight.shape) for name, weight in weights.items()}, out_proj, device),
             _ErrorSums(device),
         )
         for batch, (inputs, outputs) in enumerate(zip(self._inputs, self._outputs, strict=True)):
-            x = inputs.float()
-            target = _without_bias(outputs.float(), self._layers[out_proj])
+            x = self._rounded(inputs)
+            target = self._rounded(_without_bias(outputs.float(), self._layers[out_proj]))
             projected = self._project(x, products)
             rows = slice(None, None, self._error_step)
             self._add_error(errors, tuple(signal[rows] for signal in projected), outputs[rows], products)
-            hidden = self._hidden[batch] if self._hidden[batch:] else self._project(x, dense)
+            hidden = self._hidden[batch]
             shape = self._feed_forward.activate(*hidden)
             activated = fit_activated_(shape, products[out_proj](shape, None), target, correction)  # p, in place of shape
             targets = self._update_hidden(hidden, projected, activated, sums)
-            self._hidden[batch : batch + 1] = [projected]
+            self._hidden[batch] = projected
             sums.inputs.update(activated)
             sums.add(out_proj, target, activated)
             for name, signal in zip(in_proj, targets, strict=True):
@@ -180,25 +184,33 @@ class AuxiliarySignals:
         """
         in_proj = self._feed_forward.in_proj
         for part, *signals in devices.row_chunks(activated, *hidden, *projected):
-            old, outputs = tuple(signals[: len(hidden)]), tuple(signals[len(hidden) :])
-            new = fit_hidden(self._feed_forward, old, outputs, part, ratio=self._ratio)
-            sums.distance += self._feed_forward.activate(*new).sub_(part).square_().sum()
+            old, outputs, p = tuple(signals[: len(hidden)]), tuple(signals[len(hidden) :]), part.float()
+            new = fit_hidden(self._feed_forward, _in_float32(old), _in_float32(outputs), p, ratio=self._ratio)
             for name, before, output, signal in zip(in_proj, old, outputs, new, strict=True):
                 output.copy_(signal)
-                target = before.copy_(_without_bias(signal, self._layers[name]))
-                sums.power[name] += target.square().sum()
+                target = before.copy_(_without_bias(output.float(), self._layers[name]))
+                sums.power[name] += target.float().square().sum()
+            sums.distance += self._feed_forward.activate(*_in_float32(outputs)).sub_(p).square_().sum()
         return hidden
 
     def _add_error(self, errors: _ErrorSums, hidden: Hidden, outputs: Tensor, products: Mapping[str, MatMul]) -> None:
         """Add ‖y - V φ(z)‖² and ‖y‖² of some tokens, where `hidden` is z."""
         out_proj = self._feed_forward.out_proj
         target = _without_bias(outputs.float(), self._layers[out_proj])
-        output = products[out_proj](self._feed_forward.activate(*hidden), None)
+        output = products[out_proj](self._feed_forward.activate(*hidden), None).float()
         errors.squared += torch.stack([output.sub_(target).square_().sum(), target.square().sum()])
 
     def _project(self, x: Tensor, products: Mapping[str, MatMul]) -> Hidden:
         """The outputs of the input projections, (tokens, hidden) each."""
         return tuple(products[name](x, _bias(self._layers[name])) for name in self._feed_forward.in_proj)
+
+    def _matmuls(self, weights: Mapping[str, Tensor]) -> Mapping[str, MatMul]:
+        """The products of signals with weights, by layer."""
+        return {name: matmul_of(weight, self._products) for name, weight in weights.items()}
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        """A tensor in the dtype of the signals."""
+        return tensor.to(self._products or torch.float32)
 
 
 class _ErrorSums:
@@ -227,7 +239,7 @@ class _Sums:
     def add(self, name: str, targets: Tensor, inputs: Tensor) -> None:
         """Add a batch of a layer's targets, (tokens, out), and inputs, (tokens, in)."""
         self.cross[name].update(targets, inputs)
-        self.power[name] += targets.square().sum()
+        self.power[name] += targets.float().square().sum()
 
     def reduce(self) -> None:
         """Sum over all processes."""
@@ -240,6 +252,11 @@ class _Sums:
 def _bias(layer: Layer) -> Tensor | None:
     """The layer's bias in float32; None if it has none."""
     return None if layer.bias is None else layer.bias.float()
+
+
+def _in_float32(signals: Hidden) -> Hidden:
+    """Signals in float32."""
+    return tuple(signal.float() for signal in signals)
 
 
 def _without_bias(outputs: Tensor, layer: Layer) -> Tensor:

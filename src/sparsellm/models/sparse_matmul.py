@@ -101,9 +101,18 @@ def supports(weight: Tensor, products: torch.dtype | None = None) -> bool:
     return _may_support(weight) and int(weight.count_nonzero()) <= limit * weight.numel()
 
 
-def matmul_of(weight: Tensor) -> MatMul:
-    """The function that multiplies inputs, (..., in), by a weight that does not change and adds a bias or None."""
-    return SparseMatmul(weight) if supports(weight) else lambda inputs, bias: linear(inputs, weight, bias)
+def matmul_of(weight: Tensor, products: torch.dtype | None = None) -> MatMul:
+    """The function that multiplies inputs, (..., in), by a weight that does not change and adds a bias or None.
+
+    Args:
+        weight: (out, in) float32.
+        products: Dtype of the inputs and of the results, if it is not float32; the kernel does not round the weight to it.
+    """
+    if not supports(weight, products):
+        rounded = weight.to(products or weight.dtype)
+        return lambda inputs, bias: linear(inputs, rounded, None if bias is None else bias.to(rounded.dtype))
+    kernel = SparseMatmul(weight)
+    return kernel if products is None else lambda inputs, bias: kernel(inputs.float(), bias).to(products)
 
 
 class PrunedLayers:

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from sparsellm.models import sparse_matmul
 from sparsellm.models.sparse_matmul import SparseMatmul, load_library, matmul_of, supports
+from sparsellm.solvers.linalg import allclose_bf16
 
 compiled = pytest.mark.skipif(load_library() is None, reason="the kernel is not compiled: python hatch_build.py")
 
@@ -64,6 +65,17 @@ def test_only_large_sparse_float32_weights_are_supported() -> None:
     dense = torch.randn(4, 3)
     inputs = torch.randn(2, 3)
     assert torch.equal(matmul_of(dense)(inputs, dense[:, 0]), linear(inputs, dense, dense[:, 0]))
+
+
+@compiled
+@pytest.mark.parametrize("density", [0.1, 0.9])
+def test_products_in_bfloat16_round_inputs_and_results(density: float) -> None:
+    """By the kernel for the sparser weight, else by a dense product."""
+    weight, inputs, bias = sparse(512, 512, density), torch.randn(70, 512).bfloat16(), torch.randn(512)
+    assert supports(weight, torch.bfloat16) == (density == 0.1)
+    result = matmul_of(weight, torch.bfloat16)(inputs, bias)
+    assert result.dtype == torch.bfloat16
+    assert allclose_bf16(result.float(), linear(inputs.float(), weight, bias))
 
 
 def test_without_the_library_products_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
