@@ -54,8 +54,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "gate": ("methods.gate_update:solve_gate",),
     "Gauss-Newton": (
-        "methods.feedforward_problem:FeedForwardProblem._gradient",
-        "methods.feedforward_problem:FeedForwardProblem._gauss_newton_product",
+        "methods.gauss_newton:_gradient",
+        "methods.gauss_newton:_curvature_product",
     ),
     "output projection's statistics": (
         "methods.feedforward_problem:FeedForwardProblem.regression",

@@ -32,6 +32,7 @@ import solvers
 import speed_tables
 import streaming
 import time_left
+import width
 from measuring import MEASURED, ROOT, markdown_table
 
 from sparsellm.runs.decoding import PACKED, TORCH
@@ -91,6 +92,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "race": speed_tables.race_table,
     "race, 4 blocks": lambda: speed_tables.race_table(4),
     "wide": speed_tables.wide_table,
+    "width": width.table,
     "recovered": recover.table,
     "offload": streaming.tables,
     "planning": planning.tables,

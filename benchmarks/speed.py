@@ -69,6 +69,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "SparseGPT": {"method": "sparsegpt"},
     "SparseGPT, products in bfloat16": {"method": "sparsegpt", "compute_dtype": "bfloat16"},
     "SparseGPT, read block by block": {"method": "sparsegpt", "offload": True},
+    "SparseGPT, read block by block, products in bfloat16": {
+        "method": "sparsegpt",
+        "offload": True,
+        "compute_dtype": "bfloat16",
+    },
     "SparseGPT, true-sequential": {"method": "sparsegpt", "true_sequential": True},
     "SparseGPT, true-sequential, read block by block, --max-memory 1GB": {
         "method": "sparsegpt",
@@ -99,7 +104,7 @@ SCALED_WIDTH = 512
 AXES: dict[str, list[dict[str, Any]]] = {
     "tokens": [{"windows": n} for n in (64, 128, 256)],
     "blocks": [{"blocks": n} for n in (4, 8, 16)],
-    "width": [{"width": n} for n in (256, 512, 1024)],
+    "width": [{"width": n, "blocks": 1} for n in (256, 512, 1024, 2048)],
     "epochs": [{"epochs": n} for n in (2, 4, 8)],
 }
 """By axis, its points."""

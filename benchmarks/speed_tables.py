@@ -84,11 +84,14 @@ def race_table(depth: int = 12) -> list[str]:
     return [title, "", *markdown_table(head, rows)]
 
 
+def wide_race() -> dict[str, tuple[float, str]]:
+    """Of the race on one wide block, the median seconds of each method, and how a user names it."""
+    return {name: (statistics.median(each["seconds"] for each in some), TODAY[name]) for name, some in _wide_rounds().items()}
+
+
 def wide_table() -> list[str]:
     """The race on one wide block: medians, and ratios to our SparseGPT within each round."""
-    known = json.loads(FILE.read_text())
-    rounds = next((rounds for key, rounds in known["race"].items() if key.startswith(WIDE)), {})
-    rows = []
+    rounds, rows = _wide_rounds(), []
     for name, some in rounds.items():
         ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(some, rounds["SparseGPT"], strict=False))
         spent, held = statistics.median(each["seconds"] for each in some), max(each["memory"] for each in some)
@@ -114,6 +117,12 @@ def bargain_table(names: Mapping[str, str] | None = None, figure: str = "excess"
                 rows[name] = ratio, [(names or {}).get(name, name), str(_depth(key)), f"{ratio:.2f}", *lost]
     head = ["", "blocks", "time over llm-compressor's SparseGPT", *(f"{figure}, {model}, 80 %" for model in BARGAINS)]
     return markdown_table(head, [row for _, row in sorted(rows.values())])
+
+
+def _wide_rounds() -> dict[str, list[dict[str, float]]]:
+    """The race on one wide block."""
+    races: dict[str, Any] = json.loads(FILE.read_text())["race"]
+    return next((rounds for key, rounds in races.items() if key.startswith(WIDE)), {})
 
 
 def _depth(key: str) -> int:

@@ -15,6 +15,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.methods import LAYER_RESULT, EpochResult, LayerResult, Plan, planned_layers, solve_in_parallel
 from sparsellm.methods.feedforward_problem import SAMPLED, FeedForwardProblem, Weights, moved, weights_of
+from sparsellm.methods.gauss_newton import gauss_newton_changes
 from sparsellm.methods.layerwise import layer_result, solve, zero_mask
 from sparsellm.methods.rounding import Values
 from sparsellm.methods.targets import LayerTargets, expert_regressions
@@ -192,7 +193,7 @@ class BlockSolver:
     ) -> tuple[Weights, float]:
         """The last change before the held-out error of a part of it rises, or none, and the last error."""
         chosen, new_error = Weights(), error
-        for change in training.gauss_newton_changes(weights, self._keep, NEWTON_STEPS):
+        for change in gauss_newton_changes(training, weights, self._keep, NEWTON_STEPS):
             new_error = held_out.error(moved(weights, change, TRIAL_LENGTH))
             if not new_error < error:
                 break

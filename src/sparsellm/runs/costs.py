@@ -265,8 +265,8 @@ def _gauss_newton_cost(method: SparseLLM, shapes: BlockShapes) -> tuple[float, W
     """Bytes at the peak of one feed-forward part, and its work besides the solves, with half of the rounds."""
     width, hidden, projections, tokens = shapes.width, shapes.hidden, shapes.projections, shapes.share * shapes.tokens
     sampled = tokens / max(1, tokens // max(method.sampled, SAMPLED_WIDTHS * width))
-    # The sample's slopes; a dozen matrices of the input projections' size; hidden signals of a sequence; curvatures.
-    memory = 4 * projections * hidden * (sampled + 12 * width + 4 * shapes.length + hidden)
+    # The sample's slopes; nine matrices of the input projections' size; hidden signals of a sequence; curvatures.
+    memory = 4 * projections * hidden * (sampled + 9 * width + 4 * shapes.length + hidden)
     product = 2 * width * hidden  # operations of one projection for a token
     once = sampled * projections * (product + 2 * STORED * hidden**2) + tokens * product * (2 * projections + 2)
     refit = work(tokens * product * (projections + 1) + (REFIT_STEPS + 1) * product * (hidden + width), factors=hidden**3 / 3)

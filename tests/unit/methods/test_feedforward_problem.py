@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 from torch.nn.functional import linear, relu, silu
 
-from sparsellm.methods.feedforward_problem import NEWTON_RIDGE, FeedForwardProblem, Weights, moved, weights_of
+from sparsellm.methods import gauss_newton
+from sparsellm.methods.feedforward_problem import FeedForwardProblem, Weights, moved, weights_of
+from sparsellm.methods.gauss_newton import RIDGE, gauss_newton_changes
 from sparsellm.models.architectures import ARCHITECTURES
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward, GatedFeedForward, PlainFeedForward
@@ -233,7 +235,7 @@ def linearised(part: FeedForwardProblem, weights: Weights) -> tuple[Tensor, Tens
 
 def step_of(part: FeedForwardProblem, weights: Weights, keep: dict[str, Tensor], steps: int) -> Weights:
     """The change after so many conjugate gradient steps."""
-    *_, last = part.gauss_newton_changes(weights, keep, steps)
+    *_, last = gauss_newton_changes(part, weights, keep, steps)
     return last
 
 
@@ -241,7 +243,7 @@ def test_every_change_goes_further_and_stays_as_it_is() -> None:
     """A change of more steps is longer and leaves the earlier ones alone: a round picks one of them."""
     part = part_of("opt")
     weights, keep = pruned(part, "opt")
-    changes = list(part.gauss_newton_changes(weights, keep, 4))
+    changes = list(gauss_newton_changes(part, weights, keep, 4))
     lengths = [float(flat(in_a_row(part, change)).norm()) for change in changes]
     assert lengths == sorted(lengths)
     assert len(set(lengths)) == 4
@@ -266,7 +268,7 @@ def test_newton_against_a_dense_solve(family: str) -> None:
     weights, keep = pruned(part, family)
     matrix, pull, curvature = linearised(part, weights)
     free = flat(in_a_row(part, weights, keep))
-    shifted = matrix + NEWTON_RIDGE * curvature.diag()
+    shifted = matrix + RIDGE * curvature.diag()
     wanted = torch.zeros_like(pull)
     wanted[free] = torch.linalg.lstsq(shifted[free][:, free], pull[free], driver="gelsd").solution  # dead units stay
     steps = step_of(part, weights, keep, 400)
@@ -314,16 +316,16 @@ def test_a_round_needs_few_tokens_for_its_curvature(monkeypatch: pytest.MonkeyPa
     part.least = 10
     monkeypatch.setattr("sparsellm.methods.feedforward_problem.SAMPLED_WIDTHS", 1)
     seen: list[tuple[str, int]] = []
-    for name in ("_gradient", "_gauss_newton_product"):
-        plain = getattr(FeedForwardProblem, name)
+    for name in ("_gradient", "_curvature_product"):
+        plain = getattr(gauss_newton, name)
 
-        def counted(self: FeedForwardProblem, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
-            seen.append((name, sum(map(len, self.inputs))))
-            return plain(self, *arguments)
+        def counted(problem: FeedForwardProblem, *arguments: Any, name: str = name, plain: Any = plain) -> Any:
+            seen.append((name, sum(map(len, problem.inputs))))
+            return plain(problem, *arguments)
 
-        monkeypatch.setattr(FeedForwardProblem, name, counted)
+        monkeypatch.setattr(gauss_newton, name, counted)
     step = step_of(part, weights, keep, 3)
-    assert seen == [("_gradient", 50), *[("_gauss_newton_product", 10)] * 3]
+    assert seen == [("_gradient", 50), *[("_curvature_product", 10)] * 3]
     assert part.error(moved(weights, step, 1e-3)) < part.error(weights)
 
 

@@ -1,0 +1,92 @@
+"""What one block takes at widths that no model here has, counted: a table of docs/results.md.
+
+    python benchmarks/width.py measure          # this machine's rates
+    python benchmarks/width.py table
+
+The shapes are those of Llama models with one block, and the samples those of the race of TinyLlama's shape (`speed.py`). The
+operations are the ones that `sparsellm plan` counts. Seconds on this machine are those of the race, times the ratio of planned
+times: a count divided by the rate of each kind of operation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
+from speed_tables import wide_race
+
+from sparsellm.runs.costs import BlockShapes, Cost, block_cost, rates
+from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.solvers.patterns import parse_pattern
+
+FILE = MEASURED / "width.json"
+
+SHAPES = {2048: (5632, 256), 4096: (14336, 1024), 8192: (28672, 1024)}
+"""By width, the hidden signals of the feed-forward part and the outputs of keys and values: TinyLlama, Llama 3 8B and 70B."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "SparseGPT": {"method": "sparsegpt"},
+    "default, scope none, fast-admm inside": {"effort": "fast"},
+    "default": {},
+}
+"""Settings by the names of the race."""
+
+SAMPLES, LENGTH = 16, 512
+
+H100 = 67e12
+"""Float32 operations a second in an H100's data sheet (SXM, without tensor cores)."""
+
+
+def shapes_of(width: int) -> BlockShapes:
+    """One block of a Llama with bfloat16 weights that is pruned on the CPU."""
+    hidden, keys = SHAPES[width]
+    layers = [(width, width), (keys, width), (keys, width), (width, width), (hidden, width), (hidden, width), (width, hidden)]
+    parameters = sum(rows * columns for rows, columns in layers)
+    return BlockShapes(
+        depth=1,
+        vocabulary=32_000,
+        stored=2,
+        itemsize=4,
+        layers=layers,
+        inputs=[width, width, width, hidden],
+        parts=1,
+        projections=2,
+        width=width,
+        hidden=hidden,
+        share=1.0,
+        parameters=parameters,
+        active=parameters,
+        tokens=SAMPLES * LENGTH,
+        length=LENGTH,
+        batch=8 * LENGTH,
+        pattern=parse_pattern("70%"),
+    )
+
+
+def cost_of(name: str, width: int) -> Cost:
+    """What pruning such a block by a method takes."""
+    recipe = read_recipe({"model": "demo:llama", "sparsity": "70%", "calibration": "demo", **METHODS[name]})
+    return block_cost(recipe.to_method(1), shapes_of(width))
+
+
+def measure() -> None:
+    write_figures(FILE, {"rates": rates(torch.device("cpu"), 5.0).tolist()})
+
+
+def table() -> list[str]:
+    """Counts by method and width, and seconds where they were measured or follow from these."""
+    speed, race, rows = torch.tensor(read_figures(FILE)["rates"]), wide_race(), []
+    for name in METHODS:
+        planned = {width: float((torch.from_numpy(cost_of(name, width).work) / speed).sum()) for width in SHAPES}
+        for width in SHAPES:
+            products, factors, spectra, _ = cost_of(name, width).work
+            seconds = race[name][0] * planned[width] / planned[min(SHAPES)]
+            counts = [f"{count / 1e12:.1f}" for count in (products, factors, spectra)]
+            rows.append([race[name][1], str(width), *counts, f"{seconds:,.0f}", f"{(products + factors) / H100:.1f}"])
+    head = ["", "width", "products, TFLOP", "factorisations", "eigendecompositions", "seconds here", "seconds, H100's peak"]
+    return markdown_table(head, rows)
+
+
+if __name__ == "__main__":
+    measure_or_show(__doc__, measure, table)
