@@ -62,7 +62,7 @@ class Activations:
         self.metrics: Sequence[Tensor] = []
         self.storage = storage or OffloadManager()
         self.shapes, self.window = shapes, max((length for _, length in shapes), default=None)
-        self._calls = calls
+        self._calls, self._is_final = calls, False
         self._expert_samples: tuple[int, ExpertSamples] | None = None  # with the index of their block
 
     @classmethod
@@ -154,9 +154,9 @@ class Activations:
             raise TypeError("There is no dense stream: ask for one with needs_dense_stream=True.")
         return self.dense, self.dense_block
 
-    def begin_block(self, block: Block) -> None:
-        """Make `block` the current block, and copy it if there is a dense stream."""
-        self.dense_block = block.copy() if self.dense is not None else None
+    def begin_block(self, block: Block, *, is_final: bool = False) -> None:
+        """Make `block` the current block, and copy it if there is a dense stream. After a final one no stream advances."""
+        self.dense_block, self._is_final = block.copy() if self.dense is not None else None, is_final
 
     def expert_tokens(self, block: Block, name: str) -> int | None:
         """Return the number of tokens routed to a layer's expert; None if it has no expert, or the number is unknown."""
@@ -221,7 +221,7 @@ class Activations:
             yield captured, next(dense_captures)
             del captured
         next(dense_captures, None)  # advances the last batch
-        if stream.position > block.index:
+        if stream.position > block.index or (advance_dense and self._is_final):
             self.dense_block = None
 
     @torch.no_grad()
@@ -292,7 +292,7 @@ def walk(
                 if block.is_head:
                     activations.enter_head(loaded, blocks[:-1], batches)
                 with loaded.weights.block(block, next_block), compute_dtype_context(block.module, loaded.compute):
-                    activations.begin_block(block)
+                    activations.begin_block(block, is_final=block is visited[-1])
                     yield block, activations
                     if block is not visited[-1]:
                         activations.advance(block)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from sparsellm.activations.streams import CaptureRequest
@@ -26,7 +25,7 @@ from sparsellm.runtime.offload import TensorList
 from sparsellm.solvers import LayerSolver
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.linalg import add_curvature_diagonal, add_diagonal_, conjugate_gradient_refit, count_zeros
-from sparsellm.solvers.problem import relative_error
+from sparsellm.solvers.problem import LayerProblem, relative_error
 from sparsellm.solvers.regression import Regression
 
 NEWTON_STEPS = 8
@@ -106,8 +105,8 @@ class BlockSolver:
             last: Whether this is the last group of the block.
         """
         regressions = self._targets.regressions(names, last)
-        tasks = (Task(name, regressions[name], self._sensitivities.get(name)) for name in names)
-        self._solve(*tasks, values=self._settings.values)
+        tasks = [Task(name, regressions[name], self._sensitivities.get(name)) for name in names]
+        self._solve(tasks, self._settings.values)
         self._targets.mark_final(names)
 
     def solve_part(self, feed_forward: FeedForward, metric: Tensor) -> Iterator[EpochResult]:
@@ -115,8 +114,10 @@ class BlockSolver:
         in_proj, out_proj = (self._block.layer(name) for name in (feed_forward.in_proj[0], feed_forward.out_proj))
         size = 4 * self._inputs.tokens * max(in_proj.in_features, out_proj.out_features)  # bytes, float32
         with self._inputs.storage.new_lists(2, size) as (inputs, targets):
-            regressions = self._targets.regressions(feed_forward.in_proj, True, (inputs, targets))
-            yield from self._solve_jointly(self._problem(feed_forward, metric, inputs, targets), regressions)
+            yield from self._solve_jointly(
+                self._targets.regressions(feed_forward.in_proj, True, (inputs, targets)),
+                self._problem(feed_forward, metric, inputs, targets),
+            )
 
     def solve_experts(self, parts: Sequence[FeedForward], metric: Tensor) -> Iterator[EpochResult]:
         """Solve experts one after another, each as a feed-forward part on the tokens that are routed to it.
@@ -139,8 +140,9 @@ class BlockSolver:
                     inputs.append(pruned.inputs[part.in_proj[0]].float())
                     targets.append(dense.inputs[part.in_proj[0]].float())
             for part, (inputs, targets) in zip(parts, pairs, strict=True):
-                regressions = expert_regressions(self._block, part, inputs, targets)
-                yield from self._solve_jointly(self._problem(part, metric, inputs, targets), regressions)
+                yield from self._solve_jointly(
+                    expert_regressions(self._block, part, inputs, targets), self._problem(part, metric, inputs, targets)
+                )
 
     def _problem(
         self, feed_forward: FeedForward, metric: Tensor, inputs: TensorList, targets: TensorList
@@ -148,21 +150,19 @@ class BlockSolver:
         """The problem of a feed-forward part with its inputs and targets."""
         return FeedForwardProblem(feed_forward, metric, inputs, targets, self._settings.sampled, self._inputs.window)
 
-    def _solve_jointly(self, problem: FeedForwardProblem, regressions: Mapping[str, Regression]) -> Iterator[EpochResult]:
-        """Solve the layers of a feed-forward part, given the regressions of its input projections."""
+    def _solve_jointly(self, regressions: Mapping[str, Regression], problem: FeedForwardProblem) -> Iterator[EpochResult]:
+        """Solve the layers of a feed-forward part, given the regressions of its input projections, which are freed early."""
         names, rounds, values = problem.names, self._settings.gauss_newton_steps, self._settings.values
         training = problem.split()[0] if rounds else problem  # nothing may be fitted to what judges the rounds
         curvatures = problem.curvatures(self._weights(names))
         energy = max(problem.target_energy(), 1e-30)
         tasks = [Task(name, regressions[name], curvatures.pop(name)) for name in names[:-1]]
-        self._solve(*tasks)
-        if not values:
-            tasks.clear()  # frees S
-        self._solve(Task(names[-1], training.regression(self._weights(names)), problem.metric))
+        del regressions
+        self._solve([*tasks] if values else tasks)  # which empties the list
+        self._solve([Task(names[-1], training.regression(self._weights(names)), problem.metric)])
         error = problem.error(self._weights(names))
         yield EpochResult(self._block.name, 1, "solve", error / energy, True)
-        if rounds:
-            yield from self._gauss_newton(problem, names, energy)
+        yield from self._gauss_newton(problem, names, energy) if rounds else ()
         if values:
             self._round_part(problem, tasks, values)
             yield EpochResult(self._block.name, 1, "round", problem.error(self._weights(names)) / energy, True)
@@ -203,34 +203,33 @@ class BlockSolver:
     def results(self) -> Iterator[LayerResult]:
         """The result of each layer, in running order: zeros of the current weight, error of the first solve."""
         for name in planned_layers(self._block, self._plan):
-            zeros = count_zeros(self._block.layer(name).weight)
-            yield replace(self._results[name], zeros=zeros)
+            yield replace(self._results[name], zeros=count_zeros(self._block.layer(name).weight))
 
-    def _solve(self, *tasks: Task, values: Values | None = None) -> None:
-        """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases."""
-        by_name = {task.name: task for task in tasks}
+    def _solve(self, tasks: list[Task], values: Values | None = None) -> None:
+        """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases.
+
+        The list is emptied: without `values`, the curvature of a layer is freed as soon as the layer is solved.
+        """
+        by_name, regressions = {task.name: task for task in tasks}, {task.name: task.regression for task in tasks}
+        tasks.clear()
 
         def solve_task(name: str) -> tuple[Tensor, dict[str, Any]]:
-            weight, result = self._solve_task(by_name[name])
+            weight, result = self._solve_task(by_name[name] if values else by_name.pop(name))
             return weight, LAYER_RESULT.dump_python(result, mode="json")
 
         for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
             self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
-            regression, final = by_name[name].regression, weight
+            regression, final = regressions[name], weight
             if values:
-                final = self._rounded(by_name[name], weight, values)
-                error = relative_error(regression.error(final), regression.power)
-                self._results[name] = replace(self._results[name], error=error)
+                final, kept = self._rounded(by_name[name], weight, values), self._results[name]
+                self._results[name] = replace(kept, error=relative_error(regression.error(final), regression.power))
             self._write({name: (final, regression.bias(final))})
 
     def _solve_task(self, task: Task) -> tuple[Tensor, LayerResult]:
         """Solve one layer; the weight is not written."""
         started, regression = time.perf_counter(), task.regression
-        full_name, layer = self._block.full_name(task.name), self._block.layer(task.name)
-        dense = layer.weight.detach().to(torch.float32, copy=True)
-        problem = replace(
-            regression.problem(dense, self._settings.ridge, task.curvature), pruned_mask=self._pruned_masks[task.name]
-        )
+        full_name = self._block.full_name(task.name)
+        problem = replace(self._layer_problem(task), pruned_mask=self._pruned_masks[task.name])
         weight, damping = solve(self._settings.solver, problem, self._plan[full_name], name=full_name)
         try:
             error = relative_error(regression.error(weight), regression.power)
@@ -249,11 +248,14 @@ class BlockSolver:
             routed_tokens=self._inputs.expert_tokens(self._block, task.name),
         )
 
+    def _layer_problem(self, task: Task) -> LayerProblem:
+        """The problem of a layer, regularised toward its current weight."""
+        prior = self._block.layer(task.name).weight.detach().float()
+        return task.regression.problem(prior, self._settings.ridge, task.curvature)
+
     def _rounded(self, task: Task, weight: Tensor, values: Values) -> Tensor:
         """Round a solved weight of a layer that still has the weight it was solved from; the same in every process."""
-        prior = self._block.layer(task.name).weight.detach().to(torch.float32, copy=True)
-        problem = task.regression.problem(prior, self._settings.ridge, task.curvature)
-        rounded = values.rounded_layer(self._block, task.name, weight, problem)
+        rounded = values.rounded_layer(self._block, task.name, weight, self._layer_problem(task))
         values.broadcast_scales(self._block, task.name, 0)
         return collectives.broadcast(0, rounded)
 

@@ -60,12 +60,13 @@ def gauss_newton_changes(
         length = energy / max(dot_float64(direction, product), 1e-30)
         change = change.add(direction, alpha=length)  # not in place: the caller may keep the one before
         residual.add_(product, alpha=-length)
-        preconditioned = _precondition(residual, rows, columns, product)
+        del product  # lowers the peak memory of the caller
         yield _by_layer(change, weights, in_proj)
+        preconditioned = _precondition(residual, rows, columns, torch.empty_like(residual))
         new_energy = dot_float64(residual, preconditioned)
         direction.mul_(new_energy / energy).add_(preconditioned)
         energy = new_energy
-        del product, preconditioned  # lower the peak memory of the next step
+        del preconditioned
 
 
 def _gradient(problem: FeedForwardProblem, weights: Weights, stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
