@@ -115,7 +115,7 @@ class BlockSolver:
         size = 4 * self._inputs.tokens * max(in_proj.in_features, out_proj.out_features)  # bytes, float32
         with self._inputs.storage.new_lists(2, size) as (inputs, targets):
             yield from self._solve_jointly(
-                self._targets.regressions(feed_forward.in_proj, True, (inputs, targets)),
+                self._targets.regressions(feed_forward.in_proj, True, (inputs, targets)),  # first, since it fills the lists
                 self._problem(feed_forward, metric, inputs, targets),
             )
 

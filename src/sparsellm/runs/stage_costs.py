@@ -30,7 +30,7 @@ from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.training_costs import block_training_cost, generation_cost, model_training_costs
 
-HEAD_EXTRA = (1, 0), (4, 2)
+HEAD_EXTRA = (1, 0), (2, 2)
 """float32 matrices of the output head's size, and products of it by a Gram matrix, that a block's formulas leave out, since in
 a block they are small against the rest: of a layer-wise method, and of one with a dense stream. Counted."""
 
