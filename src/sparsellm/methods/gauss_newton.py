@@ -48,7 +48,7 @@ def gauss_newton_changes(
     slopes = [_slopes(sample, _with_ones(x, stack), stack) for x, _ in sample.batches()]
     change = stack.zero_()
     residual *= mask
-    direction = _precondition(residual, rows, columns, torch.empty_like(residual))
+    direction = _precondition(residual, rows, columns)
     energy = dot_float64(residual, direction)
     for _ in range(steps):
         if not energy > 0:
@@ -62,7 +62,7 @@ def gauss_newton_changes(
         residual.add_(product, alpha=-length)
         del product  # lowers the peak memory of the caller
         yield _by_layer(change, weights, in_proj)
-        preconditioned = _precondition(residual, rows, columns, torch.empty_like(residual))
+        preconditioned = _precondition(residual, rows, columns)
         new_energy = dot_float64(residual, preconditioned)
         direction.mul_(new_energy / energy).add_(preconditioned)
         energy = new_energy
@@ -115,12 +115,12 @@ def _curvature_product(problem: FeedForwardProblem, weights: Weights, slopes: Se
     return product.div_(tokens).float()
 
 
-def _precondition(residual: Tensor, rows: Tensor, columns: Tensor, out: Tensor) -> Tensor:
+def _precondition(residual: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Divide by a diagonal that is given by its factors, (rows, 1) and (in,), plus a little, since some entries are zero."""
-    lift = 1e-3 * float(rows.mean() * columns.mean())
-    for numerator, quotient, row in devices.row_chunks(residual, out, rows):
-        torch.div(numerator, torch.addcmul(numerator.new_tensor(lift), row, columns), out=quotient)
-    return out
+    result, lift = torch.empty_like(residual), 1e-3 * rows.mean() * columns.mean()
+    for numerator, quotient, row in devices.row_chunks(residual, result, rows):
+        torch.div(numerator, torch.addcmul(lift, row, columns), out=quotient)
+    return result
 
 
 def _add_products(sums: Tensor, signals: Tensor, inputs: Tensor) -> None:
