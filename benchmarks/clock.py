@@ -254,6 +254,7 @@ EIGEN = 9
 SUMS_OVER: dict[str, Callable[[list[Tensor]], int]] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), lambda inputs: inputs[-1].shape[-2]),
     **dict.fromkeys(("mv", "addmv", "dot"), lambda inputs: inputs[-1].shape[0]),
+    "_linear_pointwise": lambda inputs: inputs[0].shape[-1],  # of oneDNN
     "addr": lambda _: 1,
 }
 """By product, a function of its inputs that gives the number of terms of each output."""

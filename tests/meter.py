@@ -44,6 +44,8 @@ class Meter(TorchDispatchMode):
         self.hold(tensors_in(result))
         if function.overloadpacket in flop_registry:
             self.operations += flop_registry[function.overloadpacket](*arguments, **keywords, out_val=result)
+        elif function.overloadpacket.__name__ == "_linear_pointwise":  # of oneDNN
+            self.operations += 2 * result.numel() * arguments[0].shape[-1]
         return result
 
     def _hold(self, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from sparsellm.models.contexts import require_grad_only
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import TensorList
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import eigh
 from sparsellm.solvers.statistics import Gram
 
@@ -82,7 +83,7 @@ def _second_moment(gradients: TensorList) -> Tensor:
     total: Tensor | None = None
     for batch in gradients:
         for rows in batch:  # sample by sample, so that the sums do not depend on the batch size
-            product = (rows.float().T @ rows.float()).to(devices.widest_float(rows.device))
+            product = matmul(rows.float().T, rows.float()).to(devices.widest_float(rows.device))
             total = product if total is None else total.add_(product)
     if total is None:
         count = f"are fewer calibration batches than the {collectives.world()} processes"
@@ -118,7 +119,7 @@ def layer_sensitivities(
     if not names:
         return {}
     eigenvalues, vectors = eigh(metric)
-    root = (vectors * eigenvalues.clamp(min=0).sqrt()) @ vectors.T  # symmetric, so the signs of eigenvectors do not matter
+    root = matmul(vectors * eigenvalues.clamp(min=0).sqrt(), vectors.T)  # symmetric, so the signs of eigenvectors do not matter
     generator = torch.Generator(device=metric.device)
     sums = {name: Gram(block.layer(name).out_features, metric.device, window) for name in names}
     tokens, limit = 0, sampled_tokens(len(metric))
@@ -133,7 +134,7 @@ def layer_sensitivities(
             for number, errors in enumerate(noise):  # a seed per sample: independent of the batch size
                 if first_token + number * len(errors) < limit:
                     generator.manual_seed(block.index * MANY + first_sample + number)
-                    errors.copy_(torch.randn(errors.shape, generator=generator, device=metric.device) @ root)
+                    errors.copy_(matmul(torch.randn(errors.shape, generator=generator, device=metric.device), root))
                     tokens += len(errors)
             torch.autograd.grad(output, leaf, noise.to(output.dtype))
     count = collectives.all_reduce_count(tokens, metric.device)

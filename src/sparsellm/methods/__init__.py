@@ -238,6 +238,9 @@ def solve_in_parallel(
     Returns:
         Name, weight and data of each layer, the same in every process.
     """
+    if collectives.world() == 1:
+        yield from ((name, *solve(name)) for name in names)
+        return
     owners = assign_owners(block, names)
     local = {name: solve(name) for name, owner in owners.items() if owner == collectives.rank()}
     for name, owner in owners.items():

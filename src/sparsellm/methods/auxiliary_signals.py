@@ -16,6 +16,7 @@ from sparsellm.models.feedforward import FeedForward, Hidden
 from sparsellm.models.linear_views import Layer
 from sparsellm.models.sparse_matmul import MatMul, matmul_of
 from sparsellm.runtime import collectives, devices
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
@@ -40,7 +41,7 @@ class Fit:
     @classmethod
     def of_dense(cls, weight: Tensor, inputs: Gram) -> Fit:
         """The fit whose target is the output of the dense weight."""
-        cross = weight @ inputs.matrix
+        cross = matmul(weight, inputs.matrix)
         return cls(dot_float64(cross, weight), cross, inputs)
 
     def error(self, weight: Tensor) -> float:

@@ -172,33 +172,34 @@ class BlockSolver:
         training, held_out = problem.split()
         error = held_out.error(self._weights(names))
         for number in range(1, self._settings.gauss_newton_steps + 1):
-            weights = self._weights(names)
-            change, new_error = self._newton_change(training, held_out, weights, error=error)
-            new_weights = moved(weights, change)
-            if change:
-                regression = training.regression(new_weights)
-                new_weights[names[-1]] = self._refit_out_proj(training, regression, new_weights, names[-1])
-                new_error = held_out.error(new_weights)
+            new_weights, new_error = self._newton_round(training, held_out, names, error)
             yield EpochResult(self._block.name, number, "newton", new_error / energy, new_error < error)
+            if new_error < error:
+                self._write(new_weights)
+            del new_weights  # before the next round or refit, which needs the memory
             if not new_error < error:
                 break
             error = new_error
-            self._write(new_weights)
         if not self._settings.values:  # else the refit follows the rounding
-            weights = self._weights(names)
-            self._write({names[-1]: self._refit_out_proj(problem, problem.regression(weights), weights, names[-1])})
+            weight, _ = self._weights(names)[names[-1]]
+            self._write({names[-1]: self._refitted(problem, problem.regression(self._weights(names)), weight)})
 
-    def _newton_change(
-        self, training: FeedForwardProblem, held_out: FeedForwardProblem, weights: Weights, *, error: float
+    def _newton_round(
+        self, training: FeedForwardProblem, held_out: FeedForwardProblem, names: tuple[str, ...], error: float
     ) -> tuple[Weights, float]:
-        """The last change before the held-out error of a part of it rises, or none, and the last error."""
-        chosen, new_error = Weights(), error
+        """Weights after the last change before the held-out error of a part of it rises, with a refit, and their error."""
+        weights, chosen, new_error = self._weights(names), Weights(), error
         for change in gauss_newton_changes(training, weights, self._keep, NEWTON_STEPS):
             new_error = held_out.error(moved(weights, change, TRIAL_LENGTH))
             if not new_error < error:
                 break
             chosen, error = change, new_error
-        return chosen, new_error
+        if not chosen:
+            return weights, new_error
+        weights = moved(weights, chosen)
+        del change, chosen  # as large as the input projections
+        weights[names[-1]] = self._refitted(training, training.regression(weights), weights[names[-1]][0])
+        return weights, held_out.error(weights)
 
     def results(self) -> Iterator[LayerResult]:
         """The result of each layer, in running order: zeros of the current weight, error of the first solve."""
@@ -208,7 +209,7 @@ class BlockSolver:
     def _solve(self, tasks: list[Task], values: Values | None = None) -> None:
         """Solve layers toward their targets, in parallel over processes, and write weights, rounded to `values`, and biases.
 
-        The list is emptied: without `values`, the curvature of a layer is freed as soon as the layer is solved.
+        The list is emptied: without `values`, the curvature and products of a layer are freed as soon as the layer is solved.
         """
         by_name, regressions = {task.name: task for task in tasks}, {task.name: task.regression for task in tasks}
         tasks.clear()
@@ -219,7 +220,7 @@ class BlockSolver:
 
         for name, weight, result in solve_in_parallel(self._block, list(by_name), solve_task):
             self._results[name], self._keep[name] = LAYER_RESULT.validate_python(result), weight != 0
-            regression, final = regressions[name], weight
+            regression, final = regressions.pop(name), weight
             if values:
                 final, kept = self._rounded(by_name[name], weight, values), self._results[name]
                 self._results[name] = replace(kept, error=relative_error(regression.error(final), regression.power))
@@ -263,11 +264,10 @@ class BlockSolver:
         """Round the input projections, then the output projection, refitted to what they give."""
         names = problem.names
         for task in tasks:
-            weight, bias = self._weights(names)[task.name]
-            self._write_rounded(task, (weight, bias), values)
+            self._write_rounded(task, self._weights(names)[task.name], values)
         weights = self._weights(names)
         task = Task(names[-1], problem.regression(weights), problem.metric)
-        self._write_rounded(task, self._refit_out_proj(problem, task.regression, weights, names[-1]), values)
+        self._write_rounded(task, self._refitted(problem, task.regression, weights[names[-1]][0]), values)
 
     def _write_rounded(self, task: Task, current: tuple[Tensor, Tensor | None], values: Values) -> None:
         """Round a weight and write it, with the bias that keeps the mean of the outputs."""
@@ -277,15 +277,13 @@ class BlockSolver:
             bias = bias + (weight - rounded) @ task.regression.inputs.mean
         self._write({task.name: (rounded, bias)})
 
-    def _refit_out_proj(
-        self, problem: FeedForwardProblem, regression: Regression, weights: Weights, name: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the output projection `name`, refitted to the current activations with a fixed mask."""
-        layer_problem = regression.problem(weights[name][0], self._settings.ridge)
+    def _refitted(self, problem: FeedForwardProblem, regression: Regression, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the output projection, refitted to the current activations with a fixed mask."""
+        layer_problem = regression.problem(weight, self._settings.ridge)
         metric = add_curvature_diagonal(problem.metric, REFIT_DAMPING)
         gram = add_diagonal_(layer_problem.gram, REFIT_DAMPING)
         weight = conjugate_gradient_refit(
-            weights[name][0], layer_problem.weight, gram, keep=self._keep[name], steps=REFIT_STEPS, curvature=metric
+            weight, layer_problem.weight, gram, keep=self._keep[problem.names[-1]], steps=REFIT_STEPS, curvature=metric
         )
         return weight, regression.bias(weight)
 

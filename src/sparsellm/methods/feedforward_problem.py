@@ -13,12 +13,12 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.offload import RowSubset, Tensors, lengths
+from sparsellm.runtime.products import linear, matmul
 from sparsellm.solvers.linalg import add_curvature_diagonal
 from sparsellm.solvers.regression import Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
@@ -145,6 +145,8 @@ class FeedForwardProblem:
             regression.update(t, activated)
         gram.reduce()
         regression.reduce()
+        if bias is None:  # else the matrix about the mean is computed from the sums
+            gram.finalize()
         return regression
 
     def curvatures(self, dense: Weights) -> dict[str, Tensor]:
@@ -156,16 +158,16 @@ class FeedForwardProblem:
                 grams[name].update(slopes)
         for gram in grams.values():
             gram.reduce()
-        squares = out_proj.T @ out_proj
+        squares = matmul(out_proj.T, out_proj)
         return {name: grams.pop(name).matrix.mul_(squares) for name in in_proj}  # one Gram matrix's sums less each time
 
     def weighted_out_proj(self, weights: Weights) -> Tensor:
         """The output projection in the metric: Lᵀ V, (model, hidden)."""
-        return self._root.T @ weights[self.feed_forward.out_proj][0]
+        return matmul(self._root.T, weights[self.feed_forward.out_proj][0])
 
     def weighted(self, errors: Tensor) -> Tensor:
         """Output errors in the metric: (tokens, model) times L."""
-        return errors @ self._root
+        return matmul(errors, self._root)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets in float32, in pieces of at most `window` tokens, or by batch if it is None."""

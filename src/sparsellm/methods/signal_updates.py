@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, Hidden
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import cholesky
 
 
@@ -76,11 +77,11 @@ def fit_activated_(shape: Tensor, output: Tensor, target: Tensor, correction: Te
     Returns:
         p, (tokens, hidden).
     """
-    return shape.addmm_(target - output, correction)
+    return shape.add_(matmul(target - output, correction))
 
 
 def activation_correction(weight: Tensor, ratio: float) -> Tensor:
     """Compute (W Wᵀ + r I)⁻¹ W, (model, hidden), for the weight W of an output projection."""
-    matrix = weight @ weight.T
+    matrix = matmul(weight, weight.T)
     matrix.diagonal().add_(ratio)
     return torch.cholesky_solve(weight, cholesky(matrix, ratio, "beta / alpha"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from sparsellm.activations.output_cache import OutputCache, trace_dataflow
 from sparsellm.activations.streams import Capture, CaptureRequest
@@ -15,6 +14,7 @@ from sparsellm.methods.feedforward_problem import weights_of
 from sparsellm.models.blocks import Block
 from sparsellm.models.feedforward import FeedForward
 from sparsellm.runtime.offload import TensorList
+from sparsellm.runtime.products import linear
 from sparsellm.solvers.regression import LinearTargetRegression, PairedStatistics, Regression, TargetRegression
 from sparsellm.solvers.statistics import Gram
 
@@ -55,8 +55,8 @@ class LayerTargets:
         Args:
             names: The layers, by name within the block.
             last: Whether this is the last pass of the block. The dense stream then advances to the next block in the same pass.
-            part: Lists that the inputs and targets of the feed-forward part are appended to, (tokens, model) float32 for each
-                batch, if the layers are its input projections.
+            part: Lists that the inputs and targets of the feed-forward part are appended to, (tokens, model) for each batch,
+                targets in float32,, if the layers are its input projections.
         """
         first, dense_weights = names[0], weights_of(self._block, tuple(names))
         if first in self._cacheable and self._is_reused(first, last):
@@ -86,7 +86,7 @@ class LayerTargets:
                 target = self._target(name, pruned, dense) if same_tokens else linear(x.float(), *dense_weights[name])
                 regression.update(target, x)
             if part:
-                part[0].append(x.float())
+                part[0].append(x)
                 part[1].append(self._target(self._feed_forward_out, pruned, dense))
         gram.reduce()
         for statistics in (paired, *regressions.values()):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from sparsellm.models.blocks import Block
 from sparsellm.models.contexts import replace_forward
 from sparsellm.runtime import devices
+from sparsellm.runtime.products import linear
 
 LIBRARY = Path(__file__).with_name("_sparse_matmul.so")
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, get_device_module
 
 from sparsellm.errors import InvalidSetting, first_line
+from sparsellm.runtime.products import matmul
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ def as_factor(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return leftᵀ right of two factors, accumulated in `dtype`."""
-    return left.T @ right if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
+    return matmul(left.T, right) if left.dtype == dtype else torch.mm(left.T, right, out_dtype=dtype)
 
 
 def row_chunks(*tensors: Tensor, entries: int | None = None) -> Iterator[tuple[Tensor, ...]]:

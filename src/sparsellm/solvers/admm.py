@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import devices
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
@@ -38,7 +39,8 @@ class NormalizedProblem:
         target: W⋆, (out, in), in the scaled units; zero for dead inputs.
         gram: G, (in, in).
         curvature: S, (out, out), or None for the identity.
-        scale: (in,) or (out, in), the factor from a weight of the layer to a weight of this problem.
+        scale: (in,), the factor from a weight of the layer to a weight of this problem, by input.
+        row_scale: (out, 1), the factor by output; None for 1.
         damping: Fraction of the mean added to the Gram diagonal, and to the curvature's (at least `MIN_CURVATURE`).
     """
 
@@ -46,6 +48,7 @@ class NormalizedProblem:
     gram: Tensor
     curvature: Tensor | None
     scale: Tensor
+    row_scale: Tensor | None
     damping: float
 
     @classmethod
@@ -54,11 +57,12 @@ class NormalizedProblem:
         gram = problem.gram
         dead = dead_inputs(gram)
         gram, scale = _unit_diagonal(add_diagonal_(gram, damping))
-        curvature = problem.curvature
-        if curvature is not None:
-            curvature, row_scale = _unit_diagonal(add_curvature_diagonal(curvature, max(damping, MIN_CURVATURE)))
-            scale = row_scale.unsqueeze(1) * scale
-        return cls(problem.weight.masked_fill(dead, 0) * scale, gram, curvature, scale, damping)
+        target = problem.weight.masked_fill(dead, 0).mul_(scale)
+        if problem.curvature is None:
+            return cls(target, gram, None, scale, None, damping)
+        curvature, row_scale = _unit_diagonal(add_curvature_diagonal(problem.curvature, max(damping, MIN_CURVATURE)))
+        row_scale = row_scale.unsqueeze(1)
+        return cls(target.mul_(row_scale), gram, curvature, scale, row_scale, damping)
 
     def shifted_solver(self, low_precision: bool = False) -> Callable[[float], Shifted]:
         """A function that maps rho to a solver of S W G + rho W = R."""
@@ -87,7 +91,8 @@ class NormalizedProblem:
         """
         fit = partial(conjugate_gradient_refit, curvature=self.curvature, products=self.product_dtype(low_precision))
         refitted = fit(weight, self.target, self.gram, keep=keep, steps=steps)
-        return refitted / self.scale
+        refitted /= self.scale
+        return refitted if self.row_scale is None else refitted.div_(self.row_scale)
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,10 @@ class Eigensystem:
         dtype = self.left.dtype
 
         def solve(rhs: Tensor) -> Tensor:
-            rotated = self.left.T @ rhs.to(dtype) @ self.right
+            rotated = matmul(matmul(self.left.T, rhs.to(dtype)), self.right)
             for part, values in devices.row_chunks(rotated, self.values):
                 part.copy_(part / (values + penalty))
-            return (self.left @ rotated @ self.right.T).to(rhs.dtype)
+            return matmul(matmul(self.left, rotated), self.right.T).to(rhs.dtype)
 
         return solve
 
@@ -154,6 +159,6 @@ def _shifted_by_cholesky(gram: Tensor, damping: float, dtype: torch.dtype) -> Ca
         shifted = gram.clone()
         shifted.diagonal().add_(penalty)
         inverse = torch.cholesky_inverse(cholesky(shifted, damping)).to(dtype)
-        return lambda rhs: (rhs.to(dtype) @ inverse).to(rhs.dtype)
+        return lambda rhs: matmul(rhs.to(dtype), inverse).to(rhs.dtype)
 
     return with_penalty

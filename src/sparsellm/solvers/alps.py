@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.admm import Keep, NormalizedProblem
 from sparsellm.solvers.fast_admm import FastADMM
 from sparsellm.solvers.patterns import Pattern
@@ -101,7 +102,7 @@ class ALPS:
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> Tensor:
         """Return the final ADMM iterate W, (out, in), whose largest entries are the mask and the start of the refit."""
         target, gram, curvature = normalized.target, normalized.gram, normalized.curvature
-        rhs = target @ gram if curvature is None else curvature @ target @ gram
+        rhs = matmul(target if curvature is None else matmul(curvature, target), gram)
         shifted = normalized.shifted_solver()
         penalty = PENALTY_START
         solve = shifted(penalty)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparsellm.errors import SingularGram
 from sparsellm.runtime import devices
+from sparsellm.runtime.products import matmul
 
 QUADRATIC_PANEL = 384
 """Columns of the matrix of a quadratic form that are multiplied at once."""
@@ -152,7 +153,7 @@ def invert_triangular_(upper: Tensor) -> Tensor:
         return upper.copy_(torch.linalg.solve_triangular(upper, eye, upper=True))
     half = size // 2
     first, last, corner = upper[:half, :half], upper[half:, half:], upper[:half, half:]
-    corner.copy_((invert_triangular_(first) @ corner).neg_() @ invert_triangular_(last))
+    corner.copy_(matmul(matmul(invert_triangular_(first), corner).neg_(), invert_triangular_(last)))
     return upper
 
 
@@ -186,9 +187,9 @@ def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:
         for start in range(0, len(gram), QUADRATIC_PANEL):
             end = start + QUADRATIC_PANEL
             panel = right_rows[:, start:end]
-            total += ((panel @ gram[start:end, start:end]) * left_rows[:, start:end]).sum(dtype=wide)
+            total += (matmul(panel, gram[start:end, start:end]) * left_rows[:, start:end]).sum(dtype=wide)
             if end < len(gram):
-                total += 2 * ((panel @ gram[start:end, end:]) * left_rows[:, end:]).sum(dtype=wide)
+                total += 2 * (matmul(panel, gram[start:end, end:]) * left_rows[:, end:]).sum(dtype=wide)
     return total
 
 
@@ -224,23 +225,26 @@ def conjugate_gradient_refit(
         the rounding of the products.
     """
 
-    scale = gram.diagonal().reciprocal()
-    if curvature is not None:
-        scale = curvature.diagonal().reciprocal().unsqueeze(1) * scale
+    columns = gram.diagonal().reciprocal()
+    rows = None if curvature is None else curvature.diagonal().reciprocal().unsqueeze(1)
     low_gram = gram.to(products or gram.dtype)
     low_curvature = None if curvature is None else curvature.to(low_gram.dtype)
 
     def gradient(change: Tensor, keep: Tensor, gram: Tensor, curvature: Tensor | None) -> Tensor:
         rounded = change.to(gram.dtype)
-        product = rounded @ gram if curvature is None else curvature @ rounded @ gram
+        product = matmul(rounded if curvature is None else matmul(curvature, rounded), gram)
         return product.to(change.dtype).mul_(keep)
+
+    def precondition(residual: Tensor, out: Tensor | None = None) -> Tensor:
+        result = torch.mul(residual, columns, out=out)
+        return result if rows is None else result.mul_(rows)
 
     def total(product: Tensor) -> Tensor:
         return product.sum(1, keepdim=True) if curvature is None else product.sum().view(1, 1)
 
     def solve(weight: Tensor, target: Tensor, keep: Tensor) -> Tensor:
         residual = gradient(target - weight, keep, gram, curvature)
-        direction = residual * scale
+        direction = precondition(residual)
         energy = total(residual * direction)
         threshold = energy * tolerance**2
         weight = weight.clone()
@@ -253,7 +257,7 @@ def conjugate_gradient_refit(
             step_size = torch.where(active & (quadratic > 0), energy / quadratic, 0)
             weight.addcmul_(direction, step_size)
             residual.addcmul_(product, step_size, value=-1)
-            preconditioned = torch.mul(residual, scale, out=product)
+            preconditioned = precondition(residual, product)
             new_energy = total(residual * preconditioned)
             direction.mul_(torch.where(active, new_energy / energy, 0)).add_(preconditioned)
             energy = torch.where(active, new_energy, energy)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.runtime import devices
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import add_diagonal, cholesky, quadratic_form
 from sparsellm.solvers.patterns import Pattern, keep_unpruned
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
@@ -67,7 +68,7 @@ class LayerProblem:
         """
         gram = inputs.view.to(prior.dtype)
         # Solving for the correction W* - W0 returns exactly W0 if y = W0 x, whatever the rounding of the solve.
-        residual = cross.to(prior.dtype) - prior @ gram
+        residual = cross.to(prior.dtype) - matmul(prior, gram)
         lower = cholesky(add_diagonal(gram, ridge), ridge, "ridge")
         return cls(prior + torch.cholesky_solve(residual.T, lower).T, inputs, curvature)
 
@@ -135,7 +136,7 @@ class LayerProblem:
             weight: W, (out, in).
             gram: G, (in, in), to avoid a copy; by default that of the problem.
         """
-        left = weight if self.curvature is None else self.curvature @ weight  # S W
+        left = weight if self.curvature is None else matmul(self.curvature, weight)  # S W
         if isinstance(self.inputs, Gram):
             return quadratic_form(left, self.gram if gram is None else gram, weight)
         right = weight * self.rms.square() if isinstance(self.inputs, InputRMS) else weight  # W diag(G)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor
 
 Bits = Literal[3, 4, 8]
@@ -263,7 +264,7 @@ class _Descent:
         self.integers, self.scales = (part.T.to(gram.dtype).contiguous() for part in (start.integers, start.scales))
         self._gram, self._size = gram, start.group_size or len(gram)
         self._keep, self._limits = keep.T.to(gram.dtype).contiguous(), integer_range(start.bits, _density(keep))
-        self._gradient = gram @ (start.to_dense() - target).T.to(gram.dtype)
+        self._gradient = matmul(gram, (start.to_dense() - target).T.to(gram.dtype))
 
     def sweep(self) -> None:
         """Update each scale, then the integers of its group, from left to right."""
@@ -282,7 +283,7 @@ class _Descent:
         change = best - scale
         change *= (best * scale > 0) & (change * (change * curvature + 2 * slope) < 0)
         self.scales[number] = scale + change
-        self._gradient += self._gram[:, start:stop] @ (integers * change)
+        self._gradient += matmul(self._gram[:, start:stop], integers * change)
 
     def _update_panel(self, number: int, start: int, stop: int) -> None:
         """Set the integers of up to `GROUP_UNIT` columns, one column after another, to their best values."""
@@ -297,4 +298,4 @@ class _Descent:
             changes[j] = (best - integers) * scale
             integers.copy_(best)
             gradient.addr_(gram[j], changes[j])
-        self._gradient += self._gram[:, panel] @ changes
+        self._gradient += matmul(self._gram[:, panel], changes)

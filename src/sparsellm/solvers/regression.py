@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import collectives, devices
+from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import dot_float64, quadratic_form
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.statistics import CrossMoment, Gram
@@ -163,4 +164,4 @@ class LinearTargetRegression(Regression):
 
     def _products(self) -> Tensor:
         means = (self._paired.others.centre, self.inputs.centre) if self.affine else (None, None)
-        return self._weight @ self._paired.cross.centered_matrix(*means)
+        return matmul(self._weight, self._paired.cross.centered_matrix(*means))

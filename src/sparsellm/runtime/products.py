@@ -1,0 +1,130 @@
+"""Matrix products in float32 on a CPU, by oneDNN where torch's own are slower.
+
+torch calls MKL, which uses the 256-bit vectors of AVX2 on AMD processors. oneDNN, which is a part of torch and is what its
+bfloat16 products call, uses AVX-512 on any processor. On Zen 5 it is about twice as fast. Sums are of float32 in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+MIN_MULTIPLICATIONS = 1 << 21
+"""Multiplications of a product from which oneDNN is used, those of 128 x 128 matrices. A call takes it 12 microseconds."""
+
+AMD, ZEN_5 = "AuthenticAMD", 26
+"""Vendor, and the first family of its processors with vector units of 512 bits."""
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A function of inputs (tokens, in), a weight (out, in) and a bias (out,) or None, to (tokens, out); all float32 on the CPU."""
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """The product of two matrices, (m, k) and (k, n)."""
+    has_gradient = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if has_gradient or not _is_faster(left, right) or (kernel := _kernel()) is None:
+        return left @ right
+    return kernel(_plain(left), _plain(right.T), None)
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, with gradients."""
+    rows = inputs.flatten(0, -2) if inputs.dim() > 1 else inputs.unsqueeze(0)
+    usual = weight.dim() != 2 or not _is_faster(rows, weight.T) or torch.is_autocast_enabled("cpu")
+    if usual or (bias is not None and bias.dtype != torch.float32) or _kernel() is None:
+        return nn.functional.linear(inputs, weight, bias)
+    result: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    return result.view(*inputs.shape[:-1], len(weight))
+
+
+def by_columns(matrix: Tensor) -> Tensor:
+    """A matrix whose columns are contiguous where products of some of them are faster so; else the matrix itself."""
+    return matrix.T.contiguous().T if _is_faster(matrix.T, matrix) and _kernel() is not None else matrix
+
+
+def fast_linear_layers() -> AbstractContextManager[Any]:
+    """Context in which modules compute linear layers by `linear`."""
+    return nullcontext() if _kernel() is None else _LinearMode()
+
+
+class _LinearMode(TorchFunctionMode):
+    """Calls `linear` for `torch.nn.functional.linear`, and for `torch.addmm` as transformers' `Conv1D` calls it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.addmm and len(args) == 3 and not kwargs and args[0].dim() == 1:
+            bias, inputs, weight = args
+            return linear(inputs, weight.T, bias)
+        return (linear if func is nn.functional.linear else func)(*args, **(kwargs or {}))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer on (tokens, in) by oneDNN, whose gradients are products by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        kernel = _kernel()
+        assert kernel is not None
+        return kernel(_plain(inputs), _plain(weight), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        of_inputs, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            matmul(gradient, weight) if of_inputs else None,
+            matmul(gradient.T, inputs) if of_weight else None,
+            gradient.sum(0) if of_bias else None,
+        )
+
+
+def _is_faster(left: Tensor, right: Tensor) -> bool:
+    """Whether the product of two matrices is in float32 on the CPU, and large."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    on_cpu = left.dtype is right.dtype is torch.float32 and left.device.type == right.device.type == "cpu"
+    return on_cpu and rows * inner * columns >= MIN_MULTIPLICATIONS
+
+
+def _plain(matrix: Tensor) -> Tensor:
+    """A matrix of contiguous rows or columns: of other ones oneDNN takes each number by itself."""
+    return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
+
+
+@cache
+def _kernel() -> Linear | None:
+    """oneDNN's linear layer; None where torch's own products are as fast, or where it is missing or wrong."""
+    if not (_is_zen_5() and torch.cpu._is_avx512_supported() and torch.backends.mkl.is_available()):
+        return None
+    operator: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # also what torch.compile calls
+
+    def kernel(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = operator(inputs, weight, bias, "none", [], "")
+        return result
+
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight, bias = (torch.randn(shape, generator=generator) for shape in ((8, 16), (4, 16), (4,)))
+    try:
+        is_right = torch.allclose(kernel(inputs, weight, bias), nn.functional.linear(inputs, weight, bias), atol=1e-4)
+    except (RuntimeError, TypeError, AttributeError):  # another signature, or torch without oneDNN
+        return None
+    return kernel if is_right else None
+
+
+def _is_zen_5() -> bool:
+    """Whether the processor is a Zen 5 or later, as Linux tells."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
+    return AMD in text and family is not None and int(family[1]) >= ZEN_5
