@@ -196,7 +196,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Path], text_fi
         "--calibration",
         text_file,
         "--samples",
-        64,
+        256,
         "--sequence-length",
         64,
         "--sparsity",
