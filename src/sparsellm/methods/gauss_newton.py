@@ -50,6 +50,7 @@ def gauss_newton_changes(
     residual, rows, columns = _gradient(problem, weights, stack)
     slopes = [_slopes(sample, _with_ones(x, stack), stack) for x, _ in sample.batches()]
     change = stack.zero_()
+    del stack  # else this one is held beside the changes that follow
     residual *= mask
     direction = _precondition(residual, rows, columns)
     energy = dot_float64(residual, direction)
