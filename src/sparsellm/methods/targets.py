@@ -56,7 +56,7 @@ class LayerTargets:
             names: The layers, by name within the block.
             last: Whether this is the last pass of the block. The dense stream then advances to the next block in the same pass.
             part: Lists that the inputs and targets of the feed-forward part are appended to, (tokens, model) for each batch,
-                targets in float32,, if the layers are its input projections.
+                those of the targets in float32, if the layers are its input projections.
         """
         first, dense_weights = names[0], weights_of(self._block, tuple(names))
         if first in self._cacheable and self._is_reused(first, last):
