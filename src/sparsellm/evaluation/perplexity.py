@@ -18,10 +18,11 @@ from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
-from sparsellm.models.contexts import compute_dtype_context, eval_mode, product_dtype_context
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.models.output_head import prediction_head
 from sparsellm.runtime import collectives
+from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,7 +149,7 @@ def measured(
     progress: Callable[[float, int], None] | None = None,
 ) -> Perplexity:
     """Compute the perplexity of a model in memory in its device's fast compute dtype; the stored dtype is unchanged."""
-    with compute_dtype_context(model, compute_dtype(model)), product_dtype_context(model.device, None):
+    with compute_dtype_context(model, compute_dtype(model)), fast_linear_layers():
         return perplexity(model, windows, source, batch=batch, progress=progress)
 
 

@@ -24,10 +24,11 @@ import yaml
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadText, InvalidSetting, MissingPackage, TooLarge, Unreachable, first_line, printable
 from sparsellm.evaluation.measurements import Accuracy
-from sparsellm.models.contexts import compute_dtype_context, eval_mode, product_dtype_context
+from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.loaded_model import LoadedModel
 from sparsellm.runtime import collectives
 from sparsellm.runtime.devices import is_out_of_memory
+from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -178,11 +179,9 @@ def evaluate_tasks(
         raise TooLarge(
             "Tasks need the whole model in memory, and it is read block by block. Leave out `task`, or raise `max_memory`."
         )
-    overrides = prepare_tasks(tasks, folder)
-    model = loaded.model
+    overrides, model = prepare_tasks(tasks, folder), loaded.model
     local = {task: overrides[task] for task in collectives.shard(list(tasks))}
-    in_compute_dtype = compute_dtype_context(model, compute_dtype(model))
-    with eval_mode(model), in_compute_dtype, product_dtype_context(model.device, None), _silence_lm_eval():
+    with eval_mode(model), compute_dtype_context(model, compute_dtype(model)), fast_linear_layers(), _silence_lm_eval():
         results = _run_lm_eval(model, tokenizer, local, limit=limit, progress=progress) if local else {}
     figures = [{name: asdict(_accuracy(results, name)) for name in _reported_names(results, task)} for task in local]
     return {name: Accuracy(**figure) for shard in collectives.all_gather(figures) for name, figure in shard.items()}

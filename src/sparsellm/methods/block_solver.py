@@ -181,7 +181,7 @@ class BlockSolver:
                 break
             error = new_error
         if not self._settings.values:  # else the refit follows the rounding
-            weight, _ = self._weights(names)[names[-1]]
+            weight, _ = self._weights(names[-1:])[names[-1]]
             self._write({names[-1]: self._refitted(problem, problem.regression(self._weights(names)), weight)})
 
     def _newton_round(

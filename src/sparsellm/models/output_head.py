@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from sparsellm.errors import UnsupportedModel
 from sparsellm.models.blocks import HEAD, Block, Call, blocks_of
-from sparsellm.models.contexts import compute_dtype_context, product_dtype_context, replace_forward
+from sparsellm.models.contexts import compute_dtype_context, replace_forward
 from sparsellm.models.loaded_model import PartialOutput, run_with_replaced_blocks
+from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,7 +71,7 @@ def prediction_head(
             return output if block is blocks[-1] else hidden
 
         run = partial(model, input_ids=tokens.to(output.device), use_cache=False)
-        with product_dtype_context(output.device, None):
+        with fast_linear_layers():
             return run_with_replaced_blocks(blocks, block_output, run).logits  # type: ignore[no-any-return]
 
     with compute_dtype_context(model, dtype, without=[block.module for block in blocks]):

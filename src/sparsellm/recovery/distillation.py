@@ -30,6 +30,7 @@ from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, store_scales
 from sparsellm.recovery.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
 from sparsellm.runtime import collectives
+from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +92,7 @@ def generate_samples(
     token_generator = torch.Generator(device=model.device)
     local: list[list[list[int]]] = []  # this process's batches of sequences
     batches = list(enumerate(prompts.split(AT_A_TIME)))
-    with eval_mode(model), compute_dtype_context(model, compute), product_dtype_context(model.device, None):
+    with eval_mode(model), compute_dtype_context(model, compute), fast_linear_layers():
         for number, prompt in collectives.shard(batches):
             token_generator.manual_seed(seed * len(batches) + number)
             pieces, past = [prompt.to(model.device)], None
@@ -161,7 +162,7 @@ def last_states(model: PreTrainedModel, groups: Sequence[Group], compute: torch.
         states: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False).last_hidden_state
         return states
 
-    with eval_mode(model), compute_dtype_context(model, compute), product_dtype_context(model.device, None):
+    with eval_mode(model), compute_dtype_context(model, compute), fast_linear_layers():
         return [tuple(forward(batch) for batch in group) for group in groups]
 
 

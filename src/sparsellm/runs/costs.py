@@ -24,7 +24,6 @@ from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime import devices
-from sparsellm.runtime.products import matmul
 from sparsellm.solvers import Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS, CHECK_EVERY, MIN_ITERATIONS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -294,7 +293,7 @@ def rates(device: torch.device, seconds: float = 0.1) -> Work:
         return amount / median(taken)
 
     return work(
-        rate(2 * 1024**3, lambda: matmul(wide, wide)),
+        rate(2 * 1024**3, lambda: devices.product(wide, wide, wide.dtype)),
         factors=rate(512**3 / 3, lambda: torch.linalg.cholesky_ex(definite)),
         spectra=rate(EIGH * 512**3, lambda: torch.linalg.eigh(definite)),
         passes=rate(2 * 4 * 2**22, lambda: long * 2.0),

@@ -96,7 +96,7 @@ def _is_faster(left: Tensor, right: Tensor) -> bool:
 
 
 def _plain(matrix: Tensor) -> Tensor:
-    """A matrix of contiguous rows or columns: of other ones oneDNN takes each number by itself."""
+    """The matrix if its rows or its columns are contiguous, otherwise a copy: oneDNN is very slow with other strides."""
     return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
 
 

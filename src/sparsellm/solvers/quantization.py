@@ -288,11 +288,8 @@ class _Descent:
     def _update_panel(self, number: int, start: int, stop: int) -> None:
         """Set the integers of up to `GROUP_UNIT` columns, one column after another, to their best values."""
         scale, panel = self.scales[number], slice(start, stop)
-        gram, gradient, changes = (
-            self._gram[panel, panel],
-            self._gradient[panel].clone(),
-            torch.empty_like(self.integers[panel]),
-        )
+        gram, gradient = self._gram[panel, panel], self._gradient[panel].clone()
+        changes = torch.empty_like(self.integers[panel])
         for j, integers in enumerate(self.integers[panel]):
             best = to_integers(integers * scale - gradient[j] / gram[j, j], scale, self._limits) * self._keep[start + j]
             changes[j] = (best - integers) * scale

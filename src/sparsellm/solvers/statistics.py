@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sparsellm.runtime import bf16_gram, collectives, devices
-from sparsellm.runtime.products import by_columns
 
 CONSTANT = 3e-5
 """Variance, as a fraction of the mean square, below which an input counts as constant; float32 products resolve no less."""
@@ -204,7 +203,7 @@ class Gram(InputRMS):
         if by_kernel := self._dtype == torch.float32 and bf16_gram.supports(rows):
             bf16_gram.add_gram(rows, [(start, products) for (start, _), products in self._panels()], self.unit)
         for part in self._units(rows):
-            x = part if by_kernel else by_columns(devices.as_factor(part, self._dtype))
+            x = part if by_kernel else devices.as_factor(part, self._dtype)
             for (start, stop), products in () if by_kernel else self._panels():
                 _add_by_panel(products, devices.product(x[:, start:stop], x[:, start:], self._dtype))
             self._sums[-1] += x.sum(0, dtype=self._dtype)
