@@ -16,8 +16,8 @@ Simulated:
 - Collective operations, by gloo.
 
 Not simulated: speed, limits of memory, work that goes on while the host does (a missing wait between streams is not found),
-arithmetic other than the CPU's, kernels written in Triton, random numbers of its own (a generator gives the CPU's), and
-pinned memory (it is ordinary memory here).
+arithmetic other than the CPU's, autocast (it changes nothing), kernels written in Triton, random numbers of its own (a
+generator gives the CPU's), and pinned memory (it is ordinary memory here).
 """
 
 from __future__ import annotations
@@ -321,23 +321,25 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu" if device.type == TYPE else device)
 
 
-_library: torch.library.Library | None = None
+_libraries: list[torch.library.Library] = []
 
 
 def start() -> None:
     """Register the device in this process, for good."""
-    global DEVICE, _library  # noqa: PLW0603  (one for the process)
+    global DEVICE  # noqa: PLW0603  (one for the process)
     backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=DeviceModule())
     DEVICE = torch.device(TYPE, 0)
-    _library = torch.library.Library("aten", "IMPL")
-    _library.impl("empty.memory_format", _empty, "PrivateUse1")
-    _library.impl("empty_strided", _empty_strided, "PrivateUse1")
-    _library.impl("_copy_from", _copy_from, "PrivateUse1")
+    every, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _libraries.extend((every, library))  # what they register goes with them
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    library.impl("empty.memory_format", _empty, "PrivateUse1")
+    library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
     for name in FACTORIES:
         packet, _, overload = name.partition(".")
-        _library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1")
+        library.impl(name, _factory(getattr(getattr(aten, packet), overload or "default")), "PrivateUse1")
     for name in WHOLE:
-        _library.impl(name, getattr(aten, name).default, "PrivateUse1")  # never reached: dispatch to Python comes before
+        library.impl(name, getattr(aten, name).default, "PrivateUse1")  # never reached: dispatch to Python comes before
     dist.Backend.default_device_backend_map[TYPE] = "gloo"
     torch.Generator = Generator  # type: ignore[misc]
     empty, pointer, size = torch.empty, safetensors.torch.storage_ptr, safetensors.torch.storage_size

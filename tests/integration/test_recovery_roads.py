@@ -151,6 +151,18 @@ def test_text_alone_needs_no_dense_model(
     assert "on text" in card
 
 
+@pytest.mark.parametrize(("scope", "loss"), LOSSES)
+def test_the_command_by_every_loss(
+    scope: str, loss: str, folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path, command: Command
+) -> None:
+    """The display expects every stage; the text's loss needs no dense model."""
+    words = ["--calibration", text_file, "--samples", 16, "--sequence-length", 32, "--steps", 2, "--scope", scope]
+    words += ["--loss", loss, "--progress", "plain", *(("--against", loud["llama"]) if loss != "text" else ())]
+    done = command("recover", folders["llama"], tmp_path / "out", *words)
+    assert done.exit_code == 0, done.stderr
+    assert report_of(tmp_path / "out")["recovered"] is not None or scope == "block"
+
+
 def test_the_report_has_three_perplexities_and_the_curve(
     folders: dict[str, Path], loud: dict[str, Path], tmp_path: Path, text_file: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import backend_registration
 
+from sparsellm import prune
 from tests.conftest import report_of
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,42 @@ def test_the_command(streamed: str, tiny: dict[str, Path], text_file: Path, tmp_
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name] == 0, other[name] == 0)] == []
     assert reports[1]["environment"]["device"] == "simulated (simulated accelerator)"
+
+
+RUNS: dict[str, tuple[str, ...]] = {
+    "default": ("prune", "--sparsity", "80%"),
+    "fast": ("prune", "--sparsity", "80%", "--effort", "fast", "--offload"),
+    "bits": ("prune", "--bits", "2.3", "--effort", "fast"),
+    "blocks": ("recover", "--scope", "block", "--steps", "2"),
+    "model": ("recover", "--steps", "2", "--written", "8"),
+    "lora": ("recover", "--steps", "2", "--train", "lora", "--loss", "hidden"),
+    "text": ("recover", "--steps", "2", "--loss", "text"),
+}
+"""Commands whose intermediate results are kept on the CPU, such as a journal's."""
+
+
+@pytest.fixture(scope="module")
+def half(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pruned checkpoint."""
+    folder = tmp_path_factory.mktemp("half") / "half"
+    prune(str(tiny["llama"]), "magnitude", "50%").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_every_kind_of_run(name: str, half: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+    """Runs of the command end well, with the number of zeros that they have on the CPU."""
+    command, *words = RUNS[name]
+    words += ["--calibration", str(text_file), "--samples", "16", "--sequence-length", "32"]
+    named = [tiny["llama"]] if command == "prune" else [half]
+    words += ["--against", str(tiny["llama"])] if command == "recover" else []
+    zeros = []
+    for device in ("cpu", "simulated"):
+        program = ["-m", "sparsellm"] if device == "cpu" else [SIMULATION, "-m", "sparsellm"]
+        ran(*program, command, *named, tmp_path / device, "--device", device, *words)
+        zeros.append(sum(int((x == 0).sum()) for x in tensors_of(tmp_path / device).values()))
+    assert zeros[0] == pytest.approx(zeros[1], rel=0.01)
 
 
 @pytest.mark.long

@@ -142,7 +142,7 @@ class Activations:
 
     def output_fisher(self, block: Block) -> Tensor | None:
         """Return F of the block's output, (model, model); see `sparsellm.activations.sensitivity`. None for the head."""
-        return None if block.is_head else self.metrics[block.index]
+        return None if block.is_head else self.metrics[block.index].to(block.device)  # what a journal keeps is on the CPU
 
     def dense_pair(self) -> tuple[Stream, Block]:
         """Return the dense stream and the dense copy of the current block.

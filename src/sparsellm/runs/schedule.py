@@ -74,7 +74,7 @@ def expected_stages(
     stages += [ExpectedStage(name, seconds[name], name) for name in seconds if name.startswith((SENSITIVITIES, ALLOCATION))]
     if recipe.model_steps:
         stages += generated
-        stages += [ExpectedStage(PREDICTING, seconds[PREDICTING], PREDICTING)] * (PREDICTING in seconds)
+        stages += [ExpectedStage(name, seconds[name], name) for name in (PREDICTING,) if name in seconds]
     stages.append(_pruning(recipe, ready, placement, seconds[block_stage(recipe)], batch=batch, restored=restored))
     if recipe.model_steps:
         stages.append(ExpectedStage(TRAINING, seconds[TRAINING], TRAINING))
