@@ -38,16 +38,24 @@ def read_figures(file: Path) -> dict[str, Any]:
     return figures
 
 
-def write_figures(file: Path, figures: dict[str, Any]) -> None:
-    """Write figures, with the machine that this is."""
-    machine = f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+def write_figures(file: Path, figures: dict[str, Any], machine: str = "") -> None:
+    """Write figures, with the machine that this is, or another's name."""
+    machine = machine or f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     file.write_text(json.dumps(figures | {"machine": machine}, indent=1) + "\n", encoding="utf-8")
 
 
-def record(file: Path, key: str, figure: Any) -> None:
-    """Add one figure to a file and print it."""
-    write_figures(file, read_figures(file) | {key: figure})
+def record(file: Path, key: str, figure: Any, *, machine: str = "") -> None:
+    """Add one figure to a file and print it. machine: as in `write_figures`."""
+    write_figures(file, read_figures(file) | {key: figure}, machine)
     print(key, figure, file=sys.stderr, flush=True)
+
+
+def require_gpu() -> tuple[torch.device, str]:
+    """The GPU, and its name for a file of figures. Without one the program ends."""
+    if not torch.cuda.is_available():
+        sys.exit("no GPU: torch finds no NVIDIA or AMD GPU here, so nothing was measured.")
+    device = torch.device("cuda")
+    return device, f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:

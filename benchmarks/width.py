@@ -1,26 +1,42 @@
-"""What one block takes at widths that no model here has, counted: a table of docs/results.md.
+"""What one block takes at widths that no model here has, counted, and on a GPU: a table of docs/results.md.
 
-    python benchmarks/width.py measure          # this machine's rates
+    python benchmarks/width.py measure          # this machine's rates; on a machine with a GPU, the seconds there
     python benchmarks/width.py table
 
 The shapes are those of Llama models with one block, and the samples those of the race of TinyLlama's shape (`speed.py`). The
 operations are the ones that `sparsellm plan` counts. Seconds on this machine are those of the race, times the ratio of planned
-times: a count divided by the rate of each kind of operation.
+times: a count divided by the rate of each kind of operation. On a GPU the runs are those of the race, of random weights.
 """
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import speed
 import torch
-from measuring import MEASURED, markdown_table, measure_or_show, read_figures, write_figures
+from clock import now
+from measuring import (
+    MEASURED,
+    markdown_table,
+    measure_or_show,
+    read_figures,
+    record,
+    require_gpu,
+    write_figures,
+    write_random_model,
+)
 from speed_tables import wide_race
+from transformers import LlamaConfig
 
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, rates
+from sparsellm.runs.events import LOADING, Stage
 from sparsellm.runs.recipe_file import read_recipe
+from sparsellm.runs.run import run
 from sparsellm.solvers.patterns import parse_pattern
 
-FILE = MEASURED / "width.json"
+FILE, GPU_FILE = MEASURED / "width.json", MEASURED / "width-gpu.json"
 
 SHAPES = {2048: (5632, 256), 4096: (14336, 1024), 8192: (28672, 1024)}
 """By width, the hidden signals of the feed-forward part and the outputs of keys and values: TinyLlama, Llama 3 8B and 70B."""
@@ -71,7 +87,49 @@ def cost_of(name: str, width: int) -> Cost:
 
 
 def measure() -> None:
-    write_figures(FILE, {"rates": rates(torch.device("cpu"), 5.0).tolist()})
+    """Measure the rates of this processor, or if there is a GPU, the seconds of every run on it."""
+    if torch.cuda.is_available():
+        measure_on_gpu()
+    else:
+        write_figures(FILE, read_figures(FILE) | {"rates": rates(torch.device("cpu"), 5.0).tolist()})
+
+
+def measure_on_gpu() -> None:
+    """Measure the seconds of pruning a block by each method, without opening and loading, and the GPU's peak memory."""
+    device, machine = require_gpu()
+    for width, (hidden, keys) in SHAPES.items():
+        config = LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=width,
+            intermediate_size=hidden,
+            num_hidden_layers=1,
+            num_attention_heads=width // 128,
+            num_key_value_heads=keys // 128,
+            max_position_embeddings=2048,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            write_random_model(Path(folder, "model"), config)
+            for number, name in enumerate(("SparseGPT", *METHODS)):  # the first run warms up
+                recipe = {"model": f"{folder}/model", **speed.settings_of(speed.METHODS[name], SAMPLES, LENGTH)}
+                figures = seconds_on(device, recipe)
+                if number:
+                    record(GPU_FILE, f"{name} | {width}", figures, machine=machine)
+
+
+def seconds_on(device: torch.device, settings: dict[str, Any]) -> dict[str, float]:
+    """Seconds from the loaded model to the pruned one, and the peak of the GPU's memory."""
+    stage, started = "", now(device)
+
+    def observe(event: Any) -> None:
+        nonlocal stage, started
+        if isinstance(event, Stage):
+            if stage == LOADING:
+                started = now(device)
+            stage = event.name
+
+    torch.cuda.reset_peak_memory_stats(device)
+    run(read_recipe(settings | {"device": str(device)}), observe)
+    return {"seconds": now(device) - started, "memory": float(torch.cuda.max_memory_allocated(device))}
 
 
 def table() -> list[str]:

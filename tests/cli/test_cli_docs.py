@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from importlib.metadata import version
@@ -167,3 +168,13 @@ def test_the_version_needs_no_command() -> None:
     """It is the installed package's."""
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.stdout.strip()) == (0, version("sparsellm"))
+
+
+def test_options_named_like_their_placeholder_say_their_name() -> None:
+    """typer 0.27 calls them by the placeholder otherwise, as `--TEXT`."""
+    for registered in app.registered_commands:
+        assert registered.callback is not None
+        for name, parameter in inspect.signature(registered.callback).parameters.items():
+            for option in getattr(parameter.annotation, "__metadata__", ()):
+                if isinstance(option, typer.models.OptionInfo) and str(option.metavar).lower() == name:
+                    assert option.default == f"--{name}"  # within Annotated, where typer reads the first name from

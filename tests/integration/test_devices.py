@@ -283,7 +283,11 @@ def drawn(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_moments_of_every_precision(dtype: torch.dtype, device: str) -> None:
-    """Sums of the inputs as they are, against float64 sums of the same: float32 rounding, whatever the inputs' dtype."""
+    """Sums of the inputs as they are, against float64 sums of the same: float32 rounding, whatever the inputs' dtype.
+
+    Tensor cores cut off the bits that do not fit where processors round: 3.2e-6 was measured on an NVIDIA H100 in float16.
+    """
+    allowed = 2e-6 if device == "cpu" else 5e-6
     x, y = drawn(dtype, device)
     gram, cross = Gram(200, device), CrossMoment(30, 200, device)
     for some, targets in zip(x.split(700), y.split(700), strict=True):
@@ -293,9 +297,9 @@ def test_moments_of_every_precision(dtype: torch.dtype, device: str) -> None:
     sizes = exact.square().mean(0).sqrt()
     error = (gram.matrix.double() - exact.T @ exact / 3000).abs() / sizes.outer(sizes)
     missed = (cross.matrix.double() - signal.T @ exact / 3000).abs() / signal.square().mean(0).sqrt().outer(sizes)
-    assert 0 < float(error.max()) < 2e-6
-    assert 0 < float(missed.max()) < 2e-6
-    assert float((gram.mean.double() - exact.mean(0)).abs().div(sizes).max()) < 2e-6
+    assert 0 < float(error.max()) < allowed
+    assert 0 < float(missed.max()) < allowed
+    assert float((gram.mean.double() - exact.mean(0)).abs().div(sizes).max()) < allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 from sparsellm import prune
 from tests.conftest import report_of
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
 ROOT = Path(__file__).parents[2]
 SIMULATION = ROOT / "tests" / "simulated_device.py"
 pytestmark = pytest.mark.skipif(
@@ -158,15 +159,18 @@ def half(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
-def test_every_kind_of_run(name: str, half: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("accelerator", ["simulated", pytest.param("cuda", marks=needs_gpu)])
+def test_every_kind_of_run(
+    name: str, accelerator: str, half: Path, tiny: dict[str, Path], text_file: Path, tmp_path: Path
+) -> None:
     """Runs of the command end well, with the number of zeros that they have on the CPU."""
     command, *words = RUNS[name]
     words += ["--calibration", str(text_file), "--samples", "16", "--sequence-length", "32"]
     named = [tiny["llama"]] if command == "prune" else [half]
     words += ["--against", str(tiny["llama"])] if command == "recover" else []
     zeros = []
-    for device in ("cpu", "simulated"):
-        program = ["-m", "sparsellm"] if device == "cpu" else [SIMULATION, "-m", "sparsellm"]
+    for device in ("cpu", accelerator):
+        program = [SIMULATION, "-m", "sparsellm"] if device == "simulated" else ["-m", "sparsellm"]
         ran(*program, command, *named, tmp_path / device, "--device", device, *words)
         zeros.append(sum(int((x == 0).sum()) for x in tensors_of(tmp_path / device).values()))
     assert zeros[0] == pytest.approx(zeros[1], rel=0.01)

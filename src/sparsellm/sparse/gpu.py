@@ -1,4 +1,4 @@
-"""Which form a pruned layer takes on a GPU: 2:4 of torch, the bitmask of the Triton kernel, or dense."""
+"""Which form a pruned layer takes on a GPU: 2:4 of torch, the compressed sparse rows of the Triton kernels, or dense."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.functional import linear
 from torch.sparse import to_sparse_semi_structured
 
 from sparsellm.runtime import devices
-from sparsellm.sparse import bitmask_triton
+from sparsellm.sparse import csr_triton
 from sparsellm.sparse.bitmask import Bitmask, count_bits
 from sparsellm.sparse.kernels import matmul
 
-Form = Literal["semi-structured", "bitmask", "dense"]
+Form = Literal["semi-structured", "csr", "dense"]
 
 SEMI_STRUCTURED_CAPABILITY = (8, 0)
 """Lowest compute capability with 2:4 tensor cores."""
@@ -34,8 +34,8 @@ def is_two_of_four(weight: Bitmask) -> bool:
 def form(weight: Bitmask) -> Form:
     """The form in which a weight is multiplied on the device of its parts.
 
-    2:4 sparsity in 16 bits takes torch's semi-structured form on NVIDIA GPUs from compute capability 8.0 on. Other weights stay
-    a bitmask where the Triton kernel runs, and are decoded for each product elsewhere.
+    2:4 sparsity in 16 bits takes torch's semi-structured form on NVIDIA GPUs from compute capability 8.0 on. Other weights
+    become compressed sparse rows where the Triton kernels run, and are decoded for each product elsewhere.
     """
     device, (rows, columns) = weight.values.device, weight.shape
     fits = rows % SEMI_STRUCTURED_MULTIPLES[0] == 0 and columns % SEMI_STRUCTURED_MULTIPLES[1] == 0
@@ -43,7 +43,7 @@ def form(weight: Bitmask) -> Form:
     has_cores = devices.is_nvidia(device) and devices.capability(device) >= SEMI_STRUCTURED_CAPABILITY
     if has_cores and fits and is_half and is_two_of_four(weight):
         return "semi-structured"
-    return "bitmask" if bitmask_triton.is_available(device) else "dense"
+    return "csr" if csr_triton.is_available(device) else "dense"
 
 
 def linear_function(weight: Bitmask) -> Callable[[Tensor], Tensor]:
@@ -56,8 +56,8 @@ def linear_function(weight: Bitmask) -> Callable[[Tensor], Tensor]:
         A function from (tokens, in), in the dtype of the weight, to (tokens, out).
     """
     chosen = form(weight)
-    if chosen == "bitmask":
-        return partial(bitmask_triton.matmul, weight=weight, starts=bitmask_triton.segment_starts(weight))
+    if chosen == "csr":
+        return partial(csr_triton.matmul, weight=csr_triton.CompressedRows.from_bitmask(weight))
     if chosen == "semi-structured":
         return partial(linear, weight=to_sparse_semi_structured(weight.to_dense()))
     return partial(matmul, weight=weight)

@@ -9,7 +9,7 @@ from torch.sparse import semi_structured
 
 from sparsellm.runtime import devices
 from sparsellm.solvers.patterns import parse_pattern
-from sparsellm.sparse import bitmask_triton, gpu
+from sparsellm.sparse import csr_triton, gpu
 from sparsellm.sparse.bitmask import Bitmask
 
 needs_gpu = pytest.mark.skipif(
@@ -25,10 +25,10 @@ def pruned(pattern: str, shape: tuple[int, int] = (64, 128), dtype: torch.dtype 
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every device is an NVIDIA GPU of compute capability 8.0 on which the kernel runs."""
+    """Every device is an NVIDIA GPU of compute capability 8.0 on which the kernels run."""
     monkeypatch.setattr(devices, "is_nvidia", lambda _: True)
     monkeypatch.setattr(devices, "capability", lambda _: (8, 0))
-    monkeypatch.setattr(bitmask_triton, "is_available", lambda _: True)
+    monkeypatch.setattr(csr_triton, "is_available", lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
         (pruned("2:4", dtype=torch.float16), "semi-structured"),
         (pruned("3:4"), "semi-structured"),
         (torch.zeros(64, 128, dtype=torch.bfloat16), "semi-structured"),
-        (pruned("4:8"), "bitmask"),
-        (pruned("50%"), "bitmask"),
-        (pruned("2:4", dtype=torch.float32), "bitmask"),
-        (pruned("2:4", (48, 128)), "bitmask"),
-        (pruned("2:4", (64, 96)), "bitmask"),
+        (pruned("4:8"), "csr"),
+        (pruned("50%"), "csr"),
+        (pruned("2:4", dtype=torch.float32), "csr"),
+        (pruned("2:4", (48, 128)), "csr"),
+        (pruned("2:4", (64, 96)), "csr"),
     ],
     ids=["2:4", "float16", "3:4", "empty", "4:8", "unstructured", "float32", "rows", "columns"],
 )
@@ -54,12 +54,12 @@ def test_two_of_four_in_sixteen_bits_is_semi_structured(weight: Tensor, form: st
 @pytest.mark.usefixtures("ampere")
 def test_older_gpus_have_no_two_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "capability", lambda _: (7, 5))
-    assert gpu.form(Bitmask.from_dense(pruned("2:4"))) == "bitmask"
+    assert gpu.form(Bitmask.from_dense(pruned("2:4"))) == "csr"
 
 
 @pytest.mark.usefixtures("ampere")
 def test_gpus_without_triton_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bitmask_triton, "is_available", lambda _: False)
+    monkeypatch.setattr(csr_triton, "is_available", lambda _: False)
     assert gpu.form(Bitmask.from_dense(pruned("50%"))) == "dense"
     assert gpu.form(Bitmask.from_dense(pruned("2:4"))) == "semi-structured"
 
@@ -87,10 +87,11 @@ def test_torch_takes_the_shapes_that_are_given_to_it() -> None:
 
 @pytest.mark.parametrize("pattern", ["2:4", "50%"])
 def test_every_form_gives_the_dense_product(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By decoding, and by the Triton kernel where it can be interpreted or run."""
-    weight, x = pruned(pattern), torch.randn(3, 128).bfloat16()
+    """By decoding, and by the Triton kernels where it can be interpreted or run."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weight, x = pruned(pattern).to(device), torch.randn(3, 128).bfloat16().to(device)
     packed = Bitmask.from_dense(weight)
-    forms = ["dense"] + (["bitmask"] if bitmask_triton.triton else [])
+    forms = ["dense"] + (["csr"] if csr_triton.triton else [])
     for form in forms:
         monkeypatch.setattr(gpu, "form", lambda _, form=form: form)
         torch.testing.assert_close(gpu.linear_function(packed)(x), x @ weight.T, rtol=0.02, atol=0.02)
