@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from clock import MOMENTS, PASS, Phases, best, instrumented, now
-from measuring import MEASURED, record, require_gpu
+from measuring import MEASURED, markdown_table, read_figures, record, require_gpu
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -40,6 +40,9 @@ from sparsellm.solvers.sparsegpt import SparseGPT
 from sparsellm.solvers.statistics import Gram
 
 FILE = MEASURED / "gpu.json"
+
+DEFAULT_RUN = "70%, 64 x 2048"
+"""The run that the page shows."""
 
 LLAMA_2_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 """Of meta-llama/Llama-2-7b, which has 32 blocks."""
@@ -121,6 +124,7 @@ def measure(
     pattern: Pattern,
     device: torch.device,
     size: int = 8192,
+    methods: Sequence[str] = tuple(METHODS),
     observe: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Measure a block with every method, by phase with its share of the roofline, and the kernel beside the plain loop.
@@ -132,11 +136,13 @@ def measure(
         pattern: The sparsity pattern.
         device: The device.
         size: Rows of the square matrices of the rates.
+        methods: Names of the methods.
         observe: Called with the figures so far after each method.
     """
     speed, batches = rates(device, size), tokens.split(batch)
     figures: dict[str, Any] = {"rates": {str(kind): rate for kind, rate in speed.items()}, "methods": {}}
-    for name, (method, limit) in METHODS.items():
+    for name in methods:
+        method, limit = METHODS[name]
         timed, counted = Phases(device=device), Phases(count=True, device=device, rates=speed)
         seconds = [  # the first run warms up
             block_seconds(shape, batches, method(), pattern=pattern, phases=phases, count=phases is counted)
@@ -172,11 +178,18 @@ def kernel_beside_loop(width: int, pattern: Pattern, device: torch.device) -> di
 
 def tables(figures: Mapping[str, Any]) -> list[str]:
     """The figures in Markdown."""
-    lines = ["| method, phase | seconds | share of the roofline |", "|---|---|---|"]
+    rows = []
     for name, method in figures["methods"].items():
-        lines.append(f"| **{name}** (goal: {method['limit']:g}) | {method['seconds']:.2f} | |")
-        lines += [f"| {phase} | {x['seconds']:.3f} | {x['roofline']:.0%} |" for phase, x in method["phases"].items()]
-    return [*lines, "", *(f"- {name}: {value}" for name, value in figures["kernel"].items())]
+        rows.append([f"**{name}** (goal: {method['limit']:g})", f"{method['seconds']:.2f}", ""])
+        rows += [[phase, f"{x['seconds']:.3f}", f"{x['roofline']:.0%}"] for phase, x in method["phases"].items()]
+    lines = markdown_table(["method, phase", "seconds", "share of the roofline"], rows)
+    return [*lines, *(f"- {name}: {value}" for name, value in figures.get("kernel", {}).items())]
+
+
+def table() -> list[str]:
+    """What was measured, with the machine."""
+    figures = read_figures(FILE)
+    return [*tables(figures[DEFAULT_RUN]), "", f"{figures['machine']}."]
 
 
 def main() -> None:
@@ -185,6 +198,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--pattern", default="70%")
+    parser.add_argument("--methods", nargs="+", default=tuple(METHODS), choices=METHODS)
     parser.add_argument("--file", type=Path, default=FILE)
     options = parser.parse_args()
     device, machine = require_gpu()
@@ -192,7 +206,8 @@ def main() -> None:
     tokens = torch.randint(LLAMA_2_7B["vocab_size"], size, generator=generator)
     keep = functools.partial(record, options.file, f"{options.pattern}, {options.samples} x {options.length}", machine=machine)
     pattern = parse_pattern(options.pattern)
-    figures = measure(LLAMA_2_7B, tokens, options.batch, pattern=pattern, device=device, observe=keep)
+    settings = {"pattern": pattern, "device": device, "methods": options.methods, "observe": keep}
+    figures = measure(LLAMA_2_7B, tokens, options.batch, **settings)
     keep(figures)
     print("\n".join(tables(figures)))
 

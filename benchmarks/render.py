@@ -14,6 +14,8 @@ from typing import Any
 import decode
 import excess
 import few_bits
+import gpu
+import gpu_products
 import layer_costs
 import masked_lora
 import memory_budget
@@ -93,6 +95,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "race, 4 blocks": lambda: speed_tables.race_table(4),
     "wide": speed_tables.wide_table,
     "width": width.table,
+    "gpu": gpu.table,
+    "gpu products": gpu_products.table,
     "recovered": recover.table,
     "offload": streaming.tables,
     "planning": planning.tables,

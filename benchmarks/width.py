@@ -134,16 +134,18 @@ def seconds_on(device: torch.device, settings: dict[str, Any]) -> dict[str, floa
 
 def table() -> list[str]:
     """Counts by method and width, and seconds where they were measured or follow from these."""
-    speed, race, rows = torch.tensor(read_figures(FILE)["rates"]), wide_race(), []
+    speed, race, rows, on_gpu = torch.tensor(read_figures(FILE)["rates"]), wide_race(), [], read_figures(GPU_FILE)
     for name in METHODS:
         planned = {width: float((torch.from_numpy(cost_of(name, width).work) / speed).sum()) for width in SHAPES}
         for width in SHAPES:
             products, factors, spectra, _ = cost_of(name, width).work
             seconds = race[name][0] * planned[width] / planned[min(SHAPES)]
             counts = [f"{count / 1e12:.1f}" for count in (products, factors, spectra)]
-            rows.append([race[name][1], str(width), *counts, f"{seconds:,.0f}", f"{(products + factors) / H100:.1f}"])
-    head = ["", "width", "products, TFLOP", "factorisations", "eigendecompositions", "seconds here", "seconds, H100's peak"]
-    return markdown_table(head, rows)
+            measured = on_gpu.get(f"{name} | {width}")
+            gpu = ["", ""] if measured is None else [f"{measured['seconds']:.1f}", f"{measured['memory'] / 1e9:.1f} GB"]
+            rows.append([race[name][1], str(width), *counts, f"{seconds:,.0f}", f"{(products + factors) / H100:.1f}", *gpu])
+    head = ["", "width", "products, TFLOP", "factorisations", "eigendecompositions", "seconds here"]
+    return markdown_table([*head, "seconds, H100's peak", "seconds, H100", "its memory"], rows)
 
 
 if __name__ == "__main__":

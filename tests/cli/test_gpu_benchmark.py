@@ -49,9 +49,9 @@ def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--file", str(tmp_path / "gpu.json")])
     with pytest.raises(SystemExit, match=r"^no GPU:"):
         importlib.import_module("gpu").main()
-    assert not (FOLDER / "measured" / "gpu.json").exists()
+    assert not list(tmp_path.iterdir())

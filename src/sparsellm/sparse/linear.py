@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
+from sparsellm.sparse import csr_triton
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import decode, encode
-from sparsellm.sparse.gpu import linear_function
 from sparsellm.sparse.kernels import decode as decode_rows
 from sparsellm.sparse.kernels import dense_matmul, matmul, packed_linear
 from sparsellm.sparse.parts import PARTS
@@ -23,8 +23,8 @@ RUNNING = ("mask", "values", "row_starts")
 PASS = 8
 """Tokens that the kernel multiplies at once. With more it reads a dense weight twice, which takes longer than PyTorch."""
 
-_converted: WeakKeyDictionary[nn.Module, tuple[object, Callable[[Tensor], Tensor]]] = WeakKeyDictionary()
-"""Products of layers on a GPU with the weights that they were made for; outside of the layers, so that copies have none."""
+_compressed: WeakKeyDictionary[nn.Module, tuple[object, csr_triton.CompressedRows]] = WeakKeyDictionary()
+"""Weights of layers on a GPU with what they were made from; outside of the layers, so that copies have none."""
 
 
 class PackedLinear(nn.Module):
@@ -124,17 +124,18 @@ class PackedLinear(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             outputs: Tensor = Product.apply(x, self)  # type: ignore[no-untyped-call]
             return outputs if self.bias is None else outputs + self.bias
-        if x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling():
-            return self._multiply_converted(x)
+        is_plain = x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling()
+        if is_plain and csr_triton.is_available(x.device):
+            return self._multiply_compressed(x)
         return packed_linear(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
 
-    def _multiply_converted(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out) with the weight in the form for its GPU, converted at the first call after it changed."""
+    def _multiply_compressed(self, x: Tensor) -> Tensor:
+        """Map (..., in) to (..., out) with the weight in the form for its GPU, made at the first call after it changed."""
         key = self.values.data_ptr(), self.values.dtype
-        converted = _converted.get(self)
-        if converted is None or converted[0] != key:
-            converted = _converted[self] = key, linear_function(self.bitmask)
-        outputs = converted[1](x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        made = _compressed.get(self)
+        if made is None or made[0] != key:
+            made = _compressed[self] = key, csr_triton.CompressedRows.from_bitmask(self.bitmask)
+        outputs = csr_triton.matmul(x.reshape(-1, self.in_features), made[1]).view(*x.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias
 
     def extra_repr(self) -> str:

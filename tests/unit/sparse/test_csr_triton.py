@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sparsellm.sparse import csr_triton
 from sparsellm.sparse.bitmask import PADDING, Bitmask
-from sparsellm.sparse.csr_triton import BLOCK, GROUP, MAX_TOKENS, CompressedRows, matmul
+from sparsellm.sparse.csr_triton import GROUP, GROUPS, MAX_TOKENS, CompressedRows, matmul
 from tests.conftest import long_unless
 
+BLOCK = GROUP * GROUPS
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 pytestmark = pytest.mark.skipif(csr_triton.triton is None, reason="Triton is not installed: it has wheels for Linux only")
@@ -86,18 +87,29 @@ def test_decoded_weights_have_the_bits_they_had(shape: tuple[int, int], dtype: t
     assert packed.to_dense().view(torch.uint8).equal(weight.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("gap", "columns", "wide"), [(255, 600, False), (256, 600, True), (40_000, 50_000, True)])
-def test_columns_take_one_byte_where_they_fit(gap: int, columns: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gap", "columns", "offsets", "first_columns"),
+    [
+        (200, 255, torch.uint8, torch.uint8),
+        (255, 600, torch.uint8, torch.int16),
+        (256, 600, torch.int16, torch.int16),
+        (255, 50_000, torch.uint8, torch.int32),
+        (40_000, 50_000, torch.int32, torch.int32),
+    ],
+)
+def test_columns_take_one_byte_where_they_fit(
+    gap: int, columns: int, offsets: torch.dtype, first_columns: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the columns of the weight itself, also if its rows are encoded one by one."""
     weight = torch.zeros(3, columns, device=DEVICE)
     weight[0, [1, 1 + gap]] = 1
     weight[2, : 3 * GROUP + 1] = 2
     one = CompressedRows.from_bitmask(Bitmask.from_dense(weight))
-    assert one.offsets.dtype is (torch.int32 if wide else torch.uint8)
-    assert one.first_columns.dtype is (torch.int32 if columns > 2**15 else torch.int16)
-    assert one.first_columns.tolist() == [1, 0, GROUP, 2 * GROUP, 3 * GROUP]
+    assert (one.offsets.dtype, one.first_columns.dtype) == (offsets, first_columns)
+    # The last row's first value is at position 2, so that its first group ends after GROUP - 2 values.
+    assert one.first_columns.tolist() == [1, 0, GROUP - 2, 2 * GROUP - 2, 3 * GROUP - 2]
     assert one.group_starts.tolist() == [0, 1, 1]
-    assert one.offsets.tolist() == [0, gap, *range(GROUP), *range(GROUP), *range(GROUP), 0, *PADDING * [0]]
+    assert one.offsets.tolist() == [0, gap, *range(GROUP - 2), *range(GROUP), *range(GROUP), 0, 1, 2, *PADDING * [0]]
     monkeypatch.setattr(csr_triton, "ENCODED_AT_ONCE", 1)
     other = CompressedRows.from_bitmask(Bitmask.from_dense(weight))
     assert all(torch.equal(a, b) for a, b in zip(one.parts, other.parts, strict=True))
@@ -108,8 +120,8 @@ def test_it_keeps_the_values_of_the_bitmask() -> None:
     bitmask = Bitmask.from_dense(pruned((16, 512), 0.5, torch.bfloat16))
     packed = CompressedRows.from_bitmask(bitmask)
     assert packed.values is bitmask.values
-    columns = packed.nbytes - sum(x.nbytes for x in (packed.values, packed.row_starts, packed.group_starts))
-    assert columns == pytest.approx(1.25 * bitmask.kept, rel=0.05)
+    columns = packed.first_columns.nbytes + packed.offsets.nbytes
+    assert columns == pytest.approx(1.25 * bitmask.kept, rel=0.1)
 
 
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +132,7 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(csr_triton, "matmul", broken)
             assert not csr_triton.passes_self_test(torch.device(DEVICE))
-    monkeypatch.setattr(CompressedRows, "to_dense", lambda self: torch.zeros(self.shape))
+    monkeypatch.setattr(CompressedRows, "to_dense", lambda self: self.values.new_zeros(self.shape))
     assert not csr_triton.passes_self_test(torch.device(DEVICE))
 
 
@@ -128,13 +140,13 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsellm.sparse.csr_triton import BLOCK, GROUP, MAX_TOKENS, WARPS, _dense_kernel, _product_kernel
+from sparsellm.sparse.csr_triton import GROUP, GROUPS, MAX_TOKENS, WARPS, _dense_kernel, _product_kernel
 for kernel, own in ((_product_kernel, dict(TOKENS=MAX_TOKENS)), (_dense_kernel, {})):
     for dtype in ("*bf16", "*fp16", "*fp32"):
-        for columns, offsets in (("*i16", "*u8"), ("*i32", "*i32")):
+        for columns, offsets in (("*i16", "*u8"), ("*u8", "*i16"), ("*i32", "*i32")):
             types = dict.fromkeys(("x", "values", "y", "dense"), dtype) | dict.fromkeys(("outputs", "columns", "tokens"), "i32")
             types |= dict(row_starts="*i64", group_starts="*i32", first_columns=columns, offsets=offsets)
-            fixed = dict(GROUP=GROUP, BLOCK=BLOCK) | own
+            fixed = dict(GROUP=GROUP, GROUPS=GROUPS) | own
             types |= dict.fromkeys(fixed, "constexpr")
             source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, fixed)
             made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": WARPS})
@@ -147,4 +159,4 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     """For a GPU of compute capability 8.0, which need not be there."""
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run([sys.executable, "-c", COMPILED], env=plain, check=True, capture_output=True, text=True)
-    assert ran.stdout.split() == 12 * ["True"]
+    assert ran.stdout.split() == 18 * ["True"]

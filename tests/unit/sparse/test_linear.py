@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from sparsellm.errors import BadCheckpoint
+from sparsellm.sparse import csr_triton
 from sparsellm.sparse import linear as module
 from sparsellm.sparse.bitmask import bits_of
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
@@ -129,19 +130,29 @@ def test_dense_layer_computes_as_linear_does(tokens: tuple[int, ...], bias: bool
     assert layer.weight.grad is not None
 
 
-def test_layer_on_a_gpu_converts_its_weight_once_and_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a GPU, run on a CPU, where the form is dense."""
-    converted = []
-    function = module.linear_function
-    monkeypatch.setattr(module, "linear_function", lambda weight: converted.append(weight) or function(weight))
-    weight, bias, x = pruned(11, 67), torch.randn(11), torch.randn(2, 3, 67)
-    layer = PackedLinear.from_dense(weight, bias)
+@pytest.mark.skipif(csr_triton.triton is None, reason="Triton is not installed: it has wheels for Linux only")
+def test_layer_on_a_gpu_compresses_its_weight_once_and_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a GPU, by Triton's interpreter if there is none."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = []
+    function = csr_triton.CompressedRows.from_bitmask
+    monkeypatch.setattr(csr_triton.CompressedRows, "from_bitmask", lambda weight: made.append(weight) or function(weight))
+    weight, bias, x = pruned(11, 67).to(device), torch.randn(11, device=device), torch.randn(2, 3, 67, device=device)
+    layer = PackedLinear.from_dense(weight, bias).to(device)
     for _ in range(2):
-        torch.testing.assert_close(layer._multiply_converted(x), linear(x, weight, bias))
+        torch.testing.assert_close(layer._multiply_compressed(x), linear(x, weight, bias), rtol=1e-5, atol=1e-4)
     layer.to(torch.bfloat16)
-    assert layer._multiply_converted(x.bfloat16()).dtype == torch.bfloat16
-    assert [part.values.dtype for part in converted] == [torch.float32, torch.bfloat16]
+    assert layer._multiply_compressed(x.bfloat16()).dtype == torch.bfloat16
+    assert [part.values.dtype for part in made] == [torch.float32, torch.bfloat16]
     copy.deepcopy(layer)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU")
+def test_layer_on_a_gpu_takes_its_form() -> None:
+    layer, x = PackedLinear.from_dense(pruned(11, 67)).cuda(), torch.randn(3, 67, device="cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), x @ pruned(11, 67).cuda().T, rtol=1e-4, atol=1e-4)
+    assert layer in module._compressed
 
 
 def test_layer_becomes_dense() -> None:
