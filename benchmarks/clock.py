@@ -34,8 +34,8 @@ PHASES: dict[str, tuple[str, ...]] = {
     "forward": ("models.blocks:Block.__call__", "activations.output_cache:OutputCache.mark_final"),
     "moments": MOMENTS,
     "factorisation": (
-        "solvers.linalg:cholesky",
-        "solvers.linalg:upper_factor",
+        "solvers.linalg:cholesky_",
+        "solvers.linalg:upper_factor_",
         "solvers.linalg:invert_triangular_",
         "solvers.admm:Eigensystem.of",
     ),

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsellm.solvers.linalg import add_diagonal, cholesky
+from sparsellm.solvers.linalg import add_diagonal, cholesky_
 from sparsellm.solvers.patterns import Pattern
 from sparsellm.solvers.problem import LayerProblem
 from sparsellm.solvers.quantization import SCALE_BITS, default_group_size, expand_groups, group_count, round_compensated
@@ -97,7 +97,7 @@ class GPTQ:
         gram = problem.gram
         scale, zero = self.grid.fit(problem.weight, gram.diagonal())
         order = torch.arange(len(gram)) if self.in_order else gram.diagonal().argsort(descending=True, stable=True)
-        lower = cholesky(add_diagonal(gram[order][:, order], self.damping), self.damping, "damping")
+        lower = cholesky_(add_diagonal(gram[order][:, order], self.damping), self.damping, "damping")
         upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
         weight, scale, zero = problem.weight[:, order].clone(), scale[:, order], zero[:, order]
         for start in range(0, len(gram), 128):  # the columns to the right of a block are corrected once a block

@@ -46,11 +46,11 @@ def test_where_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     clock, layerwise = importlib.import_module("clock"), importlib.import_module("sparsellm.methods.layerwise")
     linalg, solver = importlib.import_module("sparsellm.solvers.linalg"), importlib.import_module("sparsellm.solvers.sparsegpt")
-    before = linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve
+    before = linalg.upper_factor_, solver.SparseGPT.solve, layerwise.solve
     phases = clock.Phases()
     with clock.instrumented(phases.wrap, clock.PHASES):
-        assert solver.upper_factor is linalg.upper_factor is not before[0]
-        solver.upper_factor(torch.eye(3))
+        assert solver.upper_factor_ is linalg.upper_factor_ is not before[0]
+        solver.upper_factor_(torch.eye(3))
         assert phases.seconds["factorisation"] > 0
-    assert (linalg.upper_factor, solver.SparseGPT.solve, layerwise.solve) == before
-    assert solver.upper_factor is before[0]
+    assert (linalg.upper_factor_, solver.SparseGPT.solve, layerwise.solve) == before
+    assert solver.upper_factor_ is before[0]

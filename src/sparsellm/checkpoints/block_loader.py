@@ -85,8 +85,11 @@ class DiskWeights:
 
     @contextmanager
     def non_block(self) -> Iterator[None]:
-        with self._filled(self._non_block):
-            yield
+        try:
+            with self._filled(self._non_block):
+                yield
+        finally:
+            release_free_memory()
 
     @property
     def names(self) -> list[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparsellm.methods.gate_update import solve_gate
 from sparsellm.models.feedforward import ACTIVATION_FUNCTIONS, FeedForward, Hidden
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import cholesky
+from sparsellm.solvers.linalg import cholesky_
 
 
 def fit_hidden(part: FeedForward, hidden: Hidden, outputs: Hidden, activated: Tensor, *, ratio: float) -> Hidden:
@@ -84,4 +84,4 @@ def activation_correction(weight: Tensor, ratio: float) -> Tensor:
     """Compute (W Wᵀ + r I)⁻¹ W, (model, hidden), for the weight W of an output projection."""
     matrix = matmul(weight, weight.T)
     matrix.diagonal().add_(ratio)
-    return torch.cholesky_solve(weight, cholesky(matrix, ratio, "beta / alpha"))
+    return torch.cholesky_solve(weight, cholesky_(matrix, ratio, "beta / alpha"))

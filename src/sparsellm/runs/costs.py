@@ -184,10 +184,10 @@ def solver_cost(solver: object, pattern: Pattern, curved: bool = False) -> Solve
         case FastADMM():
             steps, penalties = solver.count_steps(0.4 if curved else None), 1  # m of feed-forward layers: 0.25 to 0.55
         case _:
-            return SolverCost(2.6, 1.8, 0.8, 1, 0, 50 + mask)
+            return SolverCost(2.6, 1.0, 0.8, 1, 0, 50 + mask)
     products, passes = steps + solver.refit_steps + 2, (30 + mask) * steps + 10 * solver.refit_steps
     if curved:  # one eigendecomposition serves all penalties, and a step takes two products
-        return SolverCost(9.2, 3.0, products + steps, 0, 1, passes)
+        return SolverCost(9.2, 2.5, products + steps, 0, 1, passes)
     return SolverCost(9.2, 3.7 if penalties > 1 else 1.4, products, 3 * penalties, 0, passes)  # 3.7: two inverses at a time
 
 

@@ -14,7 +14,7 @@ from sparsellm.runtime.products import matmul
 from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
-    cholesky,
+    cholesky_,
     conjugate_gradient_refit,
     dead_inputs,
     eigh,
@@ -70,10 +70,10 @@ class NormalizedProblem:
             return _shifted_by_cholesky(self.gram, self.damping, self.product_dtype(low_precision))
         return self.eigensystem(low_precision).shifted
 
-    def eigensystem(self, low_precision: bool = False) -> Eigensystem:
-        """Decompose S and G."""
+    def eigensystem(self, low_precision: bool = False, *, overwrite: bool = False) -> Eigensystem:
+        """Decompose S and G; with `overwrite` in their memory."""
         assert self.curvature is not None
-        return Eigensystem.of(self.curvature, self.gram, self.product_dtype(low_precision))
+        return Eigensystem.of(self.curvature, self.gram, self.product_dtype(low_precision), overwrite=overwrite)
 
     def product_dtype(self, low_precision: bool) -> torch.dtype:
         """Dtype of a solver's products; `low_precision` allows bfloat16 where the device multiplies that faster."""
@@ -110,7 +110,7 @@ class Eigensystem:
     right: Tensor
 
     @classmethod
-    def of(cls, curvature: Tensor, gram: Tensor, dtype: torch.dtype | None = None) -> Eigensystem:
+    def of(cls, curvature: Tensor, gram: Tensor, dtype: torch.dtype | None = None, *, overwrite: bool = False) -> Eigensystem:
         """Decompose S and G.
 
         Args:
@@ -118,10 +118,10 @@ class Eigensystem:
             gram: G, (in, in).
             dtype: Dtype of the products with eigenvectors; by default that of the matrices. In bfloat16 the relative error of a
                 solution is about 1 %.
+            overwrite: Whether the decompositions take the memory of S and G.
         """
-        curvature_values, left = eigh(curvature)
-        gram_values, right = eigh(gram)
         dtype = dtype or gram.dtype
+        (curvature_values, left), (gram_values, right) = (eigh(x, overwrite=overwrite) for x in (curvature, gram))
         return cls(curvature_values.clamp(min=0).outer(gram_values.clamp(min=0)), left.to(dtype), right.to(dtype))
 
     @property
@@ -158,7 +158,7 @@ def _shifted_by_cholesky(gram: Tensor, damping: float, dtype: torch.dtype) -> Ca
     def with_penalty(penalty: float) -> Shifted:
         shifted = gram.clone()
         shifted.diagonal().add_(penalty)
-        inverse = torch.cholesky_inverse(cholesky(shifted, damping)).to(dtype)
+        inverse = torch.cholesky_inverse(cholesky_(shifted, damping)).to(dtype)
         return lambda rhs: matmul(rhs.to(dtype), inverse).to(rhs.dtype)
 
     return with_penalty

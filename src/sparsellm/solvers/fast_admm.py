@@ -80,16 +80,19 @@ class FastADMM:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         normalized = NormalizedProblem.of(problem, self.damping)
         sparse, keep = self._search(normalized, partial(problem.keep, pattern))
+        if normalized.curvature is not None:  # the search has overwritten it
+            del normalized
+            normalized = NormalizedProblem.of(problem, self.damping)
         return normalized.refit(sparse, keep, self.refit_steps, self.low_precision)
 
     def _search(self, normalized: NormalizedProblem, mask_of: Keep) -> tuple[Tensor, Tensor]:
-        """Return the last projected iterate D and its mask, both (out, in)."""
+        """Return the last projected iterate D and its mask, both (out, in). S and G are overwritten if there is a curvature."""
         target, penalty, steps = normalized.target, self.penalty, self.steps
         rhs = torch.empty_like(target, dtype=normalized.product_dtype(self.low_precision))
         if normalized.curvature is None:
             shifted = normalized.shifted_solver(self.low_precision)
         else:
-            system = normalized.eigensystem(self.low_precision)
+            system = normalized.eigensystem(self.low_precision, overwrite=True)
             shifted = system.shifted
             if self.growth > 1:
                 penalty, steps = penalty * system.geometric_mean, self.count_steps(system.geometric_mean)

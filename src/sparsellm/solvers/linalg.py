@@ -83,32 +83,34 @@ def add_curvature_diagonal(curvature: Tensor, share: float) -> Tensor:
     return result
 
 
-def cholesky(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
-    """The lower Cholesky factor of a symmetric matrix.
+def cholesky_(matrix: Tensor, damping: float, setting: str = "damping") -> Tensor:
+    """The lower Cholesky factor of a symmetric matrix, in its memory.
 
     Args:
-        matrix: (n, n), symmetric.
+        matrix: (n, n), symmetric; overwritten.
         damping: The value already added to the diagonal; for the error message only.
         setting: The name of the setting that holds `damping`; for the error message only.
 
     Raises:
         SingularGram: If the matrix is not positive definite.
     """
-    lower, pivot = cholesky_ex(matrix)
+    lower, pivot = cholesky_ex_(matrix)
     check_pivot(pivot, len(matrix), damping, setting=setting)
     return lower
 
 
-def cholesky_ex(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`torch.linalg.cholesky_ex`, which does not wait for the device, with NaN and infinity as failures.
+def cholesky_ex_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.cholesky_ex`, which does not wait for the device, in place and with NaN and infinity as failures.
 
     Args:
-        matrix: (n, n), symmetric.
+        matrix: (n, n), symmetric; overwritten.
 
     Returns:
         The lower factor, (n, n), and the pivot that failed as an integer tensor, (): counted from 1, 0 if none did.
     """
-    lower, pivot = torch.linalg.cholesky_ex(matrix)
+    by_columns = matrix.mT if matrix.is_contiguous() else matrix  # LAPACK's order, so that nothing is copied
+    pivot = torch.empty((), dtype=torch.int32, device=matrix.device)
+    lower, pivot = torch.linalg.cholesky_ex(by_columns, out=(by_columns, pivot))
     overflowed = ~lower.diagonal().isfinite()
     first = torch.where(overflowed.any(), overflowed.int().argmax() + 1, 0)
     return lower, torch.where(pivot != 0, pivot, first)
@@ -123,25 +125,38 @@ def check_pivot(pivot: Tensor, size: int, damping: float, *, setting: str = "dam
         )
 
 
-def upper_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The upper triangular $R$ with $M = R R^\top$, and the pivot that failed, as `cholesky_ex` gives it.
+def upper_factor_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The upper triangular $R$ with $M = R R^\top$, in M's memory, and the pivot that failed, as `cholesky_ex_` gives it.
 
     $R = PLP$, where $P$ reverses the order and $PMP = LL^\top$.
     """
-    reversed_matrix = matrix.flip(0, 1)
-    del matrix  # lowers the peak memory by one (n, n) matrix if the caller holds no reference
-    lower, pivot = cholesky_ex(reversed_matrix)
-    del reversed_matrix
-    return lower.flip(0, 1), pivot
+    entries = (matrix if matrix.is_contiguous() else matrix.mT).view(
+        -1
+    )  # P on both sides reverses the order of all entries, of rows as of columns
+    _reverse_(entries)
+    lower, pivot = cholesky_ex_(matrix)
+    _reverse_(entries)
+    return lower, pivot
 
 
-def inverse_factor(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The upper triangular $U$ with $M^{-1} = U^\top U$, the inverse of the `upper_factor`, and the pivot that failed.
+def _reverse_(entries: Tensor, at_once: int = 1 << 20) -> None:
+    """Reverse the order of a vector, in place, so many entries from each end at once."""
+    half, size = len(entries) // 2, len(entries)
+    for start in range(0, half, at_once):
+        stop = min(start + at_once, half)
+        first, last = entries[start:stop], entries[size - stop : size - start]
+        kept = first.flip(0)
+        first.copy_(last.flip(0))
+        last.copy_(kept)
+
+
+def inverse_factor_(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The upper triangular $U$ with $M^{-1} = U^\top U$, in M's memory: the inverse of the `upper_factor_`, and its pivot.
 
     Takes a third of the operations of factorising, inverting and factorising again, and avoids the rounding errors of an
     explicit $M^{-1}$.
     """
-    factor, pivot = upper_factor(matrix)
+    factor, pivot = upper_factor_(matrix)
     return invert_triangular_(factor), pivot
 
 
@@ -163,11 +178,21 @@ def dot_float64(one: Tensor, other: Tensor) -> float:
     return float(sum((devices.full_precision(x) * devices.full_precision(y)).sum() for x, y in parts))
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; computed on the CPU for MPS devices."""
+def eigh(matrix: Tensor, *, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, (n,), and eigenvectors as columns, (n, n), of a symmetric matrix; computed on the CPU for MPS devices.
+
+    With `overwrite` the eigenvectors take the memory of the matrix.
+    """
     device = matrix.device
-    values, vectors = torch.linalg.eigh(matrix.cpu() if device.type == "mps" else matrix)
-    return values.to(device), vectors.to(device)
+    if device.type == "mps":
+        values, vectors = torch.linalg.eigh(matrix.cpu())
+        return values.to(device), vectors.to(device)
+    if overwrite:
+        vectors = matrix.mT if matrix.is_contiguous() else matrix  # LAPACK's order, so that nothing is copied
+        values, vectors = torch.linalg.eigh(vectors, out=(matrix.new_empty(len(matrix)), vectors))
+    else:
+        values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors
 
 
 def quadratic_form(left: Tensor, gram: Tensor, right: Tensor) -> Tensor:

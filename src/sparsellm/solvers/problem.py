@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.runtime import devices
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import add_diagonal, cholesky, quadratic_form
+from sparsellm.solvers.linalg import add_diagonal, cholesky_, quadratic_form
 from sparsellm.solvers.patterns import Pattern, keep_unpruned
 from sparsellm.solvers.statistics import Gram, InputRMS, TokenCount
 
@@ -69,7 +69,7 @@ class LayerProblem:
         gram = inputs.view.to(prior.dtype)
         # Solving for the correction W* - W0 returns exactly W0 if y = W0 x, whatever the rounding of the solve.
         residual = cross.to(prior.dtype) - matmul(prior, gram)
-        lower = cholesky(add_diagonal(gram, ridge), ridge, "ridge")
+        lower = cholesky_(add_diagonal(gram, ridge), ridge, "ridge")
         return cls(prior + torch.cholesky_solve(residual.T, lower).T, inputs, curvature)
 
     def keep(self, pattern: Pattern, score: Tensor, *, per_row: bool = False) -> Tensor:

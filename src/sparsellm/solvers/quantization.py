@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
 from sparsellm.runtime.products import matmul
-from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor
+from sparsellm.solvers.linalg import add_diagonal, check_pivot, conjugate_gradient_refit, inverse_factor_
 
 Bits = Literal[3, 4, 8]
 """Widths of an integer that can be stored."""
@@ -203,7 +203,7 @@ def gptq(weight: Tensor, gram: Tensor, bits: int, group_size: int, *, mask: Tens
     keep = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
     nearest = round_to_nearest(weight, bits, group_size, mask=keep, importance=gram.diagonal())
     limits, order = integer_range(bits, _density(keep)), gram.diagonal().argsort(descending=True, stable=True)
-    factor, pivot = inverse_factor(gram[order][:, order])
+    factor, pivot = inverse_factor_(gram[order][:, order])
     check_pivot(pivot, len(gram), 0.0)
     columns, keep = weight.T[order].float(), keep.T[order].float()  # (in, out)
     scales = expand_groups(nearest.scales.float(), group_size, len(gram)).T[order]

@@ -15,9 +15,9 @@ from sparsellm.solvers.linalg import (
     add_curvature_diagonal,
     add_diagonal_,
     check_pivot,
-    inverse_factor,
+    inverse_factor_,
     invert_triangular_,
-    upper_factor,
+    upper_factor_,
 )
 from sparsellm.solvers.patterns import NM, Pattern, Unstructured, keep_largest, keep_unpruned
 from sparsellm.solvers.problem import MIN_CURVATURE, LayerProblem
@@ -85,23 +85,27 @@ class SparseGPT:
         factors = self._factorize(problem)
         for pivot, size in factors.pivots:
             check_pivot(pivot, size, self.damping)
-        return self._prune(problem, pattern, factors)
+        columns = self._prune(problem, pattern, factors)
+        del factors  # before the result is copied
+        return columns.T.contiguous()
 
     def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
         factors = self._factorize(problem)
-        return self._prune(problem, pattern, factors), (torch.stack([pivot for pivot, _ in factors.pivots]) == 0).all()
+        return self._prune(problem, pattern, factors).T.contiguous(), (
+            torch.stack([pivot for pivot, _ in factors.pivots]) == 0
+        ).all()
 
     def _factorize(self, problem: LayerProblem) -> _Factors:
         """Factorise the damped Gram matrix, and the damped curvature if there is one, without a device synchronisation."""
-        factor, pivot = upper_factor(add_diagonal_(problem.gram, self.damping))
+        factor, pivot = upper_factor_(add_diagonal_(problem.gram, self.damping))
         if problem.curvature is None:
             return _Factors(factor, 1.0, ((pivot, len(factor)),))
-        inverse, curvature_pivot = inverse_factor(add_curvature_diagonal(problem.curvature, max(self.damping, MIN_CURVATURE)))
+        inverse, curvature_pivot = inverse_factor_(add_curvature_diagonal(problem.curvature, max(self.damping, MIN_CURVATURE)))
         pivots = (pivot, len(factor)), (curvature_pivot, len(inverse))
         return _Factors(factor, inverse.square().sum(0).reciprocal(), pivots)
 
     def _prune(self, problem: LayerProblem, pattern: Pattern, factors: _Factors) -> Tensor:
-        """The pruned weight, (out, in)."""
+        """The pruned weight's columns, (in, out)."""
         columns = problem.weight.T.masked_fill((problem.rms == 0).unsqueeze(1), 0).contiguous()  # (in, out)
         changes = torch.empty_like(columns)  # pruned minus dense, for the columns done
         factor = factors.gram
@@ -124,7 +128,7 @@ class SparseGPT:
             else:
                 _sweep(block_columns, block_factor, keep, pattern=pattern, pruned_mask=pruned_mask)
             torch.sub(block_columns, dense, out=changes[start:end])
-        return columns.T.contiguous()
+        return columns
 
 
 class _Factors(NamedTuple):
@@ -133,7 +137,7 @@ class _Factors(NamedTuple):
     Attributes:
         gram: R, (in, in), upper triangular.
         row: (out,), factor on the scores of each row; affects unstructured patterns only, which compare rows.
-        pivots: The pivot at which each factorisation failed, as `cholesky_ex` gives it, and the size of its matrix.
+        pivots: The pivot at which each factorisation failed, as `cholesky_ex_` gives it, and the size of its matrix.
     """
 
     gram: Tensor

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from sparsellm.errors import SingularGram
+from sparsellm.solvers import linalg
 from sparsellm.solvers.linalg import (
     add_diagonal,
     all_finite,
-    cholesky,
+    cholesky_,
     conjugate_gradient_refit,
     count_zeros,
     dead_inputs,
     dot_float64,
     eigh,
-    inverse_factor,
+    inverse_factor_,
     quadratic_form,
 )
 
@@ -58,11 +59,11 @@ def exact_refit(target: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
 def test_inverse_factor_is_the_upper_factor_of_the_inverse(size: int, dtype: torch.dtype) -> None:
     """U is upper triangular with a positive diagonal, and UᵀU is the inverse."""
     gram = gram_of(size, dtype=dtype)
-    before = gram.clone()
-    upper, pivot = inverse_factor(gram)
+    matrix = gram.clone()
+    upper, pivot = inverse_factor_(matrix)
     assert int(pivot) == 0
     assert upper.dtype == dtype
-    assert torch.equal(gram, before)
+    assert upper.data_ptr() == matrix.data_ptr()
     assert torch.equal(upper, upper.triu())
     assert bool((upper.diagonal() > 0).all())
     rounding = 1e-12 if dtype == torch.float64 else 1e-4
@@ -71,6 +72,43 @@ def test_inverse_factor_is_the_upper_factor_of_the_inverse(size: int, dtype: tor
     torch.testing.assert_close(
         upper.double(), torch.linalg.cholesky(torch.linalg.inv(gram.double())).T, rtol=100 * rounding, atol=rounding
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_factors_are_those_of_torch_in_place(by_columns: bool, dtype: torch.dtype) -> None:
+    """The same bits, in the matrix's memory, whichever way it is stored."""
+    gram = gram_of(129, dtype=dtype)
+    gram = (gram + gram.T) / 2
+    matrix = gram.T.clone(memory_format=torch.contiguous_format).T if by_columns else gram.clone()
+    assert matrix.is_contiguous() != by_columns
+    lower = cholesky_(matrix, 0.0)
+    assert lower.data_ptr() == matrix.data_ptr()
+    assert torch.equal(lower, torch.linalg.cholesky(gram))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_eigenvectors_are_those_of_torch_in_place(by_columns: bool, dtype: torch.dtype) -> None:
+    """The same bits; the matrix is overwritten only if asked."""
+    gram = gram_of(65, dtype=dtype)
+    gram = (gram + gram.T) / 2
+    matrix = gram.T.clone(memory_format=torch.contiguous_format).T if by_columns else gram.clone()
+    wanted = torch.linalg.eigh(gram)
+    assert all(map(torch.equal, linalg.eigh(matrix), wanted))
+    assert torch.equal(matrix, gram)
+    values, vectors = linalg.eigh(matrix, overwrite=True)
+    assert torch.equal(values, wanted[0])
+    assert torch.equal(vectors, wanted[1])
+    assert vectors.data_ptr() == matrix.data_ptr()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 6, 7])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_reversed_in_place(size: int, at_once: int) -> None:
+    entries = torch.arange(size)
+    linalg._reverse_(entries, at_once)
+    assert entries.tolist() == list(range(size))[::-1]
 
 
 def test_damping_adds_a_share_of_the_mean() -> None:
@@ -104,7 +142,7 @@ def test_dead_inputs_get_the_mean_and_couple_to_nothing() -> None:
     assert not bool(off[[0, 4, 9]].any())
     live = [1, 2, 3, 5, 6, 7, 8]
     assert torch.equal(result[live][:, live], gram[live][:, live])
-    factor, _ = inverse_factor(result)
+    factor, _ = inverse_factor_(result)
     assert bool(factor.isfinite().all())
     assert not bool((factor - factor.diagonal().diag())[[0, 4, 9]].any())
 
@@ -121,12 +159,12 @@ def test_singular_matrices_raise(dtype: torch.dtype) -> None:
     gram[:3, :3] = gram_of(3, dtype=dtype)
     gram[5, 5] = -1
     with pytest.raises(SingularGram, match=r"pivot \d+ of 8 with damping=0\.25.*raise `damping`"):
-        cholesky(gram, 0.25)
+        cholesky_(gram, 0.25)
     with pytest.raises(ArithmeticError):
-        cholesky(-torch.eye(4, dtype=dtype), 0)
-    assert int(inverse_factor(-torch.eye(4, dtype=dtype))[1]) == 1
+        cholesky_(-torch.eye(4, dtype=dtype), 0)
+    assert int(inverse_factor_(-torch.eye(4, dtype=dtype))[1]) == 1
     low_rank = gram_of(16, tokens=5, dtype=dtype)
-    lower = cholesky(add_diagonal(low_rank, 0.01), 0.01)
+    lower = cholesky_(add_diagonal(low_rank, 0.01), 0.01)
     torch.testing.assert_close(lower @ lower.T, add_diagonal(low_rank, 0.01), rtol=1e-4, atol=1e-4)
 
 
@@ -136,8 +174,8 @@ def test_non_finite_matrices_raise(bad: float) -> None:
     matrix = torch.eye(4)
     matrix[2, 2] = bad
     with pytest.raises(SingularGram):
-        cholesky(matrix, 0.01)
-    assert int(inverse_factor(matrix)[1]) > 0
+        cholesky_(matrix, 0.01)
+    assert int(inverse_factor_(matrix)[1]) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
