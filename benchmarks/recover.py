@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from measuring import MEASURED, markdown_table, read_figures, record
+from measuring import MEASURED, arguments, markdown_table, program, read_figures, record
 from results import STORIES
 
 import sparsellm
@@ -49,7 +51,11 @@ ROADS: dict[str, dict[str, Any]] = {
     "lora, text": {"train": "lora", "loss": "text"},
     "norms, text": {"train": "norms", "loss": "text"},
     "full, hidden": {"loss": "hidden"},
+    "full, gradual": {"stages": 4},
 }
+
+GRADUAL, START = "full, gradual", "50%"
+"""From half of the weights on, in stages of as many steps each; the share is that of what one pruning to the end loses."""
 
 WANTED = {"full": 0.5, "lora": 0.3, "norms": 0.1}
 """Shares that were asked for."""
@@ -77,13 +83,19 @@ def measure(words: argparse.Namespace) -> None:
             for pattern in words.patterns:
                 for pruner in words.pruners:
                     keys = {road: f"{pruner} | {pattern} | {seed} | {road}" for road in words.roads}
-                    missing = [road for road in words.roads if keys[road] not in read_figures(file)]
+                    known = read_figures(file)
+                    missing = [road for road in words.roads if keys[road] not in known]
+                    if ":" in pattern and GRADUAL in missing:  # stages are unstructured
+                        missing.remove(GRADUAL)
                     if not missing:
                         continue
                     pruned = folder / f"{pruner}-{pattern.replace(':', '-')}-{seed}"
                     recipe = read_recipe({"model": words.model, "sparsity": pattern, "seed": seed, **data, **PRUNERS[pruner]})
                     run(recipe, shared=shared).save_pretrained(pruned)
                     for road in missing:
+                        if road == GRADUAL:
+                            record(file, keys[road], _gradual(words.model, pattern, pruned, {**data, "seed": seed}))
+                            continue
                         settings = {**data, "seed": seed, **PRODUCTS, **ROADS[road]}
                         record(file, keys[road], _recovered(words.model, pruned, settings, shared))
 
@@ -106,6 +118,25 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
         "best step": report.recovered.steps,
         "seconds": seconds,
     }
+
+
+def _gradual(model: str, pattern: str, pruned: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """The perplexities of a gradual pruning beside those of `pruned`, and its seconds of processor time."""
+    half, out, stages = pruned.with_name("half"), pruned.with_name("gradual"), ROADS[GRADUAL]["stages"]
+    started = sum(os.times()[2:4])
+    pruning = {name: value for name, value in data.items() if not name.startswith("evaluate")}
+    training = {"to": pattern, "stages": stages, "against": model, **data, **PRODUCTS, "overwrite": True, "quiet": True}
+    for command in (
+        arguments("prune", model, half, sparsity=START, overwrite=True, quiet=True, **pruning),
+        [*arguments("recover", half, out, **training), "--from", START],
+    ):
+        subprocess.run([*program(), *command], check=True, stdout=sys.stderr)
+    seconds = sum(os.times()[2:4]) - started
+    last, once = (json.loads((folder / "sparsellm.json").read_text(encoding="utf-8")) for folder in (out, pruned))
+    ((dense, after),) = ((x["dense"]["value"], x["pruned"]["value"]) for x in once["perplexity"].values())
+    (found,) = (x["pruned"]["value"] for x in last["perplexity"].values())
+    share = math.log(after / found) / math.log(after / dense)
+    return {"dense": dense, "pruned": after, "recovered": found, "share": share, "steps": stages, "seconds": seconds}
 
 
 def table() -> list[str]:
