@@ -179,8 +179,7 @@ ToSparsity = Annotated[str | None, _gradual("--to", metavar="PERCENT", help="Spa
 _STAGES = "Number of stages, each of which prunes further and then trains."
 Stages = Annotated[int | None, _gradual(metavar="N", help=_STAGES, show_default="4")]
 _TEXT = "Text to measure the perplexity on: a file, or c4, wikitext2, ptb or demo."
-# typer 0.27 would call an option like its placeholder.
-Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]
+Text = Annotated[list[str] | None, typer.Option("--text", metavar="TEXT", help=_TEXT)]  # typer 0.27 names it --TEXT
 
 Config = Annotated[str | None, _output(metavar="FILE", help="Recipe file (YAML) or saved report; options override it.")]
 PrintConfig = Annotated[bool, _output("--print-config", help="Print the recipe as YAML and exit.", hidden=True)]

@@ -91,9 +91,8 @@ class SparseGPT:
 
     def solve_async(self, problem: LayerProblem, pattern: Pattern) -> tuple[Tensor, Tensor]:
         factors = self._factorize(problem)
-        return self._prune(problem, pattern, factors).T.contiguous(), (
-            torch.stack([pivot for pivot, _ in factors.pivots]) == 0
-        ).all()
+        succeeded = torch.stack([pivot for pivot, _ in factors.pivots]) == 0
+        return self._prune(problem, pattern, factors).T.contiguous(), succeeded.all()
 
     def _factorize(self, problem: LayerProblem) -> _Factors:
         """Factorise the damped Gram matrix, and the damped curvature if there is one, without a device synchronisation."""
@@ -108,8 +107,7 @@ class SparseGPT:
         """The pruned weight's columns, (in, out)."""
         columns = problem.weight.T.masked_fill((problem.rms == 0).unsqueeze(1), 0).contiguous()  # (in, out)
         changes = torch.empty_like(columns)  # pruned minus dense, for the columns done
-        factor = factors.gram
-        inputs, outputs = columns.shape
+        factor, (inputs, outputs) = factors.gram, columns.shape
         block = _multiple_of_span(self.block, pattern)
         for start in range(0, inputs, block):
             end = min(start + block, inputs)

@@ -20,8 +20,8 @@ except ImportError:
     triton = None
 
 MAX_TOKENS = 16
-"""Most tokens of the kernel. For more, the weight is decoded and torch multiplies: on an NVIDIA H100 that took 139 to 188
-microseconds for a projection of Llama-2-7B and 64 tokens, where the kernel takes 42 to 115 for 16."""
+"""Most tokens of the kernel. For more, the weight is decoded and torch multiplies, which takes longer
+than the kernel for 16 tokens on an NVIDIA H100."""
 
 GROUP = 8
 """Positions among the kept values that are read at once. Those that belong to one row share a first column; their own columns
