@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -20,8 +21,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 
@@ -87,6 +86,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
+        "max_grad_norm": 0.1,
         "save_strategy": "no",
         "report_to": [],
         "use_cpu": True,
@@ -95,7 +95,9 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **settings | changes)
 
 
-def train(model: PreTrainedModel, settings: TrainingArguments, *callbacks: TrainerCallback, resume: bool = False) -> Trainer:
+def train(
+    model: PreTrainedModel, settings: TrainingArguments, *callbacks: TrainerCallback, resume: bool | str = False
+) -> Trainer:
     """Train with masks held."""
     trainer = Trainer(model, settings, train_dataset=sequences(), callbacks=[SparsityCallback(), *callbacks])
     trainer.train(resume_from_checkpoint=resume or None)
@@ -111,33 +113,44 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: Seq
         optimizer.zero_grad()
 
 
-def in_process(rank: int, count: int, folder: Path) -> None:
-    """Train under DDP and under FSDP2 as one of several processes, and save the results of the first one.
-
-    accelerate leaves FSDP out on CPUs, so the callback's events are called here, in the order of the Trainer's.
-    """
+def join_group(rank: int, count: int, folder: Path) -> None:
+    """Become one of several processes that train together."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # accelerate asks for them; the group below is the one used
     store = torch.distributed.FileStore(str(folder / "store"), count)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    settings = arguments(folder, per_device_train_batch_size=4 // count, ddp_backend="gloo")
-    results = {"ddp": train(pruned_model(), settings).model.state_dict()}
-    batches = [batch.chunk(count)[rank] for batch in token_batches()]
-    for name in ("fsdp callback", "fsdp loop"):
-        model, callback = pruned_model(), SparsityCallback()
-        callback.on_init_end(settings, TrainerState(), TrainerControl(), model=model)
-        for block in (*model.model.layers, model):
-            fully_shard(block)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if name == "fsdp callback":
-            callback.on_train_begin(settings, TrainerState(), TrainerControl(), model=model)
-            for batch in batches:
-                steps(model, optimizer, [batch])
-                callback.on_optimizer_step(settings, TrainerState(), TrainerControl())
-            callback.on_train_end(settings, TrainerState(), TrainerControl())
-        else:
-            with fixed_masks(model, optimizer):
-                steps(model, optimizer, batches)
+
+
+def sharding_arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Settings of a training under FSDP2, with each decoder block as a unit.
+
+    accelerate ignores `fsdp` on CPUs, so it is told that the processes have a GPU each; their device stays the CPU.
+    """
+    settings = arguments(folder, fsdp=True, fsdp_config={"version": 2}, **changes)
+    assert settings.device.type == "cpu"
+    settings.distributed_state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return settings
+
+
+def in_process(rank: int, count: int, folder: Path) -> None:
+    """Train under DDP and under FSDP2 as one of several processes, and save the results of the first one."""
+    join_group(rank, count, folder)
+    batch_size = {"per_device_train_batch_size": 4 // count}
+    results = {"ddp": train(pruned_model(), arguments(folder, ddp_backend="gloo", **batch_size)).model.state_dict()}
+    saving = {"save_strategy": "steps", "save_steps": 2, **batch_size}
+    sharded = {"fsdp": train(pruned_model(), sharding_arguments(folder, **saving)).model}
+    again = sharding_arguments(folder, **batch_size)
+    sharded["fsdp resumed"] = train(pruned_model(), again, resume=str(folder / "checkpoint-2")).model
+    mixed = sharding_arguments(folder, bf16=True, **batch_size)
+    sharded["fsdp bf16"] = train(pruned_model(dtype=torch.bfloat16), mixed).model
+    sharded["fsdp loop"] = looped = pruned_model()
+    for block in (*looped.model.layers, looped):
+        fully_shard(block)
+    optimizer = torch.optim.AdamW(looped.parameters(), lr=1e-2)
+    with fixed_masks(looped, optimizer):
+        steps(looped, optimizer, [batch.chunk(count)[rank] for batch in token_batches()])
+    for name, model in sharded.items():
+        assert isinstance(model, FSDPModule)
         results[name] = {key: tensor.full_tensor() for key, tensor in model.state_dict().items()}
     if rank == 0:
         for name, tensors in results.items():
