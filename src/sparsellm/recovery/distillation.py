@@ -26,10 +26,11 @@ from sparsellm.models.contexts import (
     product_dtype_context,
     require_grad_only,
 )
+from sparsellm.models.kv_cache import preallocate
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, store_scales
 from sparsellm.recovery.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
-from sparsellm.runtime import collectives
+from sparsellm.runtime import collectives, devices
 from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
@@ -98,13 +99,22 @@ def generate_samples(
             pieces, past = [prompt.to(model.device)], None
             while sum(piece.shape[1] for piece in pieces) < length:  # unlike `generate`, continues after an end-of-text token
                 output = model(input_ids=pieces[-1], past_key_values=past, use_cache=True)
+                if past is None:
+                    preallocate(output.past_key_values, length)
                 past = output.past_key_values
-                pieces.append(torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=token_generator))
+                pieces.append(_draw_tokens(output.logits[:, -1], token_generator))
                 if progress is not None:
                     done = (len(pieces) - 1) / (length - prompt_length)
                     progress(number * AT_A_TIME + done * len(prompt), count)
             local.append(torch.cat(pieces, 1).tolist())
     return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
+
+
+def _draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of each row's distribution, (batch, 1). `torch.multinomial` draws a number for each entry of the vocabulary."""
+    cumulative = logits.float().softmax(-1).cumsum(-1, dtype=devices.widest_float(logits.device))
+    drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[-1] - 1)
 
 
 def model_training(

@@ -35,8 +35,8 @@ LORA_BYTES = 24, 16
 CALL_SECONDS = 1e-3
 """Seconds for calling the modules of a block on a token, beside the operations."""
 
-CACHE_PASSES, SAMPLING_BYTES = 6, 600
-"""How often a generated token reads or writes the keys and values so far; bytes read and written to draw it, for each logit."""
+CACHE_PASSES, SAMPLING_BYTES = 3, 70
+"""Passes over the keys and values so far for a generated token; bytes read and written for each logit to draw it."""
 
 LOGITS_PASSES = 10
 """How often a float32 logit is read or written for its cross entropy and the gradient by it."""

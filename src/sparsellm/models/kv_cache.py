@@ -1,0 +1,35 @@
+"""Keys and values of the tokens so far, when a sequence of known length is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of a layer, in memory for `length` tokens; `DynamicLayer` copies all of them for each new token."""
+
+    def __init__(self, layer: DynamicLayer, length: int) -> None:
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self._memory = [x.new_empty((*x.shape[:-2], length, x.shape[-1])) for x in (layer.keys, layer.values)]
+        self.update(layer.keys, layer.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values, (batch, heads, seq, head); return those of all tokens so far."""
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[..., start:end, :] = states
+        self.keys, self.values = (memory[..., :end, :] for memory in self._memory)
+        return self.keys, self.values
+
+
+def preallocate(cache: Cache, length: int) -> None:
+    """Give the layers of a cache that grow with each token memory for `length` tokens, in place; other kinds are left."""
+    layers = getattr(cache, "layers", [])
+    for number, layer in enumerate(layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            layers[number] = PreallocatedLayer(layer, length)
