@@ -3,11 +3,12 @@
     python benchmarks/recover.py measure demo:opt
     python benchmarks/recover.py measure PATH/wt2-llama --calibrate train.txt --test test.txt
     python benchmarks/recover.py measure PATH/wt2-llama --calibrate train.txt --test test.txt --patterns 80% --seeds 0
+    python benchmarks/recover.py time demo:opt
     python benchmarks/recover.py table
 
 The share is that of the lost logarithm of the perplexity, on a text that neither pruning nor training reads. Every cell is
 written to benchmarks/measured/recover-MODEL.json as soon as it is known, so that a killed run continues. With a .json list of
-stories for both texts, the first 1,800 stories calibrate and the rest measure.
+stories for both texts, the first 1,800 stories calibrate and the rest measure. `time` trains for a fifth of the steps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,10 +29,13 @@ from measuring import MEASURED, arguments, markdown_table, program, read_figures
 from results import STORIES
 
 import sparsellm
+from sparsellm.recovery import masked_training
+from sparsellm.runs.events import GENERATING, TRAINING
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
+from sparsellm.runs.training import model_written
 
 PATTERNS = ("70%", "80%", "90%", "2:4")
 SEEDS = (0, 1, 2)
@@ -57,8 +59,11 @@ ROADS: dict[str, dict[str, Any]] = {
 GRADUAL, START = "full, gradual", "50%"
 """From half of the weights on, in stages of as many steps each; the share is that of what one pruning to the end loses."""
 
-WANTED = {"full": 0.5, "lora": 0.3, "norms": 0.1}
-"""Shares that were asked for."""
+TIMED_ROADS, TIMED_STEPS, TIMED_VALIDATIONS = ("full", "lora", "norms", "full, text"), 240, 2
+"""Validations are as frequent as in a training of the usual length."""
+
+
+FILES = [file for file in sorted(MEASURED.glob("recover-*.json")) if file.stem != "recover-memory"]
 
 
 def file_of(model: str) -> Path:
@@ -66,19 +71,24 @@ def file_of(model: str) -> Path:
     return MEASURED / f"recover-{Path(model.replace('demo:', 'demo-')).name}.json"
 
 
+def texts(words: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The settings of the texts that calibrate and measure."""
+    calibrate, test = words.calibrate, words.test
+    if calibrate == test and calibrate.endswith(".json"):
+        stories = json.loads(Path(calibrate).read_text(encoding="utf-8"))
+        calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
+        Path(calibrate).write_text(json.dumps(stories[:STORIES]), encoding="utf-8")
+        Path(test).write_text(json.dumps(stories[STORIES:]), encoding="utf-8")
+    reads = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH}
+    return reads | {"evaluate": test, "evaluate_limit": WINDOWS}
+
+
 def measure(words: argparse.Namespace) -> None:
     """Fill the model's file of figures, cell by cell."""
     file = file_of(words.model)
     with tempfile.TemporaryDirectory() as name:
-        folder, calibrate, test = Path(name), words.calibrate, words.test
-        if calibrate == test and calibrate.endswith(".json"):
-            stories = json.loads(Path(calibrate).read_text(encoding="utf-8"))
-            calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
-            Path(calibrate).write_text(json.dumps(stories[:STORIES]), encoding="utf-8")
-            Path(test).write_text(json.dumps(stories[STORIES:]), encoding="utf-8")
-        data = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH}
-        data |= {"evaluate": test, "evaluate_limit": WINDOWS}
-        shared = DenseCache(folder / "dense")
+        folder = Path(name)
+        data, shared = texts(words, folder), DenseCache(folder / "dense")
         for seed in words.seeds:
             for pattern in words.patterns:
                 for pruner in words.pruners:
@@ -100,12 +110,28 @@ def measure(words: argparse.Namespace) -> None:
                         record(file, keys[road], _recovered(words.model, pruned, settings, shared))
 
 
+def time_roads(words: argparse.Namespace) -> None:
+    """Add the seconds of generating text and of training to the model's file."""
+    masked_training.VALIDATIONS = TIMED_VALIDATIONS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = texts(words, folder)
+        pruning = read_recipe({"model": words.model, "method": "sparsegpt", "sparsity": "80%", **data})
+        run(pruning).save_pretrained(folder / "pruned")
+        for road in TIMED_ROADS:
+            settings = {"model": words.model, "pruned": str(folder / "pruned"), "steps": TIMED_STEPS, **PRODUCTS}
+            recipe = read_recovery({**settings, **data, **ROADS[road]})
+            report = run(recipe).report
+            record(file_of(words.model), f"seconds | {road}", {"seconds": report.seconds[TRAINING], "count": TIMED_STEPS})
+            if road == "full":
+                count = model_written(recipe, SAMPLES, LENGTH)
+                record(file_of(words.model), "seconds | text", {"seconds": report.seconds[GENERATING], "count": count})
+
+
 def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: DenseCache) -> dict[str, Any]:
-    """The perplexities before and after a recovery, and its seconds of processor time."""
-    started = time.process_time()
+    """The perplexities before and after a recovery."""
     recipe = read_recovery({"model": model, "pruned": str(pruned), **settings})
     report = run(recipe, shared=shared).report
-    seconds = time.process_time() - started
     (text,) = report.perplexity
     dense, before, after = report.in_order(text)
     assert report.recovered is not None
@@ -116,14 +142,12 @@ def _recovered(model: str, pruned: Path, settings: dict[str, Any], shared: Dense
         "share": math.log(before.value / after.value) / math.log(before.value / dense.value),
         "steps": recipe.model_steps,
         "best step": report.recovered.steps,
-        "seconds": seconds,
     }
 
 
 def _gradual(model: str, pattern: str, pruned: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The perplexities of a gradual pruning beside those of `pruned`, and its seconds of processor time."""
+    """The perplexities of a gradual pruning beside those of `pruned`."""
     half, out, stages = pruned.with_name("half"), pruned.with_name("gradual"), ROADS[GRADUAL]["stages"]
-    started = sum(os.times()[2:4])
     pruning = {name: value for name, value in data.items() if not name.startswith("evaluate")}
     training = {"to": pattern, "stages": stages, "against": model, **data, **PRODUCTS, "overwrite": True, "quiet": True}
     for command in (
@@ -131,21 +155,19 @@ def _gradual(model: str, pattern: str, pruned: Path, data: dict[str, Any]) -> di
         [*arguments("recover", half, out, **training), "--from", START],
     ):
         subprocess.run([*program(), *command], check=True, stdout=sys.stderr)
-    seconds = sum(os.times()[2:4]) - started
     last, once = (json.loads((folder / "sparsellm.json").read_text(encoding="utf-8")) for folder in (out, pruned))
     ((dense, after),) = ((x["dense"]["value"], x["pruned"]["value"]) for x in once["perplexity"].values())
     (found,) = (x["pruned"]["value"] for x in last["perplexity"].values())
     share = math.log(after / found) / math.log(after / dense)
-    return {"dense": dense, "pruned": after, "recovered": found, "share": share, "steps": stages, "seconds": seconds}
+    return {"dense": dense, "pruned": after, "recovered": found, "share": share, "steps": stages}
 
 
 def table() -> list[str]:
     """The shares in Markdown, mean and standard deviation over seeds, with the perplexities of the models."""
     lines: list[str] = []
-    files = [file for file in sorted(MEASURED.glob("recover-*.json")) if file.stem != "recover-memory"]
-    measured = {key.split(" | ")[3] for file in files for key in read_figures(file) if key.count(" | ") == 3}
+    measured = {key.split(" | ")[3] for file in FILES for key in read_figures(file) if key.count(" | ") == 3}
     columns = [road for road in ROADS if road in measured]
-    for file in files:
+    for file in FILES:
         cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for key, figure in read_figures(file).items():
             if key.count(" | ") == 3:
@@ -153,28 +175,41 @@ def table() -> list[str]:
                 cells[pruner, pattern][road].append(figure)
         rows = []
         for (pruner, pattern), roads in cells.items():
-            figures = next(iter(roads.values()))
-            start = f"{mean(x['dense'] for x in figures):.2f} → {mean(x['pruned'] for x in figures):.2f}"
-            rows.append([pattern, pruner, start, *(_share(roads.get(road, [])) for road in columns)])
+            figures = roads["full"] or next(iter(roads.values()))
+            states = ("dense", "pruned", "recovered") if roads["full"] else ("dense", "pruned")
+            means = [f"{mean(x[state] for x in figures):.2f}" for state in states]
+            rows.append([pattern, pruner, " → ".join(means), *(_share(roads.get(road, [])) for road in columns)])
         lines += [f"{file.stem.removeprefix('recover-')}:", ""]
-        lines += [*markdown_table(["pattern", "pruned by", "perplexity", *columns], rows, left=(0, 1)), ""]
+        header = ["pattern", "pruned by", "perplexity: dense → pruned → full", *columns]
+        lines += [*markdown_table(header, rows, left=(0, 1)), ""]
     return lines[:-1]
 
 
 def _share(figures: list[dict[str, Any]]) -> str:
-    """Mean share in per cent with its standard deviation over seeds, and mean seconds; an asterisk for fewer, larger steps."""
+    """Mean share in per cent with its standard deviation over seeds; an asterisk for fewer, larger steps."""
     if not figures:
         return ""
     shares = [100 * figure["share"] for figure in figures]
     spread = f" ± {stdev(shares):.0f}" if len(shares) > 1 else ""
     steps = "" if all("steps" in figure for figure in figures) else " *"  # 300 of 2,048 tokens, which were the default before
-    return f"{mean(shares):.0f}{spread} % ({mean(figure['seconds'] for figure in figures):.0f} s){steps}"
+    return f"{mean(shares):.0f}{spread} %{steps}"
+
+
+def seconds_table() -> list[str]:
+    """Seconds of generating text and of training in Markdown, for 1,000 sequences or steps."""
+    rows = []
+    for file in FILES:
+        figures = {key.removeprefix("seconds | "): x for key, x in read_figures(file).items() if key.startswith("seconds | ")}
+        cells = (figures.get(name) for name in ("text", *TIMED_ROADS))
+        seconds = [f"{1000 * x['seconds'] / x['count']:.0f}" if x else "" for x in cells]
+        rows.append([file.stem.removeprefix("recover-"), *seconds])
+    return markdown_table(["seconds for 1,000", "sequences", *(f"steps: {road}" for road in TIMED_ROADS)], rows, left=(0,))
 
 
 def main() -> None:
-    """Measure a model, or print the table."""
+    """Measure or time a model, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["measure", "table"])
+    parser.add_argument("command", choices=["measure", "time", "table"])
     parser.add_argument("model", nargs="?", default="demo:opt")
     parser.add_argument("--calibrate", default="demo")
     parser.add_argument("--test", default="demo")
@@ -184,11 +219,11 @@ def main() -> None:
     parser.add_argument("--roads", nargs="+", default=tuple(ROADS), choices=ROADS)
     words = parser.parse_args()
     if words.command == "table":
-        print("\n".join(table()))
-    else:
-        torch.set_num_threads(1)
-        print(sparsellm.__file__, file=sys.stderr)
-        measure(words)
+        print("\n".join([*table(), "", *seconds_table()]))
+        return
+    torch.set_num_threads(1)
+    print(sparsellm.__file__, file=sys.stderr)
+    (measure if words.command == "measure" else time_roads)(words)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "gpu": gpu.table,
     "gpu products": gpu_products.table,
     "recovered": recover.table,
+    "recovery seconds": recover.seconds_table,
     "offload": streaming.tables,
     "planning": planning.tables,
     "memory": memory_budget.table,
