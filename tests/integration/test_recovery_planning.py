@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from sparsellm.runs.recovery import read_recovery
 from sparsellm.runs.run import run
 from sparsellm.runs.workspace import work_directory
 from tests.cli.test_bad_input import refused
+from tests.conftest import report_of
 from tests.meter import Meter
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def test_plan_tells_what_a_recovery_takes(
     ran = command(*base, "--steps", 10, "--layers")
     assert ran.exit_code == 0, ran.stderr
     assert "by 10 gradient steps over the whole model" in ran.stdout
-    assert "21 layers to recover" in ran.stdout
+    assert "21 layers to recover: 6 of 32 x 32 at 50%, 6 of 16 x 32 at 50%" in ran.stdout
     assert "training the whole model" in ran.stdout
     plans = {
         scope: json.loads(command(*base, "--scope", scope, "--steps", 10, "--json").stdout) for scope in ("model", "block")
@@ -54,6 +56,25 @@ def test_plan_tells_what_a_recovery_takes(
     assert plans["model"]["peak"]["data_bytes"] > plans["block"]["peak"]["data_bytes"]
     assert plans["model"]["seconds"] > 0
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_gives_the_range_of_sparsities(tiny: dict[str, Path], text_file: Path, tmp_path: Path, command: Command) -> None:
+    """A line for each shape, also where every layer has a sparsity of its own."""
+    reads = {"calibration": text_file, "samples": 4, "sequence_length": 32}
+    folder = prune(tiny["llama"], "wanda", "60%", allocation="owl", **reads).save_pretrained(tmp_path / "pruned")
+    ran = command("plan", tiny["llama"], "--recover", folder, "--calibration", text_file, *WORDS)
+    assert ran.exit_code == 0, ran.stderr
+    (line,) = (line for line in ran.stdout.splitlines() if "to recover" in line)
+    ranges = re.findall(r"(\d+) of (\d+) x (\d+) at ([\d.]+) to ([\d.]+)%", line)
+    assert [(int(count), int(out), int(into)) for count, out, into, *_ in ranges] == [
+        (6, 32, 32),
+        (6, 16, 32),
+        (6, 48, 32),
+        (3, 32, 48),
+    ]
+    sparsities = [layer["sparsity"] for block in report_of(folder)["blocks"] for layer in block["layers"]]
+    assert min(float(low) for *_, low, _ in ranges) == pytest.approx(100 * min(sparsities), abs=0.06)
+    assert max(float(high) for *_, high in ranges) == pytest.approx(100 * max(sparsities), abs=0.06)
 
 
 def test_what_a_planned_recovery_refuses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -147,7 +148,10 @@ def _integers(layer: LayerZeros) -> list[str]:
 def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None:
     """Print the estimates of a planned run, before them each layer if `layers` is set."""
     if layers:
-        each = [[x.name, f"{x.shape[0]} x {x.shape[1]}", str(x.pattern or f"dense: {x.reason}")] for x in plan.each_layer]
+        each = [
+            [x.name, f"{x.shape[0]} x {x.shape[1]}", _pattern_range([str(x.pattern)]) if x.pattern else f"dense: {x.reason}"]
+            for x in plan.each_layer
+        ]
         show(console, table(["layer", "shape", "pattern"], each))
         if (rule := plan.recipe.allocation_rule) == RULES[-1]:
             print_line(console, "Each layer's sparsity and the bits of its values are chosen once its errors are measured.")
@@ -155,13 +159,9 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
             print_line(console, f"The allocation rule {rule} changes each layer's sparsity and keeps that of all together.")
     placement, peak = plan.placement, plan.peak
     print_line(console, f"{plan.recipe.model}: {plan.recipe.describe()}")
-    open_yet = plan.recipe.allocation_rule == RULES[-1]
-    shapes = ", ".join(
-        f"{n} of {out} x {into}{'' if open_yet else f' at {pattern}'}" for (pattern, (out, into)), n in plan.layers.items()
-    )
     count = plural(sum(plan.layers.values()), "layer")
     action = "to recover" if isinstance(plan.recipe, RecoveryRecipe) else "to prune"
-    print_line(console, f"{plural(plan.blocks, 'block')}, {count} {action}: {shapes}.")
+    print_line(console, f"{plural(plan.blocks, 'block')}, {count} {action}: {_layers(plan)}.")
     if plan.coverage and (coverage := plan.coverage.describe()):
         print_line(console, coverage)
     print_line(console, f"The model, {human_bytes(placement.model)}, is {placement.note or 'in memory as a whole'}.")
@@ -181,6 +181,27 @@ def print_plan(console: Console, plan: RunPlan, *, layers: bool = False) -> None
     print_line(console, f"Time: about {human_seconds(plan.seconds)}.")
     if plan.most_samples is not None:
         print_line(console, f"Memory and disk suffice for up to --samples {plan.most_samples:,}.")
+
+
+def _layers(plan: RunPlan) -> str:
+    """The number of layers of each shape, and their pattern or the range of their sparsities."""
+    groups: dict[tuple[str, tuple[int, int]], Counter[str]] = defaultdict(Counter)
+    for (pattern, shape), count in plan.layers.items():
+        groups["%" if pattern.endswith("%") else pattern, shape][pattern] += count
+    chosen = plan.recipe.allocation_rule != RULES[-1]  # that rule chooses the patterns once it has measured the layers
+    return ", ".join(
+        f"{found.total()} of {out} x {into}" + (f" at {_pattern_range(list(found))}" if chosen else "")
+        for (_, (out, into)), found in groups.items()
+    )
+
+
+def _pattern_range(patterns: Sequence[str]) -> str:
+    """A pattern, or the range of several fractions."""
+    if len(patterns) == 1:
+        (pattern,) = patterns
+        return f"{float(pattern[:-1]):.5g}%" if pattern.endswith("%") else pattern
+    percentages = [float(pattern[:-1]) for pattern in patterns]
+    return f"{min(percentages):.1f} to {max(percentages):.1f}%"
 
 
 def _operations(count: float) -> str:
