@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +23,7 @@ try:
     from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
     from peft.tuners import lora
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, ModulesToSaveWrapper
 
     from sparsellm.recovery.masked_lora import MASKED
 except ImportError:
@@ -60,6 +60,8 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
         InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA; the model is sharded.
         UnsupportedModel: The model is quantised or packed.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidSetting(f"An adapter is added to a model, got {type(model).__name__}. Load it with from_pretrained first.")
     if _is_sharded(model):
         raise InvalidSetting("The model is sharded already. Add the adapter first, and shard the result.")
     if getattr(model, "is_quantized", False):
@@ -79,8 +81,11 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
             adapted = get_peft_model(model, config)
         except ValueError as error:
             raise InvalidSetting(f"The adapter cannot be added ({first_line(error)}). Change `target_modules`.") from error
-    else:
+    elif isinstance(config, (str, Path)):
         adapted = _load_adapter(model, Path(config))
+    else:
+        kind = type(config).__name__
+        raise InvalidSetting(f"Masks are held for LoRA only, got {kind}. Pass a LoraConfig, or the folder of a saved adapter.")
     problem = _mask_layers(adapted)
     if problem:
         adapted.unload()
@@ -108,6 +113,8 @@ def merge(model: PeftModel) -> PreTrainedModel:
         InvalidSetting: The adapter is merged already, or cannot be merged, or the model is sharded.
         UnsupportedModel: The model is quantised or packed.
     """
+    if not isinstance(model, PeftModel):
+        raise InvalidSetting(f"The model has no adapter of PEFT: got a {type(model).__name__}. Pass what sparse_lora returned.")
     if _is_sharded(model):
         raise InvalidSetting(
             "The weights are sharded over processes. Save the adapter, and merge it in one process, "
@@ -209,20 +216,41 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """Load a saved adapter for further training, after a check that it is for this model's layers."""
     if not (folder / CONFIG_NAME).is_file():
         raise BadCheckpoint(f"{folder} is not the folder of an adapter: it has no {CONFIG_NAME}.")
-    config = PeftConfig.from_pretrained(folder)
+    try:
+        config = PeftConfig.from_pretrained(folder)
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadCheckpoint(f"{folder / CONFIG_NAME} cannot be read ({first_line(error)}). Save the adapter again.") from error
     if not isinstance(config, LoraConfig) or config.init_lora_weights not in INITIAL:
         raise InvalidSetting(f"The adapter {folder} is not plain LoRA, the only kind that is trained with masks.")
-    if (file := folder / SAFETENSORS_WEIGHTS_NAME).is_file():
-        with safe_open(file, "pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  (it is not a mapping)
-                if problem := _mismatch(model, key, tensors.get_slice(key).get_shape()):
-                    raise InvalidSetting(
-                        f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for."
-                    )
+    if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise BadCheckpoint(f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
+    shapes = _shapes_in(folder / SAFETENSORS_WEIGHTS_NAME)
+    problems = (_mismatch(model, key, shape) for key, shape in shapes.items())
+    problem = next(filter(None, problems), None)
+    if not problem:
+        try:
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+        except (ValueError, RuntimeError) as error:
+            raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
+        saved = {key.partition(".lora_")[0] for key in shapes}
+        layers = [name for name, module in adapted.named_modules() if isinstance(module, lora.LoraLayer)]
+        missing = [name.removeprefix("base_model.model.") for name in layers if shapes and name not in saved]
+        if not missing:
+            return adapted
+        adapted.unload()
+        problem = f"it has nothing for {missing[0]}"
+    raise InvalidSetting(f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for.")
+
+
+def _shapes_in(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a safetensors file; none if there is no such file."""
+    if not file.is_file():
+        return {}
     try:
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
-    except (ValueError, RuntimeError) as error:
-        raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
+        with safe_open(file, "pt") as tensors:
+            return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118  (it is not a mapping)
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{file} is damaged ({first_line(error)}). Save the adapter again.") from error
 
 
 def _mismatch(model: PreTrainedModel, key: str, shape: list[int]) -> str | None:

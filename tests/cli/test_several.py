@@ -134,7 +134,7 @@ def test_an_interrupted_command_goes_on(
     out = tmp_path / "out"
     done = command("prune", tiny["llama"], out, *words)
     assert done.exit_code == 130
-    assert "1 of 3 outputs are finished and kept: pass --resume to continue" in done.stderr
+    assert "1 of 3 outputs is finished and kept: pass --resume to continue" in done.stderr
     first = (out / "50" / "model.safetensors").stat().st_mtime_ns
     refused(command("prune", tiny["llama"], out, *words), "is unfinished. Pass --resume")
     done = command("prune", tiny["llama"], out, *words, "--resume")

@@ -97,6 +97,28 @@ def test_masks_are_of_matrices_that_were_pruned() -> None:
     assert not pruned_masks(layer)
 
 
+def test_zeros_stay_where_an_optimizer_or_a_cast_replaces_the_memory_of_weights() -> None:
+    """`parameter.data = ...` leaves the parameter, but not the memory that it had."""
+
+    class Rebinding(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = closure()
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data - 1e-2
+            return loss
+
+    model = pruned_model()
+    zeros = zeros_of(model)
+    with sparsellm.fixed_masks(model, optimizer := Rebinding(model.parameters(), lr=0.1)):
+        step(model, optimizer)
+        model.bfloat16()
+        step(model, optimizer)
+    assert kept_zeros(zeros, model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(VerificationFailed, match="pruned weights are not zero"), sparsellm.fixed_masks(model, optimizer):
+        weight.data = torch.ones_like(weight)
+
+
 def test_a_lost_zero_raises() -> None:
     model = pruned_model()
     weight = model.model.layers[1].mlp.up_proj.weight.data

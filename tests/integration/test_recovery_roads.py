@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -177,6 +179,8 @@ def test_the_report_has_three_perplexities_and_the_curve(
     assert result.summary()["perplexity"].count("→") == 2
     card = (out / "README.md").read_text()
     assert all(f"{x.value:.3f}" in card for x in (dense, before, after))
+    changed = [name for block in result.report.blocks for name in block.changed_parameters]
+    assert verify(out, against=loud["opt"]).changed == len(changed) > 0
     curve = report_of(out)["recovered"]["curve"]
     assert [point["step"] for point in curve] == [0, *range(2, 21, 2)]
     assert curve[0]["training"] is None
@@ -211,6 +215,61 @@ def test_a_loss_that_turns_nan_is_told(
     monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 1e30))
     report = recover(folders["llama"], loud["llama"], TOKENS, **SETTINGS).report
     assert any("the best weights before it were kept" in note for note in report.notes)
+
+
+def test_a_training_that_wins_nothing_is_told(
+    folders: dict[str, Path],
+    loud: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A note has the losses, the weights stay, and the table has a column for each of three measurements."""
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 0.1))
+    out, half = tmp_path / "out", folders["llama"]
+    reads = ("--calibration", text_file, "--evaluate", text_file, "--samples", 16, "--sequence-length", 32)
+    ran = command("recover", half, out, "--against", loud["llama"], *reads, "--steps", 20, "--written", 0)
+    assert ran.exit_code == 0, ran.stderr
+    training = report_of(out)["recovered"]
+    assert training["steps"] == 0
+    best = min(point["held_out"] for point in training["curve"][1:])
+    told = f"no step lowered the held-out loss, {training['before']:.4g} before and at best {best:.4g} after"
+    assert told in " ".join(ran.stderr.split())
+    assert (out / "model.safetensors").read_bytes() == (half / "model.safetensors").read_bytes()
+    lines = [re.split(r"  +", line.strip()) for line in ran.stdout.splitlines()]
+    (row,) = (line for line in lines if len(line) == 4 and line[0] != "text")
+    head = lines[lines.index(row) - 1]
+    assert head == ["text", "dense perplexity", "pruned perplexity", "recovered perplexity"]
+    assert row[2] == row[3] != row[1]
+    alone = command("recover", half, tmp_path / "alone", *reads, "--loss", "text", "--steps", 20)
+    assert alone.exit_code == 0, alone.stderr
+    lines = [re.split(r"  +", line.strip()) for line in alone.stdout.splitlines()]
+    (row,) = (line for line in lines if len(line) == 4 and line[0] != "text")
+    assert row[1] == "-"
+    card = (tmp_path / "alone" / "README.md").read_text()
+    assert f"# {loud['llama'].name}, pruned" in card
+    assert "other tensors equal those of the pruned checkpoint" in card
+
+
+def test_a_held_out_loss_that_becomes_nan_is_told() -> None:
+    parameters = {"x": torch.nn.Parameter(torch.ones(2))}
+
+    def loss(number: int) -> Iterator[Tensor]:
+        moved = bool((parameters["x"] != 1).any())
+        yield parameters["x"].sum() * (float("nan") if moved and number == 3 else 1.0)
+
+    result = MaskedAdam(1, 0.1).run(parameters, {}, loss, groups=4, seed=0)
+    assert "the held-out loss became infinite or undefined at step 1" in result.note
+    assert torch.equal(parameters["x"], torch.ones(2))
+
+
+def test_the_pruned_model_is_not_its_own_teacher(folders: dict[str, Path]) -> None:
+    """By whatever name it is given."""
+    half = folders["llama"]
+    other = half.parent / ".." / half.parent.name / half.name
+    with pytest.raises(InvalidSetting, match="needs the dense model, and none was given"):
+        recover(half, str(other), TOKENS)
 
 
 @pytest.mark.long

@@ -112,7 +112,7 @@ def test_parquet_and_fields(tmp_path: Path) -> None:
         ("a.txt.gz", b"text", "is not a gzip file that can be read"),
         ("a.txt.gz", gzip.compress(b"text " * 99, mtime=0)[:-9], "is not a gzip file that can be read"),
         ("a.csv", b"text", "holds no text: all of its 0 documents"),
-        ("a.csv", b"a,b\n1,2", "has no field 'text'. It has: 'a', 'b'. Name the one that holds the text in `text_field`"),
+        ("a.csv", b"a,b\n1,2", "has no field 'text'. It has: 'a', 'b'. Name the one that holds the text, or chats, in"),
         ("a.csv", b"a,text\n1,2\n3\n", "line 3, has 1 cells, but line 1 names 2"),
         ("a.csv", b'text\n"a"b\n', "line 2, is not CSV"),
         ("a.jsonl", b'{"messages": [{"content": "a"}]}', "line 1, holds a list in field 'messages'; a string, or the messages"),

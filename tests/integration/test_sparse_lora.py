@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
+from sparsellm.recovery.fixed_masks import FixedMasks
 from tests.conftest import byte_tokenizer
 from tests.training import arguments, kept_zeros, pruned_model, same_zeros, sequences, token_batches, zeros_of
 
@@ -246,7 +249,7 @@ def test_adapters_for_other_layers_are_refused(tmp_path: Path) -> None:
     sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path / "llama")
     with pytest.raises(InvalidSetting, match=r"is for other layers: the model has no model\.layers\.0"):
         sparse_lora(pruned_model("gpt2"), tmp_path / "llama")
-    with pytest.raises(InvalidSetting, match=r"layers\.0\.mlp\.down_proj|q_proj has 16 inputs, the adapter 24"):
+    with pytest.raises(InvalidSetting, match=r"layers\.0\.mlp\.down_proj has 20 inputs, the adapter 24"):
         sparse_lora(other_width(), tmp_path / "llama")
     with pytest.raises(BadCheckpoint, match=r"it has no adapter_config\.json"):
         sparse_lora(pruned_model(), tmp_path)
@@ -255,6 +258,57 @@ def test_adapters_for_other_layers_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidSetting, match="is not plain LoRA"):
         sparse_lora(pruned_model(), tmp_path / "ia3")
+
+
+def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
+    """PEFT would leave the factors of the other layers as they begin."""
+    adapted = sparse_lora(pruned_model(), LORA)
+    adapted.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    fewer = {name: tensor for name, tensor in tensors.items() if "layers.0" in name}
+    assert 0 < len(fewer) < len(tensors)
+    save_file(fewer, tmp_path / "adapter_model.safetensors")
+    model = pruned_model()
+    with pytest.raises(InvalidSetting, match=r"is for other layers: it has nothing for model\.layers\.1"):
+        sparse_lora(model, tmp_path)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("adapter_model.safetensors", r"adapter_model\.safetensors is damaged"),
+        ("adapter_config.json", r"adapter_config\.json cannot be read"),
+    ],
+)
+def test_damaged_adapters_are_told(file: str, message: str, tmp_path: Path) -> None:
+    sparse_lora(pruned_model(), LORA).save_pretrained(tmp_path)
+    data = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(data[: len(data) // 2])
+    with pytest.raises(BadCheckpoint, match=message):
+        sparse_lora(pruned_model(), tmp_path)
+    (tmp_path / file).unlink()
+    with pytest.raises(BadCheckpoint, match="has no adapter_"):
+        sparse_lora(pruned_model(), tmp_path)
+
+
+def test_what_is_no_model_or_no_adapter_is_told() -> None:
+    with pytest.raises(InvalidSetting, match="An adapter is added to a model, got str"):
+        sparse_lora("folder", LORA)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match="Masks are held for LoRA only, got IA3Config"):
+        sparse_lora(pruned_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    with pytest.raises(InvalidSetting, match="The model has no adapter of PEFT: got a LlamaForCausalLM"):
+        merge(pruned_model())
+
+
+def test_masks_are_not_held_under_an_adapter_that_fills_them() -> None:
+    """PEFT's own adapter leaves the weights below it; merged, it fills their zeros."""
+    settings = LoraConfig(target_modules=["q_proj"])
+    for model in (get_peft_model(pruned_model(), settings), sparse_lora(pruned_model(), settings)):
+        masked = type(model.get_base_model().model.layers[0].self_attn.q_proj).__name__ == "SparseLinear"
+        told = nullcontext() if masked else pytest.raises(InvalidSetting, match=r"q_proj adds to pruned weights.*sparse_lora")
+        with told:
+            FixedMasks(model)
 
 
 def other_width() -> PreTrainedModel:

@@ -31,7 +31,7 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         notes = getattr(interrupt, "__notes__", ["nothing was written"])
-        print_line(stderr, in_options("; ".join(["interrupted", *notes]), context))
+        print_line(stderr, in_options("; ".join(["interrupted", *(note.removesuffix(".") for note in notes)]), context))
         sys.exit(130)
     except Exception as error:
         if context.obj or not (_out_of_memory(error) or isinstance(error, (SparseLLMError, OSError))):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from sparsellm.cli.console import print_line, show, table
 from sparsellm.errors import plural
-from sparsellm.evaluation.measurements import Accuracy, is_fraction
+from sparsellm.evaluation.measurements import Accuracy, Perplexity, is_fraction
 from sparsellm.reports.target import Point
 from sparsellm.runs.display import percent, plus_minus
 from sparsellm.runs.estimates import RunPlan, human_seconds
@@ -44,21 +44,33 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
     print_line(console, f"{sparsity}; {share:.2f} % of all parameters are zero.")
     if report.coverage and (coverage := report.coverage.describe()):
         print_line(console, coverage)
+    last = "recovered" if report.pruned else "pruned"
+    if training := report.recovered:
+        print_line(console, f"Held-out loss: {training.before:.4g} before training, {training.after:.4g} after it.")
     if report.perplexity:
-        rows = [
-            [name, *(plus_minus(x.value, x.standard_error) for x in pair.values())] for name, pair in report.perplexity.items()
-        ]
-        show(console, table(["text", "dense perplexity", "pruned perplexity"], rows))
+        head = ["text", *(f"{when} perplexity" for when in dict.fromkeys(("dense", "pruned", last)))]
+        rows = []
+        for name, pair in report.perplexity.items():
+            before = [report.before(name)] if report.pruned else []
+            rows.append([name, *(_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned")))])
+        show(console, table(head, rows))
     if report.gradual:
-        show(console, table(*SavedGradual.model_validate(report.gradual).table()))
+        stages, rows = SavedGradual.model_validate(report.gradual).table()
+        if rows:
+            show(console, table(stages, rows))
     if report.tasks:
-        rows = [
-            [name, task_metric(next(iter(pair.values())).metric), *map(task_value, pair.values())]
-            for name, pair in report.tasks.items()
-        ]
-        show(console, table(["task", "metric", "dense", "pruned"], rows))
+        rows = []
+        for name, results in report.tasks.items():
+            values = [task_value(x) if (x := results.get(when)) else "-" for when in ("dense", "pruned")]
+            rows.append([name, task_metric(next(iter(results.values())).metric), *values])
+        show(console, table(["task", "metric", "dense", last], rows))
     _print_layer_costs(console, report)
     print_line(console, f"Wrote {folder}, read back and verified.")
+
+
+def _figure(perplexity: Perplexity | None) -> str:
+    """A perplexity with its standard error; a dash where it was not measured."""
+    return plus_minus(perplexity.value, perplexity.standard_error) if perplexity else "-"
 
 
 def _print_layer_costs(console: Console, report: Report) -> None:

@@ -87,7 +87,7 @@ def choose_field(location: str, names: Iterable[str], field: str | None, known: 
     found = next((name for name in ([field] if field else known) if name in names), None)
     if found is None:
         missing, fields = f"{location} has no field {field or known[0]!r}.", ", ".join(map(repr, names)) or "none"
-        raise BadText(f"{missing} It has: {fields}. Name the one that holds the text in `text_field`.")
+        raise BadText(f"{missing} It has: {fields}. Name the one that holds the text, or chats, in `text_field`.")
     return found
 
 

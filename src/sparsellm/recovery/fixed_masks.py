@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -60,17 +60,18 @@ class FixedMasks:
         model: The pruned model, before or after DDP, FSDP2 or torch.compile wrap it.
 
     Raises:
-        InvalidSetting: The model has no zeros, or other zeros in another process.
+        InvalidSetting: The model has no zeros, or other zeros in another process, or an adapter that adds to pruned weights.
         UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
     """
 
     def __init__(self, model: nn.Module) -> None:
         _check_supported(model)
         self._masks = pruned_masks(model)
-        self._held: dict[str, tuple[Tensor, Tensor]] = {}  # parameter and mask, both of this process's shard
+        self._held: dict[str, tuple[nn.Parameter, Tensor]] = {}  # with the mask of this process's shard
         self._hooks: list[Any] = []
         if not self._masks:
             raise InvalidSetting("The model has no zeros to keep: none of its layers was pruned. Prune the model first.")
+        _check_adapters(model, self._masks)
         counts = {name: _count(mask) for name, mask in self._masks.items()}
         if any(other != counts for other in collectives.all_gather_object(counts)):
             raise InvalidSetting(
@@ -88,15 +89,16 @@ class FixedMasks:
         for name, mask in self._masks.items():
             parameter = parameters[name]
             local = _local(_sharded_like(mask, parameter)).to(parameter.device)
-            self._held[name] = _local(parameter.detach()), local
+            self._held[name] = parameter, local
             if parameter.requires_grad:
                 self._hooks.append(_hold_gradient(parameter, local))
 
     @torch.no_grad()
     def apply(self) -> None:
         """Set the pruned weights to zero; to be called after each step of the optimizer."""
-        for weight, mask in self._held.values():
-            weight.masked_fill_(mask, 0)
+        for parameter, mask in self._held.values():
+            weight = _local(parameter.detach())  # anew each time: optimizers and casts may give a parameter other memory
+            weight.masked_fill_(mask.to(weight.device), 0)
 
     def check(self) -> None:
         """Check that every pruned weight is zero, in all processes.
@@ -105,8 +107,9 @@ class FixedMasks:
             VerificationFailed: A pruned weight is not zero.
         """
         lost: dict[str, int] = {}
-        for name, (weight, mask) in self._held.items():
-            if count := collectives.all_reduce_count(int((weight[mask] != 0).sum()), weight.device):
+        for name, (parameter, mask) in self._held.items():
+            weight = _local(parameter.detach())
+            if count := collectives.all_reduce_count(int((weight[mask.to(weight.device)] != 0).sum()), weight.device):
                 lost[name] = count
         if lost:
             worst = max(lost, key=lost.__getitem__)
@@ -214,6 +217,17 @@ def _check_supported(model: nn.Module) -> None:
             "The masks cannot be held under version 1 of FSDP, which concatenates the weights. Use version 2, "
             "which is the default of `fsdp` in training arguments, or torch's fully_shard."
         )
+
+
+def _check_adapters(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Refuse adapters of PEFT that add to pruned weights: the weights below them stay, but merging would fill their zeros."""
+    for name, module in model.named_modules():
+        ordinary = hasattr(module, "lora_A") and type(module).__module__.startswith("peft.")
+        if ordinary and any(mask.startswith(f"{_unwrapped(name)}.base_layer.") for mask in masks):
+            raise InvalidSetting(
+                f"The adapter of {_unwrapped(name)} adds to pruned weights, whose zeros would be lost when it is merged. "
+                "Add the adapter with sparsellm.peft.sparse_lora; its training needs no other masks."
+            )
 
 
 def _unwrapped(name: str) -> str:

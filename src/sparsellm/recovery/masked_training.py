@@ -137,6 +137,8 @@ class MaskedAdam:
                 held_out_loss = _validation_loss(loss, groups - held_out, groups)
                 state.add_point(CurvePoint(step, sum(losses) / len(losses), held_out_loss))
                 losses.clear()
+                if not math.isfinite(held_out_loss):
+                    return f"the held-out loss became infinite or undefined at step {step}: the best weights were kept"
                 later = sum(point.step > state.best.step for point in state.curve)
                 if self.patience is not None and later >= self.patience and step < self.steps:
                     return f"stopped at step {step} of {self.steps}: the held-out loss was lowest at step {state.best.step}"

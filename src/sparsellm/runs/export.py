@@ -146,7 +146,7 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     path = path.resolve()
     if dense is not None and (path == (source := Path(dense).expanduser().resolve()) or path in source.parents):
         raise OutputExists(
-            f"{output} is the folder of the dense model or contains it, and is never overwritten. Choose another output."
+            f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
         )
     if path.exists():
         files = _relative_files(path) if path.is_dir() else {path.name}

@@ -139,10 +139,10 @@ def recovery_plan(
         VerificationFailed: The pruned checkpoint was changed since it was written, or was made from another dense model.
     """
     output = read_finished(recipe.pruned)
-    if not any(layer.zeros for layer in output.report.layers):
-        raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
     described = None if recipe.architecture is None else read_architecture(recipe.architecture)
     pruned = open_checkpoint(str(output.folder), trusted=recipe.trust_remote_code, architecture=described)
+    if not any(layer.zeros for layer in output.report.layers):
+        raise InvalidSetting(f"{recipe.pruned} has no zeros to keep: none of its layers was pruned. Prune the model first.")
     pruned_shapes, dense_shapes = _shapes(pruned), _shapes(source)
     if pruned_shapes != dense_shapes:
         names = {**pruned_shapes, **dense_shapes}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal
 
 from pydantic import model_validator
@@ -32,16 +32,17 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         if not self.has_teacher:
             needs = f"`loss` {self.resolved_loss}" if self.resolved_loss != "text" else f"`written={self.written}`"
             if self.resolved_loss != "text" or self.written:
+                alone = "the whole model, `scope='model'`," if self.scope == "block" else "it"
                 raise InvalidSetting(
-                    f"{needs} needs the dense model, and none was given. Pass it as `against`, "
-                    "or train on the text alone with `loss='text'`."
+                    f"{needs} needs the dense model, and none was given. Pass it as `against`, or train "
+                    f"{alone} on the text alone with `loss='text'`."
                 )
         return self
 
     @property
     def has_teacher(self) -> bool:
         """Whether a dense model was given. Without one, `model` is the pruned checkpoint itself."""
-        return self.model != self.pruned
+        return Path(self.model).expanduser().resolve() != Path(self.pruned).expanduser().resolve()
 
     @property
     def resolved_loss(self) -> Literal["kl", "hidden", "text"]:

@@ -246,7 +246,7 @@ class Report(Summarized):
             report=self,
             totals=self.totals(),
             metadata=metadata.to_yaml(),
-            name=PurePath(recipe.model).name,
+            name=PurePath(origin.name or recipe.model).name,
             base=f" from {link}" if origin.name else "",
             changed=sum(len(block.changed_parameters) for block in self.blocks),
             coverage=self.coverage.describe() if self.coverage else "",

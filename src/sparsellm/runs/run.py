@@ -93,6 +93,8 @@ def run(
         else:
             method, plan = make_plan(recipe, opened)
         report.origin = opened.source.origin()
+        if isinstance(recipe, RecoveryRecipe) and not recipe.has_teacher and report.pruned:
+            report.origin = replace(report.origin, name=report.pruned["recipe"]["model"], hub=False)
     with phase(READING_TEXTS, report, observer):
         ready = prepare(opened, method, plan, report=report, observer=observer, given=given, shared=shared)
     report.environment = environment(ready.device)

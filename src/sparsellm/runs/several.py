@@ -185,7 +185,8 @@ def shared_results(output: str | Path, folders: Collection[Path], observer: Obse
 def _clean_up(work: Path, folders: Collection[Path], error: BaseException) -> None:
     """After an error, keep the work folder and note how to resume if any output is finished or begun; else remove it."""
     if finished := sum(map(is_finished, folders)):
-        error.add_note(f"{finished} of {len(folders)} outputs are finished and kept: pass `resume` to continue")
+        are = "is" if finished == 1 else "are"
+        error.add_note(f"{finished} of {len(folders)} outputs {are} finished and kept: pass `resume` to continue")
     if not any(folder.expanduser().exists() for folder in folders):
         shutil.rmtree(work, ignore_errors=True)
         with suppress(OSError):

@@ -134,6 +134,10 @@ def _train(
     observer(result)
     if result.note:
         add_note(f"{TRAINING}: {result.note}", report, observer)
+    elif result.steps == 0 and result.curve:
+        best = min(point.held_out for point in result.curve[1:])
+        message = f"no step lowered the held-out loss, {result.before:.4g} before and at best {best:.4g} after"
+        add_note(f"{TRAINING}: {message}: the weights are unchanged. Use more text or more steps", report, observer)
     report.recovered = result
 
 

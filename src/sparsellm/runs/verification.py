@@ -40,6 +40,7 @@ class Verification(Summarized):
 
     Attributes:
         against: Dense model that all other tensors were compared with, if any.
+        changed: Number of biases and norms that the run changed, which are not compared with the dense model's.
     """
 
     output: str
@@ -47,6 +48,7 @@ class Verification(Summarized):
     tensors: int
     layers: int
     against: str | None = None
+    changed: int = 0
 
     def summary(self) -> dict[str, str]:
         """What was verified, in three lines."""
@@ -107,7 +109,8 @@ def verify(
         output,
         _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
     )
-    return Verification(str(output), len(report.files), len(tensors), len(layers), dense.name if dense else None)
+    counts = len(report.files), len(tensors), len(layers)
+    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters))
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
