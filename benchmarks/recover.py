@@ -186,13 +186,12 @@ def table() -> list[str]:
 
 
 def _share(figures: list[dict[str, Any]]) -> str:
-    """Mean share in per cent with its standard deviation over seeds; an asterisk for fewer, larger steps."""
+    """Mean share in per cent with its standard deviation over seeds."""
     if not figures:
         return ""
     shares = [100 * figure["share"] for figure in figures]
     spread = f" ± {stdev(shares):.0f}" if len(shares) > 1 else ""
-    steps = "" if all("steps" in figure for figure in figures) else " *"  # 300 of 2,048 tokens, which were the default before
-    return f"{mean(shares):.0f}{spread} %{steps}"
+    return f"{mean(shares):.0f}{spread} %"
 
 
 def seconds_table() -> list[str]:
