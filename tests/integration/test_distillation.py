@@ -103,6 +103,22 @@ def test_the_divergence_falls(family: str, dtype: torch.dtype) -> None:
     assert found.note == ""
 
 
+def test_activations_are_computed_again_in_the_backward_pass() -> None:
+    """A step runs each block twice, which is what gradient checkpointing costs; a validation runs it once."""
+    model, calls = tiny("llama"), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    plan = uniform_plan(blocks_of(model), parse_pattern("60%"))
+    states = last_states(model, alone(batches()), torch.float32)
+    list(prune_blocks(model, batches(), LayerWise(Wanda()), plan, torch.float32))
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(count)
+    distill(model, alone(batches()), states, plan=plan, adam=MaskedAdam(3, 1e-3), held_out=1)
+    assert calls == 1 + 3 * (2 + 1)  # the first validation, and after each of three steps another
+
+
 @every_dtype
 @every_family
 def test_what_moves_and_what_stays(family: str, dtype: torch.dtype) -> None:

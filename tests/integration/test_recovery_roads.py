@@ -217,6 +217,12 @@ def test_a_loss_that_turns_nan_is_told(
     assert any("the best weights before it were kept" in note for note in report.notes)
 
 
+def test_a_recovery_ends_early(folders: dict[str, Path], loud: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(20, 0.1))
+    report = recover(folders["llama"], loud["llama"], TOKENS, **SETTINGS, patience=2).report
+    assert any("stopped at step 4 of 20: the held-out loss was lowest at step 0" in note for note in report.notes)
+
+
 def test_a_training_that_wins_nothing_is_told(
     folders: dict[str, Path],
     loud: dict[str, Path],
