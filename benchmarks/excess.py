@@ -30,7 +30,7 @@ from statistics import mean, stdev
 import torch
 from forms import INGREDIENTS, MAIN, SUITES
 from measuring import MEASURED, markdown_table, processor
-from results import STORIES
+from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
@@ -54,10 +54,7 @@ def measure_model(words: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         calibrate, test = words.calibrate, words.test
         if calibrate == test and calibrate.endswith(".json"):
-            told = json.loads(Path(calibrate).read_text(encoding="utf-8"))
-            calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
-            Path(calibrate).write_text(json.dumps(told[:STORIES]), encoding="utf-8")
-            Path(test).write_text(json.dumps(told[STORIES:]), encoding="utf-8")
+            calibrate, test = split_stories(calibrate, folder)
         source = open_checkpoint(words.model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)[:WINDOWS]
         dense = measured(source.load(), tests)

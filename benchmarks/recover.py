@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from measuring import MEASURED, arguments, markdown_table, program, read_figures, record
-from results import STORIES
+from results import split_stories
 
 import sparsellm
 from sparsellm.recovery import masked_training
@@ -75,10 +75,7 @@ def texts(words: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The settings of the texts that calibrate and measure."""
     calibrate, test = words.calibrate, words.test
     if calibrate == test and calibrate.endswith(".json"):
-        stories = json.loads(Path(calibrate).read_text(encoding="utf-8"))
-        calibrate, test = f"{folder}/calibrate.json", f"{folder}/test.json"
-        Path(calibrate).write_text(json.dumps(stories[:STORIES]), encoding="utf-8")
-        Path(test).write_text(json.dumps(stories[STORIES:]), encoding="utf-8")
+        calibrate, test = split_stories(calibrate, folder)
     reads = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH}
     return reads | {"evaluate": test, "evaluate_limit": WINDOWS}
 

@@ -41,6 +41,15 @@ METHODS = {
 SAMPLES, LENGTH, STORIES = 64, 256, 1800
 
 
+def split_stories(stories: str | Path, folder: str | Path) -> tuple[str, str]:
+    """Write the stories that calibrate and those that measure to files of a folder; returns both."""
+    texts = json.loads(Path(stories).read_text(encoding="utf-8"))
+    calibrate, test = Path(folder, "calibrate.json"), Path(folder, "measure.json")
+    calibrate.write_text(json.dumps(texts[:STORIES]), encoding="utf-8")
+    test.write_text(json.dumps(texts[STORIES:]), encoding="utf-8")
+    return str(calibrate), str(test)
+
+
 def measure_model(model: str, stories: Path | None) -> None:
     """Measure every cell that the model's file of figures lacks."""
     name = Path(model.replace("demo:", "demo-")).name
@@ -49,10 +58,7 @@ def measure_model(model: str, stories: Path | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         calibration, test = "demo", "demo"
         if stories is not None:
-            texts = json.loads(stories.read_text(encoding="utf-8"))
-            calibration, test = f"{folder}/calibrate.json", f"{folder}/measure.json"
-            Path(calibration).write_text(json.dumps(texts[:STORIES]), encoding="utf-8")
-            Path(test).write_text(json.dumps(texts[STORIES:]), encoding="utf-8")
+            calibration, test = split_stories(stories, folder)
         source = open_checkpoint(model)
         tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)
         data["dense"] = _perplexity(source.load(), tests)

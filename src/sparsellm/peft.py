@@ -59,6 +59,7 @@ def sparse_lora(model: PreTrainedModel, config: LoraConfig | str | Path) -> Peft
     Raises:
         InvalidSetting: No targeted layer has zeros; the adapter is for other layers, or not plain LoRA; the model is sharded.
         UnsupportedModel: The model is quantised or packed.
+        BadCheckpoint: The folder has no adapter, or a damaged one.
     """
     if not isinstance(model, nn.Module):
         raise InvalidSetting(f"An adapter is added to a model, got {type(model).__name__}. Load it with from_pretrained first.")
@@ -225,21 +226,24 @@ def _load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
         raise BadCheckpoint(f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}. Save the adapter again.")
     shapes = _shapes_in(folder / SAFETENSORS_WEIGHTS_NAME)
-    problems = (_mismatch(model, key, shape) for key, shape in shapes.items())
-    problem = next(filter(None, problems), None)
-    if not problem:
-        try:
-            adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
-        except (ValueError, RuntimeError) as error:
-            raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
-        saved = {key.partition(".lora_")[0] for key in shapes}
-        layers = [name for name, module in adapted.named_modules() if isinstance(module, lora.LoraLayer)]
-        missing = [name.removeprefix("base_model.model.") for name in layers if shapes and name not in saved]
-        if not missing:
-            return adapted
-        adapted.unload()
-        problem = f"it has nothing for {missing[0]}"
-    raise InvalidSetting(f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for.")
+    for key, shape in shapes.items():
+        if problem := _mismatch(model, key, shape):
+            raise _other_layers(folder, problem)
+    try:
+        adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    except (ValueError, RuntimeError) as error:
+        raise InvalidSetting(f"The adapter {folder} does not fit the model ({first_line(error)}).") from error
+    saved = {key.partition(".lora_")[0] for key in shapes}
+    for name, module in adapted.named_modules():
+        if shapes and isinstance(module, lora.LoraLayer) and name not in saved:
+            adapted.unload()
+            raise _other_layers(folder, f"it has nothing for {name.removeprefix('base_model.model.')}")
+    return adapted
+
+
+def _other_layers(folder: Path, problem: str) -> InvalidSetting:
+    """The error for an adapter whose layers are not those of the model."""
+    return InvalidSetting(f"The adapter {folder} is for other layers: {problem}. Use the model that it was made for.")
 
 
 def _shapes_in(file: Path) -> dict[str, list[int]]:

@@ -147,7 +147,7 @@ def fixed_masks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         The masks, whose `apply` restores the zeros at any other time.
 
     Raises:
-        InvalidSetting: The model has no zeros.
+        InvalidSetting: The model has no zeros, or an adapter that adds to pruned weights.
         UnsupportedModel: The parameters are held by DeepSpeed or by version 1 of FSDP.
         VerificationFailed: A zero was lost.
     """
@@ -175,7 +175,7 @@ class SparsityCallback(TrainerCallback):  # type: ignore[misc]
     Memory: one byte for each weight of the matrices that have zeros.
 
     Raises:
-        InvalidSetting: The model has no zeros.
+        InvalidSetting: The model has no zeros, or an adapter that adds to pruned weights.
         UnsupportedModel: The training uses DeepSpeed or version 1 of FSDP.
         VerificationFailed: A zero was lost.
     """

@@ -32,10 +32,10 @@ class RecoveryRecipe(RunRecipe, RecoveryFields):
         if not self.has_teacher:
             needs = f"`loss` {self.resolved_loss}" if self.resolved_loss != "text" else f"`written={self.written}`"
             if self.resolved_loss != "text" or self.written:
-                alone = "the whole model, `scope='model'`," if self.scope == "block" else "it"
+                trained = "the whole model, `scope='model'`," if self.scope == "block" else "it"
                 raise InvalidSetting(
                     f"{needs} needs the dense model, and none was given. Pass it as `against`, or train "
-                    f"{alone} on the text alone with `loss='text'`."
+                    f"{trained} on the text alone with `loss='text'`."
                 )
         return self
 
