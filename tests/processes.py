@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
-def run(words: list[str], output: str) -> None:
-    """The command line of `short_training` in a process of its own, what it prints in a file."""
+def run(words: list[str], output: str, killed_at: tuple[str, bytes] | None = None) -> None:
+    """The command line of `short_training` in a process of its own, what it prints in a file.
+
+    Args:
+        killed_at: A journal and a part of one of its lines: the process ends by SIGKILL as soon as that line is durable.
+    """
     with Path(output).open("a") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    from sparsellm.pruning.journal import Journal
     from tests.short_training import app
 
+    append = Journal._append
+
+    def append_and_die(self: Journal, entry: Mapping[str, Any]) -> None:
+        append(self, entry)
+        if killed_at is not None and self.file == Path(killed_at[0]) and killed_at[1] in self.file.read_bytes():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Journal._append = append_and_die  # type: ignore[method-assign]
     app(words)
 
 
@@ -43,22 +58,23 @@ def started(server: ForkServerContext, words: Sequence[object], output: Path) ->
 
 
 def kill_after_first_block(server: ForkServerContext, words: Sequence[object], output: Path) -> None:
-    """Run the command line and send it SIGKILL as soon as the journal of its output names a block."""
+    """Run the command line until the journal of its output names a block, where it ends by SIGKILL."""
     kill_at(server, words, output, b'"block"')
 
 
 def kill_at(server: ForkServerContext, words: Sequence[object], output: Path, entry: bytes) -> None:
-    """Run the command line and send it SIGKILL as soon as the journal of its output has an entry."""
+    """Run the command line until the journal of its output has an entry, where it ends by SIGKILL.
+
+    The process sends the signal to itself: a signal from here may come when a short run has already ended.
+    """
     from sparsellm.pruning.journal import JOURNAL
     from sparsellm.runs.records import WORK
 
-    process = started(server, words, Path(os.devnull))
-    journal, deadline = output / WORK / JOURNAL, time.monotonic() + 120
-    while process.is_alive() and time.monotonic() < deadline:
-        if journal.exists() and entry in journal.read_bytes():
-            break
-    process.kill()
-    process.join()
+    killed_at = (str(output / WORK / JOURNAL), entry)
+    process = server.Process(target=run, args=([*map(str, words)], os.devnull, killed_at))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL, process.exitcode
 
 
 def finished(server: ForkServerContext, words: Sequence[object], output: Path) -> float:

@@ -335,7 +335,7 @@ def test_a_crash_between_the_two_renames(
 def test_a_killed_run_resumes_to_the_same_bytes(
     further: tuple[str, ...], words: tuple[object, ...], tmp_path: Path, command: Command, server: ForkServerContext
 ) -> None:
-    """SIGKILL from outside, as soon as the journal names a first block: the lock is free, and the end is the same."""
+    """SIGKILL as soon as the journal names a first block: the lock is free, and the end is the same."""
     model, *rest = words
     out, base = tmp_path / "out", [*rest, "--method", "alps", *further]
     assert command("prune", model, tmp_path / "whole", *base).exit_code == 0
