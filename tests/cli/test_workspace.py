@@ -26,7 +26,7 @@ from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.records import WORK
 from tests import processes
 from tests.cli.test_bad_input import refused
-from tests.conftest import long_unless
+from tests.conftest import long_unless, report_of
 
 Command = Callable[..., Result]
 Ends = Callable[[int, type[BaseException] | BaseException], None]
@@ -109,6 +109,26 @@ def test_interrupted_and_resumed(
     assert same(out, tmp_path / "whole")
     assert not (out / WORK).exists()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_an_interrupted_run_that_replaces_an_output_names_both_options(
+    words: tuple[object, ...], tmp_path: Path, command: Command, ends: Ends
+) -> None:
+    """The output that is there is kept until the new one is written, and replaced only if asked for by name."""
+    model, *rest = words
+    out, base = tmp_path / "out", (*rest, "--method", "wanda")
+    assert command("prune", model, out, *base).exit_code == 0
+    before = weights_of(out)
+    ends(1, KeyboardInterrupt)
+    ran = command("prune", model, out, *base, "--seed", 1, "--overwrite")
+    said = " ".join(ran.stderr.split())
+    assert "pass --resume and --overwrite to continue, or --restart and --overwrite to start over" in said
+    assert all(torch.equal(x, weights_of(out)[name]) for name, x in before.items())
+    ends(-1, KeyboardInterrupt)
+    refused(command("prune", model, out, *base, "--seed", 1, "--resume"), "exists", "--overwrite")
+    assert command("prune", model, out, *base, "--seed", 1, "--resume", "--overwrite").exit_code == 0
+    assert not (out / WORK).exists()
+    assert report_of(out)["recipe"]["seed"] == 1
 
 
 def test_streamed_is_the_same_model(words: tuple[object, ...], tmp_path: Path, command: Command) -> None:

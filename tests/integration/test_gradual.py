@@ -87,7 +87,14 @@ def _check_report(out: Path, first: Path, text: str) -> None:
     assert "--stages 2" in page
     (curves,) = (plot for plot in plots if plot.name == "training")
     assert {row[0] for row in curves.rows} == {"68.4%, whole model", "80%, whole model"}
-    assert "| 68.4% |" in (out / "README.md").read_text()
+    card, described = " ".join((out / "README.md").read_text().split()), "after each of 2 stages of pruning from 50% to 80%"
+    assert "| 68.4% |" in card
+    assert f"recovered from {report['gradual']['pruned']} by 4 gradient steps over the whole model, {described}" in card
+    assert described in page
+    seconds = sum(one["seconds"]["total"] + one["pruned"]["seconds"]["total"] for one in (earlier, report))
+    assert sum(stage["seconds"] for stage in stages) == pytest.approx(seconds)
+    (time,) = (plot for plot in plots if plot.name == "time")
+    assert f"All stages took {seconds:.1f} seconds." in time.text
 
 
 @pytest.mark.long
@@ -111,8 +118,10 @@ def test_a_killed_run_continues_at_its_stage(
     assert [path.name for path in (tmp_path / "out-stages").iterdir()] == ["61.3"]
     one, two = tensors(out), tensors(tmp_path / "whole")
     assert all((tensor == two[key]).all() for key, tensor in one.items())
+    shutil.copytree(first, tmp_path / "out-stages" / "70-pruned")  # what a run leaves that is killed in its last moment
     ran = command("recover", pruned, out, *words, "--resume")
     assert "nothing to resume" in ran.stderr
+    assert [path.name for path in (tmp_path / "out-stages").iterdir()] == ["61.3"]
     refused(command("recover", pruned, out, *words), "exists", "--overwrite")
 
 

@@ -27,6 +27,7 @@ from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
 from tests.integration.test_recovery import TOKENS, pruned, tensors
+from tests.integration.test_recovery_by_block import count_steps
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -201,6 +202,8 @@ def test_what_training_refuses(folders: dict[str, Path], loud: dict[str, Path], 
         recover(sound, dense, TOKENS, scope="block", loss="text")
     with pytest.raises(InvalidSetting, match=r"`lora_rank` and `lora_targets` are for `train` lora, got full"):
         recover(sound, dense, TOKENS, lora_rank=4)
+    with pytest.raises(InvalidSetting, match=r"`patience`: input should be less than 10, got 10"):
+        recover(sound, dense, TOKENS, patience=10)
     other = Path(shutil.copytree(dense, tmp_path / "other"))
     words = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(words.replace('"A": ', '"swapped": ', 1))
@@ -276,6 +279,22 @@ def test_the_pruned_model_is_not_its_own_teacher(folders: dict[str, Path]) -> No
     other = half.parent / ".." / half.parent.name / half.name
     with pytest.raises(InvalidSetting, match="needs the dense model, and none was given"):
         recover(half, str(other), TOKENS)
+
+
+def test_an_interrupted_training_says_what_is_kept(
+    folders: dict[str, Path],
+    loud: dict[str, Path],
+    text_file: Path,
+    tmp_path: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state of the training, and not the blocks, whose weights are only copied before it."""
+    count_steps(monkeypatch, interrupted_at=20)
+    data = ("--against", loud["llama"], "--calibration", text_file, "--samples", 4, "--sequence-length", 32)
+    ran = command("recover", folders["llama"], tmp_path / "out", *data, "--steps", 40)
+    assert ran.exit_code == 130
+    assert "interrupted; the state of the training is kept: pass --resume" in " ".join(ran.stderr.split())
 
 
 @pytest.mark.long

@@ -37,7 +37,9 @@ def task_value(result: Accuracy) -> str:
 def print_summary(console: Console, report: Report, folder: str) -> None:
     """Print the results of a finished run."""
     share = 100 * report.zeros / max(report.parameters, 1)
-    print_line(console, f"{report.recipe.model}: {report.recipe.describe()}")
+    gradual = SavedGradual.model_validate(report.gradual) if report.gradual else None
+    described = gradual.describe(report.recipe) if gradual else report.recipe.describe()
+    print_line(console, f"{report.recipe.model}: {described}")
     sparsity = f"{len(report.layers)} layers hold {100 * report.sparsity:.2f} % zeros"
     if bits := report.totals().get("bits_of_pruned_layers"):
         sparsity += f" and take {bits:.3f} bits a weight"
@@ -54,8 +56,8 @@ def print_summary(console: Console, report: Report, folder: str) -> None:
             before = [report.before(name)] if report.pruned else []
             rows.append([name, *(_figure(x) for x in (pair.get("dense"), *before, pair.get("pruned")))])
         show(console, table(head, rows))
-    if report.gradual:
-        stages, rows = SavedGradual.model_validate(report.gradual).table()
+    if gradual:
+        stages, rows = gradual.table()
         if rows:
             show(console, table(stages, rows))
     if report.tasks:

@@ -164,6 +164,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     recovery, bounds = "pruned" in report.recipe, at_bound(report.layers)
     recipe = validated(RecoveryRecipe, report.recipe) if recovery else validated(Recipe, report.recipe)
     outcome = "recovered" if recovery else "pruned"
+    described = report.gradual.describe(recipe) if report.gradual else recipe.describe()
     before = evaluations(report.pruned) if report.pruned else {}
     measured = [
         [
@@ -179,7 +180,7 @@ def _run_content(report: SavedReport, name: str, *, verified: bool) -> dict[str,
     return {
         "title": f"{name}: {Path(recipe.model).name} {outcome}",
         "verdict": [verdict(report, verified)],
-        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {recipe.describe()}: {totals.pruned_layers} layers. "
+        "lead": f"{recipe.model} was pruned {'and' if recovery else 'by'} {described}: {totals.pruned_layers} layers. "
         f"{_percent(totals.sparsity_of_model)} of all parameters of the model are zero."
         + (f" {report.packing.describe()}" if report.packing else ""),
         "remarks": [f"Calibrated on {report.calibration}."] * bool(report.calibration) + [" ".join(LEGEND)] * bool(bench),

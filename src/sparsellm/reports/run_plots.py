@@ -149,5 +149,7 @@ def where_time_went(report: SavedReport) -> Plot | None:
     peak = report.peak_memory_bytes
     memory = f" Peak memory of the process: {peak / 2**30:.2f} GiB." if peak else ""
     text = f"Of {total:.1f} seconds, {rows[0][0]} took {rows[0][2]}.{memory}"
+    if report.gradual:
+        text = f"All stages took {report.gradual.seconds:.1f} seconds. In the recovery of the last: {text}"
     figure = bar_figure([name for name, _ in phases], [seconds for _, seconds in phases])
     return Plot("time", "Time and memory", text, ["phase", "seconds", "share"], rows, figure)

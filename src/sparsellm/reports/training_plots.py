@@ -6,7 +6,7 @@ import math
 
 from sparsellm.errors import plural
 from sparsellm.reports.figures import SCALES, WIDTH, Plot, new_figure, plain_numbers
-from sparsellm.runs.records import SavedReport
+from sparsellm.runs.records import WHOLE_MODEL, SavedReport
 from sparsellm.runs.result_records import SavedTraining
 
 
@@ -14,7 +14,7 @@ def training_curves(report: SavedReport) -> Plot | None:
     """The held-out and the training loss at each validation; None if nothing was trained."""
     from matplotlib import colormaps
 
-    trainings: dict[str, SavedTraining] = {"whole model": report.recovered} if report.recovered else {}
+    trainings: dict[str, SavedTraining] = {WHOLE_MODEL: report.recovered} if report.recovered else {}
     trainings |= {f"block {block.index}": block.refined for block in report.blocks if block.refined}
     if report.gradual:
         trainings = {

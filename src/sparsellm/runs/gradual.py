@@ -18,6 +18,7 @@ from sparsellm.runs.quantization_file import read_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RecipeFields, RunFields
 from sparsellm.runs.recipe_file import validated
+from sparsellm.runs.records import WHOLE_MODEL
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report, finite
@@ -105,6 +106,9 @@ class GradualPruning:
                     check_output(folder, overwrite or resume or (restart and unfinished), source)
             elif isinstance(recipe, RecoveryRecipe):
                 self._check_same(folder, recipe)
+        for folder, done in zip(self.runs, self.finished(), strict=True):
+            if resume and done:
+                self.remove_input(folder)  # the run may have been killed just before
         if not any(resume and is_finished(folder) for folder in self.runs):
             recovery_plan(self.recipe, open_model(self.recipe).source)
 
@@ -132,7 +136,7 @@ class GradualPruning:
             return
         number = self.stages.index(folder)
         earlier = read_output(self.stages[number - 1]).content["gradual"]["stages"] if number else []
-        trainings = {"whole model": report.recovered} | {f"block {x.index}": x.refined for x in report.blocks}
+        trainings = {WHOLE_MODEL: report.recovered} | {f"block {x.index}": x.refined for x in report.blocks}
         measured = {
             text: zip(WHEN, (report.before(text), x.get("pruned")), strict=True) for text, x in report.perplexity.items()
         }
@@ -140,7 +144,7 @@ class GradualPruning:
             "sparsity": str(self.sparsities[number]),
             "perplexity": {text: {when: asdict(x) for when, x in pairs if x} for text, pairs in measured.items()},
             "training": {name: asdict(training) for name, training in trainings.items() if training},
-            "seconds": report.seconds["total"],
+            "seconds": report.seconds["total"] + (report.pruned or {})["seconds"]["total"],
         }
         report.gradual = {
             "pruned": self.recipe.pruned,

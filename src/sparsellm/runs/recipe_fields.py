@@ -223,7 +223,7 @@ class RecoveryFields(RunFields):
     )
     steps: int | None = _option(None, "Maximum number of gradient steps.", "100 for each block, 1200 for the whole model", gt=0)
     patience: int | None = _method(
-        None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0
+        None, "Stop after this many of the 10 validations in a row without a new lowest loss.", "no early stop", gt=0, lt=10
     )
     lora_rank: int = _method(16, "Rank of the changes that lora trains.", gt=0)
     lora_targets: Names = _method((), "Layers that lora changes, by name, glob, re:REGEX or type.", "all pruned ones")

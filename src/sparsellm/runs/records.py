@@ -28,6 +28,9 @@ WORK = ".sparsellm"
 TRAINING_STATE = "training"
 """Name under which the journal of a run has the state of its training."""
 
+WHOLE_MODEL = "whole model"
+"""Name of the training of the whole model, beside those of blocks."""
+
 CARD = "README.md"
 """The model card, which users may edit."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from sparsellm.errors import plural
 from sparsellm.evaluation.measurements import plus_minus
+
+if TYPE_CHECKING:
+    from sparsellm.runs.recipe import RunRecipe
 
 WHEN = ("pruned", "recovered")
 """When a stage of a gradual pruning is measured."""
@@ -73,6 +77,16 @@ class SavedGradual(Record):
     start: Annotated[str, Field(alias="from")]
     to: str
     stages: list[SavedStage]
+
+    @property
+    def seconds(self) -> float:
+        """Time of all stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def describe(self, recipe: RunRecipe) -> str:
+        """Describe the pruning and its recoveries in part of a sentence, from the recipe of the last stage."""
+        last = recipe.model_copy(update={"pruned": self.pruned})
+        return f"{last.describe()}, after each of {plural(len(self.stages), 'stage')} of pruning from {self.start} to {self.to}"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""

@@ -46,7 +46,7 @@ from sparsellm.runs.events import (
 from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import RULES
-from sparsellm.runs.records import TRAINING_STATE
+from sparsellm.runs.records import TRAINING_STATE, WHOLE_MODEL
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -127,7 +127,7 @@ def _train(
     """Train the whole model, of rounded layers the integers and scales, and set the report's result."""
     blocks = blocks_and_head(loaded.model, plan)
     with phase(TRAINING, report, observer, unit="step") as advance:
-        store = JournalStore(journal).begin("whole model") if journal else None
+        store = JournalStore(journal).begin(WHOLE_MODEL) if journal else None
         settings = _training_settings(report, loaded, ready)
         result, changed = distill(loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training))
         report.blocks = [_update_result(block, blocks[block.index], changed) for block in report.blocks]

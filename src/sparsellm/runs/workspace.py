@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.pruning.journal import JOURNAL, Journal
-from sparsellm.runs.records import REPORT, TRAINING_STATE, WORK
+from sparsellm.runs.records import REPORT, TRAINING_STATE, WHOLE_MODEL, WORK
 from sparsellm.runtime import collectives
 from sparsellm.runtime.offload import ACTIVATIONS
 
@@ -219,14 +219,15 @@ def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> Non
     `resumable` tells whether there was a journal before; it counts until the journal is read.
     """
     finished = len(work.journal.block_files()) if work.journal else 0
-    trained = work.journal is not None and work.journal.fact(TRAINING_STATE) is not None
+    trained = work.journal.fact(TRAINING_STATE) if work.journal else None
     if finished or trained or (resumable and work.journal is None):
         count = "1 block is" if finished == 1 else f"{finished} blocks are"
         state = f"{count} finished and kept" if finished else "blocks that were finished before are kept"
-        if trained and not finished:
+        if trained and (not finished or trained["value"]["training"] == WHOLE_MODEL):
             state = "the state of the training is kept"
         if not isinstance(error, CannotResume):  # its message names the options
-            error.add_note(f"{state}: pass `resume=True` to continue, or `restart=True` to start over.")
+            replacing = " and `overwrite=True`" if (work.output / REPORT).exists() else ""
+            error.add_note(f"{state}: pass `resume=True`{replacing} to continue, or `restart=True`{replacing} to start over.")
         return
     _clear(work.folder)
     if isinstance(error, (KeyboardInterrupt, OSError)) and not isinstance(error, SparseLLMError):
