@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -25,8 +26,10 @@ def run(words: list[str], output: str, killed_at: tuple[str, bytes] | None = Non
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     from sparsellm.pruning.journal import Journal
+    from sparsellm.runs import stages
     from tests.short_training import app
 
+    stages.STORING_SHARE = math.inf  # the state of a training is stored at every validation, also where files are slow
     append = Journal._append
 
     def append_and_die(self: Journal, entry: Mapping[str, Any]) -> None:
