@@ -163,14 +163,13 @@ def _gradual(model: str, pattern: str, pruned: Path, data: dict[str, Any]) -> di
 def table() -> list[str]:
     """The shares in Markdown, mean and standard deviation over seeds, with the perplexities of the models."""
     lines: list[str] = []
-    measured = {key.split(" | ")[3] for file in FILES for key in read_figures(file) if key.count(" | ") == 3}
-    columns = [road for road in ROADS if road in measured]
     for file in FILES:
         cells: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for key, figure in read_figures(file).items():
             if key.count(" | ") == 3:
                 pruner, pattern, _, road = key.split(" | ")
                 cells[pruner, pattern][road].append(figure)
+        columns = [road for road in ROADS if any(road in roads for roads in cells.values())]
         rows = []
         for (pruner, pattern), roads in cells.items():
             figures = roads["full"] or next(iter(roads.values()))
