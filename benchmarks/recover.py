@@ -48,6 +48,7 @@ PRUNERS: dict[str, dict[str, Any]] = {"sparsellm": {}, "sparsegpt": {"method": "
 ROADS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 4800 steps": {"steps": 4800},
+    "full, 1200 samples": {"samples": 1200, "written": 0},
     "lora": {"train": "lora"},
     "norms": {"train": "norms"},
     "full, text": {"loss": "text"},
