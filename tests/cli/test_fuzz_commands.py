@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,5 +174,5 @@ def _fault(result: Result) -> str:
         return f"exit status {result.exit_code}: {message}"
     if not isinstance(result.exception, SystemExit | None) or "Traceback" in message:
         return f"traceback: {result.exception!r}"
-    errors = message.count("error:")
+    errors = len(re.findall(r"(?<!\.)\berror:", message))  # a layer of a report has a field `error` too
     return f"{errors} messages: {message}" if result.exit_code == 1 and errors != 1 else ""
