@@ -91,6 +91,7 @@ def _check_report(out: Path, first: Path, text: str) -> None:
     assert "| 68.4% |" in card
     assert f"recovered from {report['gradual']['pruned']} by 4 gradient steps over the whole model, {described}" in card
     assert described in page
+    assert "after one stage of pruning from 50% to 68.4%" in " ".join((first / "README.md").read_text().split())
     seconds = sum(one["seconds"]["total"] + one["pruned"]["seconds"]["total"] for one in (earlier, report))
     assert sum(stage["seconds"] for stage in stages) == pytest.approx(seconds)
     (time,) = (plot for plot in plots if plot.name == "time")

@@ -86,7 +86,9 @@ class SavedGradual(Record):
     def describe(self, recipe: RunRecipe) -> str:
         """Describe the pruning and its recoveries in part of a sentence, from the recipe of the last stage."""
         last = recipe.model_copy(update={"pruned": self.pruned})
-        return f"{last.describe()}, after each of {plural(len(self.stages), 'stage')} of pruning from {self.start} to {self.to}"
+        count, reached = len(self.stages), self.stages[-1].sparsity
+        stages = "one stage" if count == 1 else f"each of {plural(count, 'stage')}"
+        return f"{last.describe()}, after {stages} of pruning from {self.start} to {reached}"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Head and lines of a table of the perplexities of each stage, by text; no lines if none was measured."""
