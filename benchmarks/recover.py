@@ -47,8 +47,8 @@ PRUNERS: dict[str, dict[str, Any]] = {"sparsellm": {}, "sparsegpt": {"method": "
 
 ROADS: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, 4800 steps": {"steps": 4800},
     "full, 1200 samples": {"samples": 1200, "written": 0},
+    "full, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800},
     "lora": {"train": "lora"},
     "norms": {"train": "norms"},
     "full, text": {"loss": "text"},
@@ -117,7 +117,7 @@ def time_roads(words: argparse.Namespace) -> None:
         data = texts(words, folder)
         pruning = read_recipe({"model": words.model, "method": "sparsegpt", "sparsity": "80%", **data})
         run(pruning).save_pretrained(folder / "pruned")
-        for road in TIMED_ROADS:
+        for road in (road for road in TIMED_ROADS if road in words.roads):
             settings = {"model": words.model, "pruned": str(folder / "pruned"), "steps": TIMED_STEPS, **PRODUCTS}
             recipe = read_recovery({**settings, **data, **ROADS[road]})
             report = run(recipe).report

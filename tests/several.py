@@ -22,7 +22,8 @@ from sparsellm.methods import LAYER_RESULT
 from sparsellm.methods.rounding import Scales
 from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.block_training import split_batches
-from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
+from sparsellm.recovery.distillation import distill, group_batches, last_states
+from sparsellm.recovery.generation import generate_samples
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.export import Result
 from sparsellm.runs.recovery import BlockRecovery

@@ -27,8 +27,9 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.kv_cache import PreallocatedLayer, preallocate
 from sparsellm.pruning.plan import uniform_plan
-from sparsellm.recovery import distillation
-from sparsellm.recovery.distillation import Group, distill, generate_samples, group_batches, last_states
+from sparsellm.recovery import generation
+from sparsellm.recovery.distillation import Group, distill, group_batches, last_states
+from sparsellm.recovery.generation import generate_samples
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
@@ -241,7 +242,7 @@ def test_keys_and_values_are_written_in_place(family: str, monkeypatch: pytest.M
         preallocate(cache, length)
         caches.append(cache)
 
-    monkeypatch.setattr(distillation, "preallocate", observe)
+    monkeypatch.setattr(generation, "preallocate", observe)
     text = generate_samples(tiny(family), given, 70)
     for grown, size in zip(caches, (64, 6), strict=True):
         assert [type(layer) for layer in grown.layers] == [PreallocatedLayer] * 3
@@ -249,7 +250,7 @@ def test_keys_and_values_are_written_in_place(family: str, monkeypatch: pytest.M
             assert layer.keys.shape[0] == size
             assert layer.keys.shape[2] == 11  # the last token has no successor
             assert layer.keys.untyped_storage().nbytes() == layer.keys[:, :, :1].numel() * 12 * 4
-    monkeypatch.setattr(distillation, "preallocate", lambda cache, length: None)
+    monkeypatch.setattr(generation, "preallocate", lambda cache, length: None)
     assert torch.equal(text, generate_samples(tiny(family), given, 70))
     config = MistralConfig(num_hidden_layers=2, sliding_window=4)
     sliding = DynamicCache(config=config)

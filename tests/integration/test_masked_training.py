@@ -116,6 +116,30 @@ def test_the_rate_falls_to_nothing() -> None:
     assert float(weight.detach()) == pytest.approx(-sum(rates), rel=1e-3)
 
 
+@pytest.mark.parametrize(("start", "high"), [(1.0, False), (0.05, True)])
+def test_a_rate_too_high_falls(start: float, high: bool) -> None:
+    """A first validation of over twice the loss at the start: the steps begin anew, at a rate that the excess makes smaller."""
+    weight = nn.Parameter(torch.tensor([start]))
+    path = nn.Parameter(torch.tensor([start]))
+    found = MaskedAdam(50, 0.8).run({"weight": weight}, {}, whole(lambda _: (weight**2).sum()), groups=2, seed=0)
+    losses, best = [float(path.detach() ** 2)], (float(path.detach() ** 2), 0)
+    optimizer, scale = torch.optim.Adam([path], betas=(0.9, 0.95)), 1.0
+    for step in range(1, 51):
+        optimizer.param_groups[0]["lr"] = scale * 0.8 * min(1, step / 5) * (1 - (step - 1) / 50)
+        optimizer.zero_grad()
+        (path**2).sum().backward()
+        optimizer.step()
+        if step % 5 == 0:
+            losses.append(float(path.detach() ** 2))
+            best = min(best, (losses[-1], step))
+        if step == 5 and losses[1] > 2 * losses[0]:
+            scale = (2 * losses[0] / losses[1]) ** 0.5
+            path.data.fill_(start)
+    assert (scale < 1) == high
+    assert [point.held_out for point in found.curve] == pytest.approx(losses, rel=1e-4)
+    assert (found.after, found.steps) == (pytest.approx(best[0], rel=1e-4), best[1])
+
+
 def test_the_best_look_stays() -> None:
     """Of the looks, one in ten steps, the best state of the held-back batch is returned, whatever comes after."""
     weight = nn.Parameter(torch.zeros(1))

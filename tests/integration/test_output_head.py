@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -26,11 +27,12 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.models.blocks import blocks_of
 from sparsellm.models.coverage import coverage_of
-from sparsellm.models.output_head import blocks_and_head
+from sparsellm.models.output_head import blocks_and_head, logits_of_states, outside_parameters, states_entering_head
 from sparsellm.pruning.allocation import allocate
 from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.plan import list_layers, uniform_plan
 from sparsellm.recovery import distillation
+from sparsellm.recovery.distillation import last_states, loss_terms
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs.inspection import inspect
@@ -98,6 +100,61 @@ def problem(weight: Tensor, inputs: Tensor) -> LayerProblem:
     gram.update(inputs)
     gram.finalize()
     return LayerProblem(weight, gram)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_states_are_the_models(family: str) -> None:
+    """The states that enter the head give the model's logits, scaled and capped as these are; with another head, its logits."""
+    model = random_model(family)
+    with torch.no_grad():
+        states, wanted = states_entering_head(model, TOKENS), model(input_ids=TOKENS).logits
+        assert torch.equal(states.flatten(0, 1), inputs_of_head(model))
+        assert torch.equal(logits_of_states(model, blocks_of(model), tokens=TOKENS, states=states), wanted)
+        other, dense = copy.deepcopy(head_of(model)), copy.deepcopy(head_of(model))
+        other.weight.mul_(-1)
+        found = logits_of_states(model, blocks_of(model), tokens=TOKENS, states=states, head=other)
+        head_of(model).weight.mul_(-1)
+        assert torch.equal(found, model(input_ids=TOKENS).logits)
+        assert not torch.allclose(found, wanted)
+        assert torch.equal(logits_of_states(model, blocks_of(model), tokens=TOKENS, states=states, head=dense), wanted)
+
+
+def test_a_model_that_calls_no_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has none, or one that its forward pass leaves out."""
+    model = random_model()
+    for head in (None, nn.Linear(32, 64)):
+        monkeypatch.setattr(model, "get_output_embeddings", lambda head=head: head)
+        with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM calls no output head. Pass `scope='block'`"):
+            states_entering_head(model, TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_does_not_diverge_from_itself(family: str) -> None:
+    """The loss of a model against itself is 0, also where its logits are scaled or capped."""
+    model, groups = random_model(family), [(batch,) for batch in TOKENS.split(2)]
+    states = last_states(model, groups)
+    for loss in ("kl", "hidden"):
+        terms = loss_terms(model, groups, states, loss=loss)
+        assert [float(sum(terms(number))) for number in range(3)] == pytest.approx([0, 0, 0], abs=1e-7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_outside_of_the_blocks(family: str, tied: bool) -> None:
+    """Last norms, projections and the head; embeddings only where the head shares their weight."""
+    model = random_model(family, tie_word_embeddings=tied)
+    shared = model.get_input_embeddings().weight is head_of(model).weight
+    names = outside_parameters(model, ())
+    assert all(parameter is model.get_parameter(name) for name, parameter in names.items())
+    assert any(parameter is head_of(model).weight for parameter in names.values())
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found = {id(module.weight) for module in embeddings} & {id(parameter) for parameter in names.values()}
+    assert len(found) == shared
+    others = {id(parameter) for block in blocks_of(model) for parameter in block.module.parameters()}
+    others |= {id(module.weight) for module in embeddings}
+    assert {id(x) for x in names.values()} == ({id(x) for x in model.parameters()} - others) | found
+    left = outside_parameters(model, [head_name(model)])
+    assert names.keys() - left.keys() == ({f"{head_name(model)}.weight"} if not shared else set())
 
 
 @pytest.mark.parametrize("pattern", [HALF, NM(2, 4)], ids=str)

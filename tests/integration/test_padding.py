@@ -33,7 +33,8 @@ from sparsellm.methods.layerwise import LayerWise, collect_statistics
 from sparsellm.models.blocks import blocks_of
 from sparsellm.pruning.plan import uniform_plan
 from sparsellm.recovery.block_training import refine_block, split_batches
-from sparsellm.recovery.distillation import distill, generate_samples, group_batches, last_states
+from sparsellm.recovery.distillation import distill, group_batches, last_states
+from sparsellm.recovery.generation import generate_samples
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.runs.events import Note
 from sparsellm.solvers import Magnitude

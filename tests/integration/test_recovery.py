@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsellm import prune, recover, verify
+from sparsellm import load_report, prune, recover, verify
 from sparsellm.checkpoints.loading import compute_dtype
 from sparsellm.errors import BadCheckpoint, InvalidSetting, VerificationFailed
 from sparsellm.methods import BlockResult
@@ -22,11 +22,11 @@ from sparsellm.recovery import distillation
 from sparsellm.recovery.block_training import split_batches
 from sparsellm.recovery.distillation import (
     distill,
-    generate_samples,
     group_batches,
     last_states,
     model_training,
 )
+from sparsellm.recovery.generation import generate_samples
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
 from sparsellm.runs.events import Event
@@ -75,6 +75,16 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def with_own_head(model: Path, folder: Path) -> Path:
+    """A copy of a checkpoint whose head has a weight of its own."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    (embeddings,) = (tensor for name, tensor in tensors(folder).items() if "embed_tokens" in name)
+    save_file({**tensors(folder), "lm_head.weight": embeddings.flip(1)}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def alike(model: PreTrainedModel, folder: Path) -> bool:
     """Whether a model has the very bits that a checkpoint holds."""
     state = model.state_dict()
@@ -106,10 +116,45 @@ def test_recovery_of_the_whole_model_equals_its_parts(
     groups, back = group_batches(TOKENS, more, step, min(step, 2))
     plan = {layer.name: layer.pattern for layer in result.report.layers}
     adam, states = model_training(model, 20), last_states(dense, groups, compute)
-    found, moved = distill(model, groups, states, plan=plan, adam=adam, held_out=back, products=products)
+    settings: dict[str, Any] = {"outside": True, "head": dense.get_output_embeddings()}
+    found, moved = distill(model, groups, states, plan=plan, adam=adam, held_out=back, products=products, **settings)
     assert result.report.recovered == found
     assert alike(model, out)
-    assert set(moved) <= {name for block in result.report.blocks for name in block.changed_parameters}
+    changed = {name for block in result.report.blocks for name in block.changed_parameters}
+    assert set(moved) <= changed.union(result.report.changed_outside)
+
+
+@families
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_recovered_model_is_recovered_again(
+    family: str, tied: bool, loud: dict[str, Path], text_file: Path, tmp_path: Path, command: Command
+) -> None:
+    """The head and the last norm that the first recovery trained are the second's too, in memory and block by block."""
+    dense = loud[family] if tied else with_own_head(loud[family], tmp_path / "own")
+    settings: dict[str, Any] = {"calibration": TOKENS, "steps": 20, "batch_size": 2, "written": 0}
+    folder = pruned(dense, tmp_path / "pruned")
+    first = recover(folder, dense, **settings).save_pretrained(tmp_path / "first")
+    trained = load_report(first).changed_outside
+    assert len(trained) == (3 if family == "opt" else 2)
+    assert ("lm_head.weight" in trained) == (not tied)
+    untrained, before = tensors(dense), tensors(first)
+    assert not any(torch.equal(before[name], untrained[name]) for name in trained)
+    streamed = tmp_path / "streamed"
+    words = ("--calibration", text_file, "--samples", 8, "--sequence-length", 32, "--steps", 5, "--scope", "block", "--offload")
+    ran = command("recover", first, streamed, "--against", dense, *words)
+    assert ran.exit_code == 0, ran.stderr
+    roads: dict[str, dict[str, Any]] = {"norms": {"train": "norms"}, "block": {"scope": "block"}, "full": {}}
+    for name, more in roads.items():
+        recover(first, dense, **settings, **more).save_pretrained(tmp_path / name)
+    for out in (streamed, *(tmp_path / name for name in roads)):
+        assert verify(out, dense).changed == verify(out).changed > len(trained)
+        assert load_report(out).changed_outside == trained
+        after = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) == (out.name != "full") for name in trained), out
+    again = prune(first, sparsity="70%", calibration=TOKENS, keep_zeros=True, **WEAK).save_pretrained(tmp_path / "again")
+    assert load_report(again).changed_outside == trained
+    assert verify(again, dense).changed >= len(trained)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +199,10 @@ def test_zeros_stay_and_other_weights_train(family: str, scope: Any, loud: dict[
     before, after, dense, report = tensors(folder), tensors(out), tensors(loud[family]), report_of(out)
     layers = {f"{layer['name']}.weight": layer for block in report["blocks"] for layer in block["layers"]}
     moved = {name for block in report["blocks"] for name in block["changed_parameters"]}
+    last = {"embed_tokens", "final_layer_norm" if family == "opt" else "norm"}  # the head's weight is the embedding's
+    outside = report.get("changed_outside", [])
+    assert {name.split(".")[-2] for name in outside} == (last if scope == "model" else set())
+    moved.update(outside)
     assert layers
     for name, tensor in after.items():
         if name in layers:

@@ -139,7 +139,8 @@ class DiskWeights:
 
     def relocate(self, names: Iterable[str], file: Path) -> None:
         """Read these tensors from another safetensors file from now on, in which they have their names in the model."""
-        self._locations.update({name: TensorLocation(file, name) for name in names})
+        files = {self._owners[name]: TensorLocation(file, name) for name in names}
+        self._locations.update({name: files[self._owners[name]] for name in self._locations if self._owners[name] in files})
 
     def _names_of(self, block: Block) -> list[str]:
         """Return the names of a block's tensors."""

@@ -143,6 +143,6 @@ def _out_of_memory(error: Exception) -> bool:
 
 def print_json(data: Any) -> None:
     """Print one JSON document to stdout."""
-    from sparsellm.runs.report import strict_json
+    from sparsellm.data.json_files import strict_json
 
     print(strict_json(data))

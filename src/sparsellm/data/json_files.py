@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -160,3 +161,17 @@ def flush_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def strict_json(data: Any) -> str:
+    """JSON that every parser reads: infinite numbers become the string "inf"."""
+    return json.dumps(finite(data), indent=1, allow_nan=False)
+
+
+def finite(data: Any) -> Any:
+    """Copy data with strings in place of infinite numbers and NaN."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return str(data)
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    return [finite(value) for value in data] if isinstance(data, (list, tuple)) else data

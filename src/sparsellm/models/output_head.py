@@ -1,4 +1,4 @@
-"""The output head: as one more block after the decoder blocks, the hidden states that enter it, and the logits."""
+"""The output head: as one more block after the decoder blocks, the states that enter it, the logits, and the last norm."""
 
 from __future__ import annotations
 
@@ -50,6 +50,63 @@ def blocks_and_head(model: PreTrainedModel, layers: Collection[str]) -> list[Blo
             "Leave it out of `include`, or save the model with `tie_word_embeddings=False` and a head of its own."
         )
     return [*blocks, head]
+
+
+def outside_parameters(model: PreTrainedModel, plan: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the decoder's parameters outside of its blocks, by name: the last norm, projections, and the output head.
+
+    Input embeddings are left out unless the head shares their weight; so are the layers of the plan.
+    """
+    blocks = blocks_of(model)
+    path = ".".join(blocks[0].name.split(".")[:-2])
+    decoder = {id(x) for x in model.get_submodule(path).modules()} | {id(model.get_output_embeddings())}
+    within = {id(x) for block in blocks for x in block.module.modules()}
+    names: dict[str, nn.Parameter] = {}
+    owners = [module for module in model.modules() if id(module) in decoder - within and not isinstance(module, nn.Embedding)]
+    chosen = {id(parameter) for module in owners for parameter in module.parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in chosen and name.removesuffix(".weight") not in plan:
+            names[name] = parameter
+    return names
+
+
+def states_entering_head(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The inputs of the output head in a pass over token ids (batch, seq): (batch, seq, in).
+
+    Raises:
+        UnsupportedModel: The model has no head, or does not call it.
+    """
+    entered: list[Tensor] = []
+    head = model.get_output_embeddings()
+
+    def record(hidden: Tensor) -> Tensor:
+        entered.append(hidden)
+        return hidden
+
+    if head is not None:
+        with replace_forward(head, record):
+            model(input_ids=tokens, use_cache=False)
+    if not entered:
+        raise UnsupportedModel(f"A {type(model).__name__} calls no output head. Pass `scope='block'`, which needs none.")
+    return entered[-1]
+
+
+def logits_of_states(
+    model: PreTrainedModel, blocks: Sequence[Block], *, tokens: Tensor, states: Tensor, head: nn.Module | None = None
+) -> Tensor:
+    """The logits of given inputs of the output head, scaled and capped as the model does.
+
+    Args:
+        blocks: The model's decoder blocks, which do not run.
+        tokens: Token ids, (batch, seq).
+        states: Inputs of the head, (batch, seq, in).
+        head: Takes the place of the model's head; None for that itself.
+    """
+    own: nn.Module = model.get_output_embeddings()
+    forward = (head or own).forward
+    run = partial(model, input_ids=tokens, use_cache=False)
+    with replace_forward(own, lambda _: forward(states)):
+        return run_with_replaced_blocks(blocks, lambda _block, hidden, _call: hidden, run).logits  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -122,9 +122,10 @@ class Journal:
         """Store an intermediate result, as JSON-serialisable data."""
         self._append({"fact": name, "value": value})
 
-    def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Store tensors under a name."""
+    def keep_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
+        """Store tensors under a name; return their file."""
         self._append({"tensors": name, **self._store(name, tensors)})
+        return self.folder / str(self.fact(name)["file"])
 
     def tensors(self, name: str) -> dict[str, Tensor] | None:
         """Return the tensors stored by `keep_tensors`, or None.

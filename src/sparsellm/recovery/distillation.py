@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsellm.data.samples import sequence_lengths, unpadded_batches
+from sparsellm.data.samples import unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of
@@ -26,11 +26,11 @@ from sparsellm.models.contexts import (
     product_dtype_context,
     require_grad_only,
 )
-from sparsellm.models.kv_cache import preallocate
+from sparsellm.models.output_head import logits_of_states, outside_parameters, states_entering_head
 from sparsellm.recovery.masked_training import MaskedAdam, Pieces, TrainingStore
 from sparsellm.recovery.quantized_training import RoundedLayer, rounded_layers, store_scales
 from sparsellm.recovery.trained_weights import TRAINING_WIDTH, Train, pruned_blocks, trained_names
-from sparsellm.runtime import collectives, devices
+from sparsellm.runtime import collectives
 from sparsellm.runtime.products import fast_linear_layers
 
 if TYPE_CHECKING:
@@ -44,77 +44,6 @@ TRAINING = MaskedAdam(1200, 2e-3)
 
 RATES: dict[Train, float] = {"full": 1.0, "lora": 2.0, "norms": 2.0}
 """Learning rate of each set of trained parameters, relative to that of all; chosen on a Llama of width 256 at 80 %."""
-
-PROMPT = 0.125
-"""Length of the prompt of a generated sequence, as a fraction of the sequence length."""
-
-AT_A_TIME = 64
-"""Number of sequences that are generated in parallel."""
-
-
-@torch.no_grad()
-def generate_samples(
-    model: PreTrainedModel,
-    windows: Tensor,
-    count: int,
-    *,
-    seed: int = 0,
-    compute: torch.dtype | None = None,
-    progress: Callable[[float, int], None] | None = None,
-) -> Tensor:
-    """Generate additional training sequences with the dense model.
-
-    Each sequence starts with a prompt, an eighth of a calibration sequence from a random position, and is continued by sampling
-    from the model's predictions at temperature 1 (LLM-QAT, Liu et al., 2023, generates all of its data this way). With few
-    calibration sequences alone, training overfits.
-
-    Cost: a forward pass per token of a sequence, `AT_A_TIME` sequences in parallel.
-
-    Args:
-        windows: Calibration sequences, (samples, seq), of token ids, `PADDING` after the end of shorter ones.
-        seed: Seed of the prompts and of the sampling.
-        compute: Dtype in which the model computes; None for its own.
-        progress: Called after each token with the number of generated sequences, of which those at work count in part, and
-            their total.
-
-    Returns:
-        Token ids, (count, seq).
-    """
-    if count == 0:
-        return windows[:0]
-    samples, length = windows.shape
-    lengths = sequence_lengths(windows)
-    prompt_length = min(max(1, int(PROMPT * length)), int(lengths.min()))
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(samples, (count, 1), generator=generator)
-    starts = torch.randint(length - prompt_length + 1, (count, 1), generator=generator)
-    starts %= lengths[rows] - prompt_length + 1  # within the sequence, where it is shorter than the others
-    prompts = windows[rows, starts + torch.arange(prompt_length)]
-    token_generator = torch.Generator(device=model.device)
-    local: list[list[list[int]]] = []  # this process's batches of sequences
-    batches = list(enumerate(prompts.split(AT_A_TIME)))
-    with eval_mode(model), compute_dtype_context(model, compute), fast_linear_layers():
-        for number, prompt in collectives.shard(batches):
-            token_generator.manual_seed(seed * len(batches) + number)
-            pieces, past = [prompt.to(model.device)], None
-            while sum(piece.shape[1] for piece in pieces) < length:  # unlike `generate`, continues after an end-of-text token
-                output = model(input_ids=pieces[-1], past_key_values=past, use_cache=True)
-                if past is None:
-                    preallocate(output.past_key_values, length)
-                past = output.past_key_values
-                pieces.append(_draw_tokens(output.logits[:, -1], token_generator))
-                if progress is not None:
-                    done = (len(pieces) - 1) / (length - prompt_length)
-                    progress(number * AT_A_TIME + done * len(prompt), count)
-            local.append(torch.cat(pieces, 1).tolist())
-    return torch.tensor([sequence for batch in collectives.all_gather(local) for sequence in batch])
-
-
-def _draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token of each row's distribution, (batch, 1). `torch.multinomial` draws a number for each entry of the vocabulary."""
-    cumulative = logits.float().softmax(-1).cumsum(-1, dtype=devices.widest_float(logits.device))
-    drawn = torch.rand(len(logits), 1, generator=generator, device=logits.device) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logits.shape[-1] - 1)
 
 
 def model_training(
@@ -166,14 +95,9 @@ def group_batches(windows: Tensor, more: Tensor, step: int, batch: int) -> tuple
 
 @torch.no_grad()
 def last_states(model: PreTrainedModel, groups: Sequence[Group], compute: torch.dtype | None = None) -> list[Group]:
-    """The inputs of the dense model's output head, (batch, seq, model), for each batch; to be taken before pruning."""
-
-    def forward(batch: Tensor) -> Tensor:
-        states: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False).last_hidden_state
-        return states
-
+    """The inputs of the dense model's output head, (batch, seq, in), for each batch; to be taken before pruning."""
     with eval_mode(model), compute_dtype_context(model, compute), fast_linear_layers():
-        return [tuple(forward(batch) for batch in group) for group in groups]
+        return [tuple(states_entering_head(model, batch.to(model.device)) for batch in group) for group in groups]
 
 
 def distill(
@@ -189,6 +113,7 @@ def distill(
     loss: Loss = "kl",
     products: torch.dtype | None = None,
     head: nn.Module | None = None,
+    outside: bool = False,
     held_out: int | None = None,
     progress: Callable[[float, int], None] | None = None,
     store: TrainingStore | None = None,
@@ -210,13 +135,14 @@ def distill(
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained with its integers.
         products: Dtype of matrix products; weights, sums and the optimiser's state are float32.
-        head: The output head of the dense model; None where it is the pruned model's.
+        head: The output head of the dense model; None where the pruned model has the same, and `outside` does not train it.
+        outside: Whether to train the decoder's parameters outside of its blocks too (`outside_parameters`).
         held_out: Number of held-out groups, the last ones; by default the fraction `adam.held`.
         progress: Called after each step with its number and that of all steps.
         store: As for `MaskedAdam.run`.
 
     Returns:
-        The losses before and after, and the full names of the biases, norms and routers that changed.
+        The losses before and after, and the full names of the trained parameters that changed and hold no pruned layer.
     """
     blocks = pruned_blocks(blocks_of(model), plan)
     parameters: dict[str, nn.Parameter] = {}
@@ -230,6 +156,9 @@ def distill(
         keep |= {block.full_name(name): mask for name, mask in masks.items() if name in trained}
         rounded += rounded_layers(block, scales or {}, parameters)
     unpruned = {block.full_name(name) for block in blocks for name in block.unpruned_parameters()}
+    if outside:
+        others = outside_parameters(model, plan)
+        parameters, unpruned = {**parameters, **others}, {*unpruned, *others}
     initial = {name: parameter.detach().clone() for name, parameter in parameters.items() if name in unpruned}
     with (
         eval_mode(model),
@@ -260,21 +189,21 @@ def loss_terms(
     skipped = 1 if loss == "text" else 0  # the first token of a sequence is not predicted
     counts = collectives.all_gather_object([sum(len(x) * (x.shape[1] - skipped) for x in group) for group in groups])
     sizes = [sum(local) for local in zip(*counts, strict=True)]  # tokens of each group, over all processes
-    dense_head = model.get_output_embeddings() if head is None else head.float()
+    blocks, dense_head = blocks_of(model), None if head is None else head.float()
     energy = _mean_energy(states, sum(sizes)) if loss == "hidden" else 1.0
 
     def of_batch(batch: Tensor, state: Tensor | None) -> Tensor:
         """The mean loss of a batch over its tokens."""
         if loss == "hidden":
-            hidden = model.base_model(input_ids=batch, use_cache=False).last_hidden_state
             assert state is not None
-            error: Tensor = (hidden.float() - state.float()).square().sum(-1).mean() / energy
-            return error
+            return (states_entering_head(model, batch).float() - state.float()).square().sum(-1).mean() / energy
         logits = model(input_ids=batch, use_cache=False).logits
         if loss == "text":
             return cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
         assert state is not None
-        return _divergence(dense_head(state.float()), logits)
+        with torch.no_grad():
+            teacher = logits_of_states(model, blocks, tokens=batch, states=state.float(), head=dense_head)
+        return _divergence(teacher, logits)
 
     def of_group(number: int) -> Iterator[Tensor]:
         batches = groups[number]

@@ -22,6 +22,10 @@ VALIDATIONS = 10
 WARMUP = 0.1
 """Fraction of the steps over which the rate rises: Adam's first steps are as long for weights whose gradients are all noise."""
 
+RISE = 2.0
+"""Largest held-out loss at the first validation, relative to that before the training, that leaves the learning rate as it is.
+The loss of integers rises by more at first and falls by itself."""
+
 Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
 
@@ -42,7 +46,10 @@ class TrainingStore(Protocol):
 class MaskedAdam:
     """Adam with fixed masks; the state with the best validation loss is kept.
 
-    The learning rate rises linearly to `rate` over the first tenth of the steps and falls linearly to 0.
+    The learning rate rises linearly to `rate` over the first tenth of the steps and falls linearly to 0. If the first
+    validation, at the end of the rise, gives more than `RISE` times the loss before, the rate is too high for so small a loss.
+    The training then goes on from the initial weights, with the rate divided by the square root of the excess: near a minimum,
+    the noise of the gradients adds a loss proportional to the square of the rate.
 
     Attributes:
         held: Fraction of the groups held out for validation; at least one group is.
@@ -103,7 +110,8 @@ class MaskedAdam:
             weights = QuantizedParameters(parameters, keep, rounded)
         elif self.rank is not None:
             weights = MaskedLoRA(parameters, keep, rank=self.rank, seed=seed)
-        state = _State(weights, list(parameters.values()), seed=seed)
+        rise = math.inf if rounded else RISE
+        state = _State(weights, list(parameters.values()), seed=seed, rise=rise)
         stored = store.load() if store else None
         if stored:
             state.restore(*stored)
@@ -130,7 +138,7 @@ class MaskedAdam:
         validation_steps = {round(self.steps * (number + 1) / VALIDATIONS) for number in range(VALIDATIONS)}
         losses: list[float] = []  # since the last validation
         for step in range(state.curve[-1].step + 1, self.steps + 1):
-            losses.append(state.step(loss, self._rate_at(step), groups=groups - held_out))
+            losses.append(state.step(loss, state.rate_scale * self._rate_at(step), groups=groups - held_out))
             if not math.isfinite(losses[-1]):
                 return f"the loss became infinite or undefined at step {step}: the best weights before it were kept"
             if step in validation_steps:
@@ -139,6 +147,8 @@ class MaskedAdam:
                 losses.clear()
                 if not math.isfinite(held_out_loss):
                     return f"the held-out loss became infinite or undefined at step {step}: the best weights were kept"
+                if len(state.curve) == 2 and state.rate_scale < 1:
+                    state.keep_best()
                 later = sum(point.step > state.best.step for point in state.curve)
                 if self.patience is not None and later >= self.patience and step < self.steps:
                     return f"stopped at step {step} of {self.steps}: the held-out loss was lowest at step {state.best.step}"
@@ -160,8 +170,8 @@ class _State:
         curve: The validations so far; the first is that of the initial weights.
     """
 
-    def __init__(self, weights: TrainedWeights, parameters: Sequence[nn.Parameter], *, seed: int) -> None:
-        self._weights, self._parameters = weights, parameters
+    def __init__(self, weights: TrainedWeights, parameters: Sequence[nn.Parameter], *, seed: int, rise: float) -> None:
+        self._weights, self._parameters, self._rise = weights, parameters, rise
         self._best_state = {name: tensor.detach().clone() for name, tensor in weights.trained.items()}
         self._optimizer = torch.optim.Adam(weights.trained.values(), betas=(0.9, 0.95))
         self._generator = torch.Generator().manual_seed(seed)
@@ -175,6 +185,12 @@ class _State:
         for point in self.curve[1:]:
             best = point if point.held_out < best.held_out else best  # no NaN is smaller
         return best
+
+    @property
+    def rate_scale(self) -> float:
+        """The factor of the learning rate, by the first two validations."""
+        before, first, *_ = *(point.held_out for point in self.curve), 0.0, 0.0
+        return math.sqrt(self._rise * before / first) if first > self._rise * before >= 0 else 1.0
 
     def step(self, loss: Pieces, rate: float, *, groups: int) -> float:
         """Take one step on the next of the groups and return its loss; none is taken if that is not finite."""

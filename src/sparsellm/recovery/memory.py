@@ -51,6 +51,16 @@ def trained_numbers(block: Block, train: Train, rank: int) -> int:
     )
 
 
+def outside_bytes(trained: int, head: int) -> int:
+    """Bytes for training parameters outside of the blocks: what they were too, and a copy of the dense model's head.
+
+    Args:
+        trained: The numbers that are trained.
+        head: The numbers of the output head.
+    """
+    return 4 * ((COPIES + 1) * trained + head)
+
+
 def predictions_bytes(*, tokens: int, width: int, batch_tokens: int, vocabulary: int, depth: int) -> int:
     """Additional bytes for distillation: the dense model's last states, three tensors of logits, and the blocks' inputs."""
     return 4 * (tokens * width + 3 * batch_tokens * vocabulary + batch_tokens * width * depth)

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsellm.data.json_files import durable
+from sparsellm.data.json_files import durable, strict_json
 from sparsellm.reports.measures import OF_RUN, Figure, capitalized, mean_over_seeds, measures, spoken
 from sparsellm.reports.sweep_file import Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
-from sparsellm.runs.report import strict_json
 
 SEED = "seed"
 """The axis of repetitions: a row of the table is the mean over its cells."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from sparsellm.data.json_files import durable
+from sparsellm.data.json_files import durable, strict_json
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
 from sparsellm.reports.sweep_file import Cell, Sweep
 from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
@@ -25,7 +25,6 @@ from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
-from sparsellm.runs.report import strict_json
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import expected_runs
 from sparsellm.runs.workspace import work_directory

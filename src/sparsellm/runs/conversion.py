@@ -11,12 +11,11 @@ from typing import Any
 
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.packed_files import VERSION, FileWriter
-from sparsellm.data.json_files import durable, read_json
+from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
 from sparsellm.runs.packed_documents import Source
 from sparsellm.runs.records import REPORT, WORK
-from sparsellm.runs.report import strict_json
 from sparsellm.runs.verification import proven
 from sparsellm.runs.workspace import locked, replacing
 

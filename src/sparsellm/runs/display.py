@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from sparsellm.data.json_files import finite
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.runs.estimates import human_seconds
 from sparsellm.runs.events import Event, Measured, NextRun, Note, Stage
 from sparsellm.runs.progress import Progress, State
-from sparsellm.runs.report import finite
 from sparsellm.runtime.memory import memory_in_use
 
 Mode = Literal["auto", "plain", "json", "quiet", "off"]

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from pydantic import SerializeAsAny, TypeAdapter
 
+from sparsellm.data.json_files import finite
 from sparsellm.pruning.sequential import Step
 from sparsellm.runs.recipe import RunRecipe
-from sparsellm.runs.report import Report, finite
+from sparsellm.runs.report import Report
 
 OPENING, READING_TEXTS, DIGESTING, LOADING = "opening", "reading texts", "reading the model's files", "loading"
 ESTIMATING = "estimating the time of every run"

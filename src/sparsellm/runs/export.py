@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
-from sparsellm.data.json_files import is_text
+from sparsellm.data.json_files import is_text, strict_json
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
@@ -29,7 +29,7 @@ from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_settings
 from sparsellm.runs.quantized_output import save_scales
 from sparsellm.runs.records import CARD, REPORT, WORK
-from sparsellm.runs.report import Report, strict_json
+from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runs.workspace import aside, replacing
 from sparsellm.runtime import collectives

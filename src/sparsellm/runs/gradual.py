@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsellm.data.json_files import finite
 from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import NOT_DECISIVE
@@ -21,7 +22,7 @@ from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.records import WHOLE_MODEL
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.report import Report, finite
+from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import WHEN
 from sparsellm.runs.workspace import recover_output
 from sparsellm.solvers.patterns import Unstructured, parse_pattern

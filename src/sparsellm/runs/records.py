@@ -156,6 +156,7 @@ class SavedReport(Record):
     seconds: dict[str, Finite]
     peak_memory_bytes: Finite
     blocks: list[SavedBlock]
+    changed_outside: list[str] = []
     recovered: SavedTraining | None = None
     pruned: SavedPruning | None = None
     files: list[str] = []
@@ -180,7 +181,7 @@ class SavedReport(Record):
     @property
     def changed_parameters(self) -> set[str]:
         """The parameters besides the pruned layers that the run changed."""
-        return {name for block in self.blocks for name in block.changed_parameters}
+        return {name for block in self.blocks for name in block.changed_parameters}.union(self.changed_outside)
 
 
 def layer_frame(blocks: Sequence[Mapping[str, Any]]) -> DataFrame:

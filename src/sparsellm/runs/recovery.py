@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
+from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting
@@ -20,6 +21,8 @@ from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, Train
 from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
 from sparsellm.models.blocks import Block, blocks_of
+from sparsellm.models.loaded_model import LoadedModel
+from sparsellm.pruning.journal import Journal
 from sparsellm.pruning.selection import layer_names, matching, unmatched
 from sparsellm.recovery.block_training import refine_block
 from sparsellm.recovery.distillation import RATES
@@ -54,6 +57,7 @@ class BlockRecovery:
             With 0 steps the weights are only copied, as those of the output head always are.
         read: Reads a tensor of the pruned checkpoint by its name.
         layers: Results of pruning each layer, by block name.
+        outside: Parameters outside of the blocks that an earlier recovery changed, which are copied too.
         train: The parameters that are trained, as in `trained_names`.
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained with its integers.
@@ -66,6 +70,7 @@ class BlockRecovery:
     train: Train = "full"
     targets: frozenset[str] | None = None
     scales: Mapping[str, Scales] = field(default_factory=dict, repr=False)
+    outside: tuple[str, ...] = field(default=(), repr=False)
     store: Callable[[str], TrainingStore] | None = field(default=None, repr=False)
 
     @property
@@ -82,6 +87,17 @@ class BlockRecovery:
 
     def note(self, block: Block, plan: Plan) -> str:
         return ""
+
+    @torch.no_grad()
+    def copy_outside(self, loaded: LoadedModel, journal: Journal | None) -> None:
+        """Copy `outside` into the model, or into a file of the journal that it reads from now on."""
+        tensors = {name: self.read(name) for name in self.outside}
+        if loaded.weights.on_disk:
+            assert journal is not None  # as for the blocks
+            loaded.weights.relocate(tensors, journal.keep_tensors("outside", tensors))
+            return
+        for name, tensor in tensors.items():
+            loaded.model.get_parameter(name).copy_(tensor)
 
     def prune(self, block: Block, inputs: Activations, plan: Plan) -> Iterator[LayerResult | EpochResult | TrainingResult]:
         with torch.no_grad():
@@ -168,6 +184,7 @@ def recovery_plan(
         train=recipe.train,
         targets=lora_targets(recipe, blocks_of(source.skeleton()), plan),
         scales=scales,
+        outside=tuple(sorted(output.report.changed_outside)),
     )
     kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
     return method, plan, kept
@@ -231,7 +248,10 @@ def _reader(pruned: Checkpoint, dtype: torch.dtype) -> Callable[[str], Tensor]:
     """Function that reads a tensor by its parameter name, one at a time if the files support it."""
     name = str(dtype).removeprefix("torch.")
     try:
-        return pruned.stream(name)[1].read
+        model, weights = pruned.stream(name)
+        tied = tied_names(model)
+        stored = {tied[key]: key for key in weights.names}
+        return lambda key: weights.read(stored[tied[key]])
     except NotStreamable:
         tensors: dict[str, Tensor] = pruned.load(name).state_dict()
         return tensors.__getitem__

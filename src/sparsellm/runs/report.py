@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +13,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from sparsellm.checkpoints.files import Origin
+from sparsellm.data.json_files import strict_json
 from sparsellm.evaluation.measurements import Accuracy, LayerCosts, Perplexity, Summarized, plus_minus
 from sparsellm.methods import BLOCK_RESULT, BlockResult, LayerResult, TrainingResult
 from sparsellm.models.coverage import Coverage
@@ -50,6 +49,7 @@ class Report(Summarized):
         resolved: Values that were used where the recipe leaves them open.
         calibration: How the calibration sequences were drawn.
         blocks: Results by block, in order.
+        changed_outside: Names of the parameters outside of the blocks that a recovery changed.
         perplexity: Perplexity before and after, by text.
         tasks: Accuracy before and after, by task.
         samples: Continuations by the dense and the pruned model, by prompt.
@@ -72,6 +72,7 @@ class Report(Summarized):
     resolved: dict[str, Any] = field(default_factory=dict)
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
+    changed_outside: tuple[str, ...] = ()
     perplexity: dict[str, dict[When, Perplexity]] = field(default_factory=dict)
     tasks: dict[str, dict[When, Accuracy]] = field(default_factory=dict)
     samples: dict[str, dict[When, str]] = field(default_factory=dict)
@@ -117,11 +118,13 @@ class Report(Summarized):
         return [x for x in (pair.get("dense"), self.before(text), pair.get("pruned")) if x is not None]
 
     def add_changes(self, names: Collection[str]) -> None:
-        """Record parameters that were changed before this run, with their blocks."""
+        """Record parameters that are not the dense model's and hold no pruned layer, with their blocks or outside of these."""
+        others = {*self.changed_outside, *names}
         for number, block in enumerate(self.blocks):
-            local = {name for name in names if name.startswith(f"{block.name}.")}
-            changed = tuple(sorted({*block.changed_parameters, *local})) if local else block.changed_parameters
-            self.blocks[number] = replace(block, changed_parameters=changed)
+            local = {name for name in others if name.startswith(f"{block.name}.")}
+            others -= local
+            self.blocks[number] = replace(block, changed_parameters=tuple(sorted({*block.changed_parameters, *local})))
+        self.changed_outside = tuple(sorted(others))
 
     def totals(self) -> dict[str, Any]:
         """Layer, parameter and zero counts, and the sparsities and the stored bits a weight that follow."""
@@ -219,7 +222,7 @@ class Report(Summarized):
             "peak_memory_bytes": self.peak_memory,
             "recovered": asdict(self.recovered) if self.recovered else None,
             "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
-            **{name: value for name in ("pruned", "search", "gradual") if (value := getattr(self, name))},
+            **{name: value for name in ("pruned", "search", "gradual", "changed_outside") if (value := getattr(self, name))},
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 
@@ -248,27 +251,13 @@ class Report(Summarized):
             metadata=metadata.to_yaml(),
             name=PurePath(origin.name or recipe.model).name,
             base=f" from {link}" if origin.name else "",
-            changed=sum(len(block.changed_parameters) for block in self.blocks),
+            changed=len(self.changed_outside) + sum(len(block.changed_parameters) for block in self.blocks),
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else "",
             gradual=gradual,
             stages=gradual and gradual.table(),
         )
-
-
-def strict_json(data: Any) -> str:
-    """JSON that every parser reads: infinite numbers become the string "inf"."""
-    return json.dumps(finite(data), indent=1, allow_nan=False)
-
-
-def finite(data: Any) -> Any:
-    """Copy data with strings in place of infinite numbers and NaN."""
-    if isinstance(data, float) and not math.isfinite(data):
-        return str(data)
-    if isinstance(data, dict):
-        return {key: finite(value) for key, value in data.items()}
-    return [finite(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
 def _block_to_dict(block: BlockResult) -> dict[str, Any]:

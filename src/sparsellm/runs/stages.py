@@ -24,11 +24,11 @@ from sparsellm.pruning.sequential import prune_blocks
 from sparsellm.recovery.distillation import (
     Group,
     distill,
-    generate_samples,
     group_batches,
     last_states,
     model_training,
 )
+from sparsellm.recovery.generation import generate_samples
 from sparsellm.runs.cached_allocation import Allocated, cached_allocation
 from sparsellm.runs.events import (
     ALLOCATION,
@@ -50,7 +50,7 @@ from sparsellm.runs.records import TRAINING_STATE, WHOLE_MODEL
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
-from sparsellm.runs.training import model_step, model_written
+from sparsellm.runs.training import model_step, model_written, trains_outside
 from sparsellm.runtime import collectives
 from sparsellm.solvers.linalg import count_zeros
 
@@ -93,9 +93,10 @@ def prune_model(
                 advance(1, 1)
         training = None
         if recipe.model_steps:
-            is_pruned = blocks[-1].is_head
+            is_changed = isinstance(method, BlockRecovery) and bool(method.outside)  # by an earlier recovery
+            copies_head = blocks[-1].is_head or is_changed or trains_outside(recipe, method)
             training = _training_data(
-                loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=is_pruned
+                loaded, ready.windows, batches, report=report, observer=observer, cache=cache, copies_head=copies_head
             )
     if values:
         method = replace(method, values=values)  # type: ignore[type-var]
@@ -110,6 +111,9 @@ def prune_model(
                 report.blocks.append(step)
                 if allocated:
                     allocated.spend(step, blocks[step.index])
+    if isinstance(method, BlockRecovery) and method.outside:
+        method.copy_outside(loaded, journal)
+        report.changed_outside = method.outside
     if training:
         _train(loaded, ready, training, plan=plan, report=report, observer=observer, journal=journal)
 
@@ -130,7 +134,8 @@ def _train(
         store = JournalStore(journal).begin(WHOLE_MODEL) if journal else None
         settings = _training_settings(report, loaded, ready)
         result, changed = distill(loaded.model, plan=plan, progress=advance, store=store, **settings, **vars(training))
-        report.blocks = [_update_result(block, blocks[block.index], changed) for block in report.blocks]
+        report.blocks = [_update_zeros(block, blocks[block.index]) for block in report.blocks]
+        report.add_changes(changed)
     observer(result)
     if result.note:
         add_note(f"{TRAINING}: {result.note}", report, observer)
@@ -150,7 +155,8 @@ def _training_settings(report: Report, loaded: LoadedModel, ready: Prepared) -> 
         for layer in block.layers
         if layer.name in block.scales
     }
-    settings: dict[str, Any] = {"scales": scales, "products": loaded.products}
+    outside = trains_outside(recipe, ready.method)
+    settings: dict[str, Any] = {"scales": scales, "products": loaded.products, "outside": outside}
     adam_of = partial(model_training, loaded.model, recipe.model_steps)
     if not isinstance(recipe, RecoveryRecipe):
         return {**settings, "adam": adam_of()}
@@ -222,7 +228,6 @@ def _training_data(
         return TrainingData(groups, [], held_out, None)
     with phase(PREDICTING, report, observer) as advance:
         states = last_states(loaded.model, groups, loaded.compute)
-        # A head that is pruned too is copied.
         head = copy.deepcopy(loaded.model.get_output_embeddings()) if copies_head else None
         advance(1, 1)
         return TrainingData(groups, states, held_out, head)
@@ -281,9 +286,7 @@ def _cached_sensitivities(
     return JournalTensors(cache, name, count) if cache else [computed[number] for number in range(count)]
 
 
-def _update_result(result: BlockResult, block: Block, changed: Sequence[str]) -> BlockResult:
-    """A block's result after whole-model training, with the parameters that it changed and the present zeros."""
-    local = {name for name in changed if name.startswith(f"{result.name}.")}
+def _update_zeros(result: BlockResult, block: Block) -> BlockResult:
+    """A block's result with the zeros after whole-model training."""
     zeros = {block.full_name(name): count_zeros(layer.weight) for name, layer in block.layers.items()}
-    layers = [replace(layer, zeros=zeros[layer.name]) for layer in result.layers]
-    return replace(result, changed_parameters=tuple(sorted({*result.changed_parameters, *local})), layers=tuple(layers))
+    return replace(result, layers=tuple(replace(layer, zeros=zeros[layer.name]) for layer in result.layers))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sparsellm.methods import BlockMethod
-from sparsellm.models.blocks import Block
-from sparsellm.recovery.memory import predictions_bytes, trained_bytes
+from sparsellm.models.output_head import outside_parameters
+from sparsellm.recovery.memory import outside_bytes, predictions_bytes, trained_bytes
 from sparsellm.recovery.trained_weights import Train
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runtime.memory import check_fits, human_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MODEL_TOKENS = 1024
 """Tokens per gradient step over the whole model, at least one sequence: for the same tokens, smaller steps win back more."""
@@ -56,20 +59,34 @@ def check_memory(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, *,
         parts.append(f"training a block takes {human_bytes(needed)}")
         check_fits(needed, device, stage="Training a block", advice="Pass fewer `samples`.")
     if recipe.model_steps:
-        needed = model_bytes(recipe, method, blocks, windows, vocabulary=vocabulary)
+        needed = model_bytes(recipe, method, opened, windows, vocabulary=vocabulary)
         parts.append(f"training the whole model takes {human_bytes(needed)}")
         advice = "Pass `scope='block'` to recover, or a smaller `batch_size`."
         check_fits(needed, device, stage="Training the whole model", advice=advice)
     return ", ".join(parts)
 
 
-def model_bytes(recipe: RunRecipe, method: BlockMethod, blocks: Sequence[Block], windows: Tensor, *, vocabulary: int) -> int:
+def trains_outside(recipe: RunRecipe, method: BlockMethod) -> bool:
+    """Whether training the whole model includes the last norm and the output head; beside integers they stay."""
+    return recipe.model_steps > 0 and trained_of(recipe)[0] == "full" and not _trains_rounded(recipe, method)
+
+
+def numbers_outside(recipe: RunRecipe, method: BlockMethod, model: PreTrainedModel) -> int:
+    """Count the numbers outside of the blocks that a run trains."""
+    parameters = outside_parameters(model, ()) if trains_outside(recipe, method) else {}
+    return sum(parameter.numel() for parameter in parameters.values())
+
+
+def model_bytes(recipe: RunRecipe, method: BlockMethod, opened: OpenedModel, windows: Tensor, *, vocabulary: int) -> int:
     """Bytes that gradient steps over the whole model take in addition to the model."""
+    blocks = opened.blocks
     width = blocks[0].layer(blocks[0].architecture.groups[0][0]).in_features
     batch_tokens = min(model_step(*windows.shape), recipe.batch_size or len(windows)) * windows.shape[1]
     tokens = windows.numel() + model_written(recipe, *windows.shape) * windows.shape[1]
     train, rank = trained_of(recipe)
     trained = trained_bytes(blocks, together=True, train=train, rank=rank, rounded=_trains_rounded(recipe, method))
+    if outside := numbers_outside(recipe, method, opened.skeleton):
+        trained += outside_bytes(outside, vocabulary * width)
     return trained + predictions_bytes(
         tokens=tokens, width=width, batch_tokens=batch_tokens, vocabulary=vocabulary, depth=len(blocks)
     )

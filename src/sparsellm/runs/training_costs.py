@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from sparsellm.methods import planned_layers
 from sparsellm.models.blocks import Block
 from sparsellm.recovery.block_training import windows_a_step
-from sparsellm.recovery.distillation import AT_A_TIME, Loss, count_held_out
+from sparsellm.recovery.distillation import Loss, count_held_out
+from sparsellm.recovery.generation import AT_A_TIME
 from sparsellm.recovery.masked_training import VALIDATIONS
 from sparsellm.recovery.memory import trained_bytes, trained_numbers
 from sparsellm.recovery.trained_weights import Train
@@ -18,7 +19,7 @@ from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.training import model_bytes, model_step, model_written, trained_of
+from sparsellm.runs.training import model_bytes, model_step, model_written, numbers_outside, trained_of
 
 ADAM_BYTES = 84
 """Bytes that a step reads and writes for each trained number: 12 for its gradient as float32, and 72 by Adam's operations."""
@@ -58,12 +59,16 @@ def state_bytes(recipe: RunRecipe, ready: Prepared) -> int:
     sizes = [trained_numbers(block, train, rank) for block in ready.blocks if planned_layers(block, ready.plan)]
     if isinstance(ready.method, BlockRecovery) and ready.method.training.steps:
         return 4 * STORED_COPIES * max(sizes, default=0)
-    return 4 * STORED_COPIES * sum(sizes) if recipe.model_steps else 0
+    return 4 * STORED_COPIES * (sum(sizes) + numbers_outside(recipe, ready.method, ready.skeleton)) if recipe.model_steps else 0
 
 
-def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int) -> Work:
-    """What a gradient step takes beside its passes: sums of gradients, Adam, masks, and the products of low-rank factors."""
-    numbers = sum(trained_numbers(block, train, rank) for block in blocks)
+def _step_work(blocks: Sequence[Block], train: Train, rank: int, *, batches: int, outside: int = 0) -> Work:
+    """What a gradient step takes beside its passes: sums of gradients, Adam, masks, and the products of low-rank factors.
+
+    Args:
+        outside: The trained numbers outside of the blocks.
+    """
+    numbers = outside + sum(trained_numbers(block, train, rank) for block in blocks)
     weights = sum(layer.in_features * layer.out_features for block in blocks for layer in block.layers.values())
     first, further = SUM_BYTES
     done = work(passes=numbers * (first + further * (batches - 1) + ADAM_BYTES))
@@ -126,13 +131,16 @@ def model_training_costs(
     blocks = sum(sum(x.numel() for x in block.module.parameters()) for block in ready.blocks)
     loss = recipe.resolved_loss if isinstance(recipe, RecoveryRecipe) else "kl"
     batch = min(per_step, recipe.batch_size or samples) * length
-    copies = whole - 4 * blocks + model_bytes(recipe, ready.method, ready.blocks, ready.windows, vocabulary=vocabulary)
+    outside = numbers_outside(recipe, ready.method, ready.skeleton)
+    copies = whole - 4 * (blocks + outside) + model_bytes(recipe, ready.method, ready, ready.windows, vocabulary=vocabulary)
     memory = copies + 2 * batch * shapes.forward_bytes  # of the block whose activations are computed again
     validated = (min(VALIDATIONS, recipe.model_steps) + 1) * held_out * length
     stepped = recipe.model_steps * per_step * length
     logits = work()
     for tokens, (products, passes) in zip((stepped, validated), LOGITS[loss], strict=True):
         logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
-    step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch))
+    if outside and loss != "hidden":
+        logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
+    step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch), outside=outside)
     passed = (3 if train == "norms" else 4) * stepped + validated  # forward, again forward, and backward
     yield TRAINING, Cost(memory, [], depth * shapes.forward(passed) + logits + recipe.model_steps * step)

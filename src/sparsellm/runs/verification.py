@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsellm.checkpoints.comparison import Tensors, bit_identical, compare, layers_by_parameter
 from sparsellm.checkpoints.tensor_index import TensorDigest, file_digest, report_digest, tensor_digests
+from sparsellm.data.json_files import finite
 from sparsellm.errors import BadCheckpoint, VerificationFailed, first_line, plural
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods import LayerResult
@@ -21,7 +22,7 @@ from sparsellm.runs.loading import open_source
 from sparsellm.runs.outputs import Output, read_finished
 from sparsellm.runs.quantization_file import quantized_tensors
 from sparsellm.runs.records import CARD, REPORT, SavedLayer
-from sparsellm.runs.report import Report, finite
+from sparsellm.runs.report import Report
 from sparsellm.solvers.linalg import count_zeros
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Verification(Summarized):
 
     Attributes:
         against: Dense model that all other tensors were compared with, if any.
-        changed: Number of biases and norms that the run changed, which are not compared with the dense model's.
+        changed: Number of other tensors that the run changed, which are not compared with the dense model's.
     """
 
     output: str
@@ -135,7 +136,7 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
         [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
     )
     layers = {layer.name: layer for layer in report.layers}
-    changed = {name for block in report.blocks for name in block.changed_parameters}
+    changed = {name for block in report.blocks for name in block.changed_parameters}.union(report.changed_outside)
     dense_tensors = None if dense is None else Tensors(dense, model)
     raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers=layers, changed=changed))
 
@@ -247,7 +248,8 @@ def _layer_differences(
     differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
     if dense is not None:
         comparison = compare(tensors, dense, as_stored=False)
-        unexpected = [key for key in (*comparison.changed, *comparison.only_here) if key not in skipped]
+        known = {tensors.one_name(key) for key in skipped}  # tied tensors may have another of their names in the files
+        unexpected = [key for key in (*comparison.changed, *comparison.only_here) if tensors.one_name(key) not in known]
         differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
     return differences
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparsellm.recovery import masked_training
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.recovery.trained_weights import MaskedLoRA
 
@@ -114,13 +115,17 @@ class Memory:
         return self.state
 
 
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(("rank", "rate"), [(None, 0.05), (2, 0.05), (None, 5.0)])
 @pytest.mark.parametrize("states", [1, 4, 9])
-def test_a_training_that_breaks_off_continues_to_the_same_bytes(states: int, rank: int | None) -> None:
-    """The weights, the curve and the losses are those of a training that was not interrupted."""
-    adam = MaskedAdam(35, 0.05, rank=rank)
+def test_a_training_that_breaks_off_continues_to_the_same_bytes(
+    states: int, rank: int | None, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights, the curve and the losses are those of a training that was not interrupted, also if its rate was too high."""
+    monkeypatch.setattr(masked_training, "RISE", 1.0)
+    adam = MaskedAdam(35, rate, rank=rank)
     wanted, keep, loss = problem()
     result = adam.run(wanted, keep, loss, groups=6, seed=1)
+    assert (result.curve[1].held_out > result.before) == (rate > 1)
     store = Memory(states)
     parameters, keep, loss = problem()
     with pytest.raises(Killed):
