@@ -24,7 +24,7 @@ WARMUP = 0.1
 
 RISE = 2.0
 """Largest held-out loss at the first validation, relative to that before the training, that leaves the learning rate as it is.
-The loss of integers rises by more at first and falls by itself."""
+Not used for quantized weights, whose loss rises more during the warm-up and falls again at the same rate."""
 
 Pieces = Callable[[int], Iterator[Tensor]]
 """Maps the number of a group to its loss, in terms that are computed one at a time and add up to it."""
@@ -46,10 +46,10 @@ class TrainingStore(Protocol):
 class MaskedAdam:
     """Adam with fixed masks; the state with the best validation loss is kept.
 
-    The learning rate rises linearly to `rate` over the first tenth of the steps and falls linearly to 0. If the first
-    validation, at the end of the rise, gives more than `RISE` times the loss before, the rate is too high for so small a loss.
-    The training then goes on from the initial weights, with the rate divided by the square root of the excess: near a minimum,
-    the noise of the gradients adds a loss proportional to the square of the rate.
+    The learning rate rises linearly to `rate` during the warm-up, the first tenth of the steps, and falls linearly to 0. If the
+    held-out loss after the warm-up, L, is more than `RISE` times the loss before training, L0, the remaining steps start from
+    the initial weights, with the learning rate multiplied by sqrt(RISE L0 / L): near a minimum, gradient noise adds a loss
+    proportional to the square of the learning rate.
 
     Attributes:
         held: Fraction of the groups held out for validation; at least one group is.
@@ -188,7 +188,7 @@ class _State:
 
     @property
     def rate_scale(self) -> float:
-        """The factor of the learning rate, by the first two validations."""
+        """The factor of the learning rate that follows from the losses before training and after the warm-up."""
         before, first, *_ = *(point.held_out for point in self.curve), 0.0, 0.0
         return math.sqrt(self._rise * before / first) if first > self._rise * before >= 0 else 1.0
 

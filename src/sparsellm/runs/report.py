@@ -95,6 +95,11 @@ class Report(Summarized):
         return [layer for block in self.blocks for layer in block.layers]
 
     @property
+    def changed_parameters(self) -> set[str]:
+        """The parameters besides the pruned layers that are not the dense model's."""
+        return {name for block in self.blocks for name in block.changed_parameters}.union(self.changed_outside)
+
+    @property
     def sparsity(self) -> float:
         """The fraction of the pruned layers' weights that are zero."""
         count = sum(layer.shape[0] * layer.shape[1] for layer in self.layers)
@@ -251,7 +256,7 @@ class Report(Summarized):
             metadata=metadata.to_yaml(),
             name=PurePath(origin.name or recipe.model).name,
             base=f" from {link}" if origin.name else "",
-            changed=len(self.changed_outside) + sum(len(block.changed_parameters) for block in self.blocks),
+            changed=len(self.changed_parameters),
             coverage=self.coverage.describe() if self.coverage else "",
             options=", trust_remote_code=True" if recipe.trust_remote_code else "",
             previous=yaml.safe_dump(self.pruned["recipe"], sort_keys=False, allow_unicode=True) if self.pruned else "",

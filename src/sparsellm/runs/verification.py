@@ -136,9 +136,11 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
         [f"{key} has other values than in memory" for key, x in written if not bit_identical(x, state.get(key, x).cpu())],
     )
     layers = {layer.name: layer for layer in report.layers}
-    changed = {name for block in report.blocks for name in block.changed_parameters}.union(report.changed_outside)
     dense_tensors = None if dense is None else Tensors(dense, model)
-    raise_if_any("The written checkpoint", _layer_differences(model, written, dense_tensors, layers=layers, changed=changed))
+    raise_if_any(
+        "The written checkpoint",
+        _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters),
+    )
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
