@@ -23,6 +23,7 @@ from sparsellm.recovery import distillation
 from sparsellm.recovery.distillation import count_held_out
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
+from sparsellm.runtime import products
 from tests import processes
 from tests.cli.test_bad_input import refused
 from tests.conftest import long_unless, report_of
@@ -61,6 +62,35 @@ CASES = [
 """Trained parameters, scope and loss, every other time with products in bfloat16."""
 
 QUICK = {CASES[number] for number in (3, 4, 9, 14, 19)}
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize(("train", "scope"), [("full", "model"), ("lora", "model"), ("norms", "model"), ("full", "block")])
+def test_products_of_large_layers(
+    family: str,
+    train: Any,
+    scope: Any,
+    folders: dict[str, Path],
+    loud: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A linear layer is computed by another function where it is large, which none of these models is."""
+    settings = {**SETTINGS, "train": train, "scope": scope, "compute_dtype": "float32"}
+    calls: list[int] = []
+
+    def kernel(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        calls.append(inputs.shape[0])
+        return torch.nn.functional.linear(inputs, weight, bias)
+
+    expected = tensors(recover(folders[family], loud[family], SENTENCES, **settings).save_pretrained(tmp_path / "small"))
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(products, "_kernel", lambda: kernel)
+    found = tensors(recover(folders[family], loud[family], SENTENCES, **settings).save_pretrained(tmp_path / "large"))
+    assert calls
+    assert any(not torch.equal(found[name], tensor) for name, tensor in tensors(folders[family]).items())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "train", "scope", "loss", "half"), [long_unless(case in QUICK, *case) for case in CASES])

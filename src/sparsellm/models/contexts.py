@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -66,10 +67,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Store only the inputs of modules for the backward pass within the context, and recompute their activations from these."""
+    """Store only the inputs of modules for the backward pass within the context, and recompute their activations from these.
+
+    The modules compute linear layers by the faster library in both passes: activations that are recomputed by another function
+    than in the forward pass are refused by torch, and the backward pass may run outside of the caller's contexts.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return fast_linear_layers(), fast_linear_layers()
 
     def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **keywords: checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+        return partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
     with ExitStack() as stack:
         for module in modules:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from sparsellm.models.contexts import gradient_checkpointing
 from sparsellm.runtime import products
 
 needs_kernel = pytest.mark.skipif(products._kernel() is None, reason="torch's own products are as fast on this processor")
@@ -84,6 +87,23 @@ def test_only_gradients_that_are_needed(calls: list[str]) -> None:
     (gradient,) = torch.autograd.grad(result.sum(), x)
     assert len(calls) == 2
     torch.testing.assert_close(gradient, layer.weight.sum(0).expand(192, 160), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward", [products.fast_linear_layers, nullcontext], ids=["within", "outside"])
+def test_checkpointed_modules_recompute_by_the_same_products(
+    forward: Callable[[], AbstractContextManager[Any]], calls: list[str]
+) -> None:
+    """The backward pass runs outside of the context of the forward pass."""
+    model, x = nn.Sequential(nn.Linear(160, 144), nn.ReLU(), nn.Linear(144, 160)), normal(192, 160)
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    assert not calls
+    with gradient_checkpointing([model]):
+        with forward():
+            loss = model(x).square().sum()
+        got = torch.autograd.grad(loss, [*model.parameters()])
+    assert len(calls) == 2 * 2 + 3  # forward, recomputed, and the gradients of two weights and of the inputs of the second
+    for one, other in zip(expected, got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(160, 144), Conv1D(144, 160)], ids=["Linear", "Conv1D"])
