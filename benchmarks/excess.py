@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-from forms import INGREDIENTS, MAIN, SUITES
+from forms import EFFORTS, INGREDIENTS, MAIN, SUITES
 from measuring import MEASURED, markdown_table, processor
 from results import split_stories
 
@@ -195,6 +195,24 @@ def other_texts_table(data: dict) -> list[str]:
         rows = ([label, *(summary(by_seed(data, label, p, text=text)) for p in patterns)] for label in MAIN)
         lines += [f"Calibrated on {text}:", "", *markdown_table(["", *patterns], (row for row in rows if any(row[1:])))]
     return lines
+
+
+def efforts_table() -> list[str]:
+    """Seconds and excess of each effort at 80 %, and as multiples of SparseGPT's, for every model that was measured."""
+    base, pattern = next(iter(EFFORTS)), "80%"
+    models = {name: data for name, data in of_models().items() if by_seed(data, base, pattern)}
+
+    def cell(data: dict, label: str, figure: str, form: str) -> str:
+        """The mean over seeds, with its multiple of SparseGPT's."""
+        value, reference = (mean(x[figure] for x in by_seed(data, y, pattern).values()) for y in (label, base))
+        return form.format(value) + ("" if label == base else f" ({value / reference:.2g} x)")
+
+    rows = []
+    for label in EFFORTS:
+        option = "--method sparsegpt" if label == base else f"--{label}"
+        cells = ((cell(data, label, "seconds", "{:.1f} s"), cell(data, label, "excess", "{:.3f}")) for data in models.values())
+        rows.append([f"`{option}`", *chain(*cells)])
+    return markdown_table(["", *chain(*((f"{name}, time", "excess") for name in models))], rows)
 
 
 def of_models() -> dict[str, dict]:

@@ -50,6 +50,7 @@ ROADS: dict[str, dict[str, Any]] = {
     "full, 1200 samples": {"samples": 1200, "written": 0},
     "full, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800},
     "lora": {"train": "lora"},
+    "lora, 4800 samples": {"samples": 4800, "written": 0, "steps": 4800, "train": "lora"},
     "norms": {"train": "norms"},
     "full, text": {"loss": "text"},
     "lora, text": {"train": "lora", "loss": "text"},

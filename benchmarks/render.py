@@ -55,6 +55,7 @@ PAGES = (
     "docs/fine-tuning.md",
     "docs/recover.md",
     "docs/few-bits.md",
+    "docs/methods/sparsellm.md",
     "dev/RESULTS.md",
 )
 PICTURES = ROOT / "docs" / "pictures"
@@ -116,6 +117,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "several": search.several_table,
     "costs": processes.costs,
     "excess": excess.tables,
+    "efforts": excess.efforts_table,
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
