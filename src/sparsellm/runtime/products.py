@@ -40,7 +40,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """`torch.nn.functional.linear`, with gradients."""
     rows = inputs.flatten(0, -2) if inputs.dim() > 1 else inputs.unsqueeze(0)
     usual = weight.dim() != 2 or not _is_faster(rows, weight.T) or torch.is_autocast_enabled("cpu")
-    if usual or (bias is not None and bias.dtype != torch.float32) or _kernel() is None:
+    other_bias = bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1])
+    if usual or other_bias or _kernel() is None:
         return nn.functional.linear(inputs, weight, bias)
     result: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
     return result.view(*inputs.shape[:-1], len(weight))
@@ -74,7 +75,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         kernel = _kernel()
         assert kernel is not None
-        return kernel(_plain(inputs), _plain(weight), bias)
+        return kernel(_plain(inputs), _plain(weight), None if bias is None else bias.contiguous())  # strides are ignored
 
     @staticmethod
     @once_differentiable

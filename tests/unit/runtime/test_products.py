@@ -79,6 +79,18 @@ def test_linear_has_the_gradients_of_torch(bias: bool, shape: tuple[int, ...], c
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@needs_kernel
+@pytest.mark.parametrize(
+    "bias",
+    [normal(144, 3)[:, 1], normal(1).expand(144), normal(1), normal(192, 144), normal(144)],
+    ids=["strided", "expanded", "one number", "of each token", "plain"],
+)
+def test_every_bias_of_torch(bias: Tensor) -> None:
+    inputs, weight = normal(192, 160), normal(144, 160, seed=1)
+    expected = inputs.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(products.linear(inputs, weight, bias), expected.float(), rtol=1e-4, atol=1e-4)
+
+
 def test_only_gradients_that_are_needed(calls: list[str]) -> None:
     layer, x = nn.Linear(160, 144).requires_grad_(False), normal(192, 160).requires_grad_()
     with products.fast_linear_layers():
