@@ -126,6 +126,8 @@ def test_zeros_stay_and_only_what_is_trained_changes(
         assert layers <= moved
         assert (moved == layers) == (train == "lora")
     assert moved
+    assert set(result.report.changed_outside) == {name for name in moved if ".layers." not in name}
+    assert bool(result.report.changed_outside) == (train == "full" and loss != "hidden")  # which does not depend on the head
     trained = [x for x in (result.report.recovered, *(block.refined for block in result.report.blocks)) if x]
     assert sum(x.after for x in trained) < sum(x.before for x in trained)
     assert all(x.curve[0].held_out == x.before and min(p.held_out for p in x.curve) == x.after for x in trained)

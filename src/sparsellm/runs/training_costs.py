@@ -139,7 +139,7 @@ def model_training_costs(
     logits = work()
     for tokens, (products, passes) in zip((stepped, validated), LOGITS[loss], strict=True):
         logits += tokens * work(2 * products * vocabulary * shapes.width, passes=4 * passes * vocabulary)
-    if outside and loss != "hidden":
+    if outside:
         logits += stepped * work(2 * vocabulary * shapes.width)  # the gradient by the output head
     step = _step_work(ready.blocks, train, rank, batches=-(-per_step * length // batch), outside=outside)
     passed = (3 if train == "norms" else 4) * stepped + validated  # forward, again forward, and backward
