@@ -205,7 +205,8 @@ def efforts_table() -> list[str]:
     def cell(data: dict, label: str, figure: str, form: str) -> str:
         """The mean over seeds, with its multiple of SparseGPT's."""
         value, reference = (mean(x[figure] for x in by_seed(data, y, pattern).values()) for y in (label, base))
-        return form.format(value) + ("" if label == base else f" ({value / reference:.2g} x)")
+        times = f"{value / reference:.{'0f' if value >= 10 * reference else '2g'}}"
+        return form.format(value) + ("" if label == base else f" ({times} x)")
 
     rows = []
     for label in EFFORTS:

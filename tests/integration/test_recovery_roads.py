@@ -23,6 +23,7 @@ from sparsellm.recovery import distillation
 from sparsellm.recovery.distillation import count_held_out
 from sparsellm.recovery.masked_training import MaskedAdam
 from sparsellm.reports.page import report_page
+from sparsellm.runs import recipe
 from sparsellm.runtime import products
 from tests import processes
 from tests.cli.test_bad_input import refused
@@ -91,6 +92,19 @@ def test_products_of_large_layers(
     assert any(not torch.equal(found[name], tensor) for name, tensor in tensors(folders[family]).items())
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_best_effort_of_a_bundled_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the usual size, on this processor's own products."""
+    monkeypatch.setitem(recipe.SCOPE_STEPS, "model", 4)
+    monkeypatch.setattr(distillation, "TRAINING", MaskedAdam(4, 1e-4))
+    shape: dict[str, int] = {"samples": 8, "sequence_length": 128}
+    report = prune(f"demo:{family}", effort="best", sparsity="80%", calibration="demo", **shape).report
+    assert report.recovered is not None
+    before, *later = (point.held_out for point in report.recovered.curve)
+    assert len(later) == 4
+    assert all(0.5 * before < loss < 1.5 * before for loss in later)
 
 
 @pytest.mark.parametrize(("family", "train", "scope", "loss", "half"), [long_unless(case in QUICK, *case) for case in CASES])
