@@ -65,8 +65,14 @@ CASES = [
 QUICK = {CASES[number] for number in (3, 4, 9, 14, 19)}
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize(("train", "scope"), [("full", "model"), ("lora", "model"), ("norms", "model"), ("full", "block")])
+@pytest.mark.parametrize(
+    ("family", "train", "scope"),
+    [
+        long_unless((family == "opt") == (train == "full" and scope == "model"), family, train, scope)
+        for family in ("opt", "llama")
+        for train, scope in (("full", "model"), ("lora", "model"), ("norms", "model"), ("full", "block"))
+    ],
+)
 def test_products_of_large_layers(
     family: str,
     train: Any,
@@ -94,7 +100,7 @@ def test_products_of_large_layers(
         torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family", [long_unless(family == "opt", family) for family in ("opt", "llama")])
 def test_best_effort_of_a_bundled_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of the usual size, on this processor's own products."""
     monkeypatch.setitem(recipe.SCOPE_STEPS, "model", 4)
