@@ -197,23 +197,47 @@ def other_texts_table(data: dict) -> list[str]:
     return lines
 
 
+BASE, AT = next(iter(EFFORTS)), "80%"
+"""The form that efforts are compared with, and the sparsity."""
+
+
 def efforts_table() -> list[str]:
-    """Seconds and excess of each effort at 80 %, and as multiples of SparseGPT's, for every model that was measured."""
-    base, pattern = next(iter(EFFORTS)), "80%"
-    models = {name: data for name, data in of_models().items() if by_seed(data, base, pattern)}
+    """Seconds and excess of each effort, and as multiples of SparseGPT's, for every model that was measured."""
+    models = {name: data for name, data in of_models().items() if by_seed(data, BASE, AT)}
 
     def cell(data: dict, label: str, figure: str, form: str) -> str:
         """The mean over seeds, with its multiple of SparseGPT's."""
-        value, reference = (mean(x[figure] for x in by_seed(data, y, pattern).values()) for y in (label, base))
-        times = f"{value / reference:.{'0f' if value >= 10 * reference else '2g'}}"
-        return form.format(value) + ("" if label == base else f" ({times} x)")
+        value = form.format(_mean_at(data, label, figure))
+        return value if label == BASE else f"{value} ({_multiple(data, label, figure)} x)"
 
     rows = []
     for label in EFFORTS:
-        option = "--method sparsegpt" if label == base else f"--{label}"
+        option = "--method sparsegpt" if label == BASE else f"--{label}"
         cells = ((cell(data, label, "seconds", "{:.1f} s"), cell(data, label, "excess", "{:.3f}")) for data in models.values())
         rows.append([f"`{option}`", *chain(*cells)])
     return markdown_table(["", *chain(*((f"{name}, time", "excess") for name in models))], rows)
+
+
+def efforts_in_short() -> list[str]:
+    """The multiples of SparseGPT's time and excess on demo:opt, as a sentence."""
+    data = of_models()["demo-opt"]
+    fast, standard, best = ([_multiple(data, label, x) for x in ("seconds", "excess")] for label in EFFORTS if label != BASE)
+    return [
+        f"On demo:opt at {AT[:-1]} %, `--effort fast` takes {fast[0]} times SparseGPT's time and leaves {fast[1]} of its",
+        f"excess log perplexity, `standard` {standard[0]} times and {standard[1]}, and `best`, which adds training of the",
+        f"whole model, {best[0]} times and {best[1]} ([less time](docs/methods/sparsellm.md#less-time)).",
+    ]
+
+
+def _mean_at(data: dict, label: str, figure: str) -> float:
+    """The mean over seeds of a figure of a form."""
+    return mean(x[figure] for x in by_seed(data, label, AT).values())
+
+
+def _multiple(data: dict, label: str, figure: str) -> str:
+    """The mean of a figure in multiples of SparseGPT's, to two digits at least."""
+    times = _mean_at(data, label, figure) / _mean_at(data, BASE, figure)
+    return f"{times:.{'0f' if times >= 10 else '2g'}}"
 
 
 def of_models() -> dict[str, dict]:

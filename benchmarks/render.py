@@ -118,6 +118,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "costs": processes.costs,
     "excess": excess.tables,
     "efforts": excess.efforts_table,
+    "efforts in short": excess.efforts_in_short,
     "few bits": few_bits.table,
     "peer gptq": peer_gptq.table,
     "few bits, goals": few_bits.goals,
