@@ -147,6 +147,7 @@ def started(
     host: str = "127.0.0.1",
     before: Sequence[str] = (),
     module: str = "sparsellm",
+    cwd: Path | None = None,
     **more: str,
 ) -> subprocess.Popen[str]:
     """One of two processes as a launcher starts them. before: the words that begin its command. module: what it runs."""
@@ -157,6 +158,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=cwd,
     )
 
 
@@ -282,6 +284,43 @@ def test_processes_that_differ_are_refused(
     assert f"Process 1 differs from process 0: {name} is" in told
     assert ended(second) == ""
     assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("recover", "missing", "out", "--calibration", "demo"), 1, "error: missing"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("prune", "demo:opt", "out", "--sparsity", "70%"), 1, "needs a calibration text"),
+                (("prune", "demo:opt", "--sparsity", "70%", "--calibration", "demo"), 2, "name the folder to write"),
+                (("prune", "demo:opt", "out", "--method", "magnitude", "--resume", "--restart"), 2, "pass one of them"),
+                (("evaluate", "demo:opt"), 2, "name what to measure on"),
+            )
+        ),
+    ],
+)
+def test_bad_input_is_told_once(words: tuple[str, ...], status: int, message: str, tmp_path: Path) -> None:
+    """By the main process alone, also before there is anything to compute; nothing is written."""
+    port = free_port()
+    both = [started(rank, port, *words, cwd=tmp_path) for rank in (0, 1)]
+    (_, told), (_, other) = (process.communicate(timeout=240) for process in both)
+    assert message in " ".join(told.split())
+    assert "Traceback" not in told
+    assert other == ""
+    assert [process.returncode for process in both] == [status, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_the_settings_are_printed_once() -> None:
+    port = free_port()
+    words = ("prune", "demo:opt", "--sparsity", "3:4", "--calibration", "demo", "--print-config")
+    both = [started(rank, port, *words) for rank in (0, 1)]
+    (printed, told), (other, _) = (process.communicate(timeout=240) for process in both)
+    assert "sparsity: '3:4'" in printed, told
+    assert other == ""
 
 
 def test_an_error_in_one(tiny: dict[str, Path], text_file: Path, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
@@ -39,6 +41,20 @@ def report_errors(context: typer.Context) -> Iterator[None]:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         print_error(printable(f"{_error_text(error)}{notes}", 4 * MAX_MESSAGE), context)
         sys.exit(1)
+
+
+@contextmanager
+def in_process_group(context: typer.Context) -> Iterator[bool]:
+    """Join the process group of a launcher, if there is one, so that errors are printed once, by the main process.
+
+    Yields:
+        Whether this is the main process, which writes files and prints.
+    """
+    with report_errors(context):
+        from sparsellm.runtime import watchdog
+
+        with watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main:
+            yield is_main
 
 
 def in_options(text: str, context: typer.Context) -> str:

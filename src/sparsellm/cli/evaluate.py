@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import typer
 from sparsellm.cli import options
 from sparsellm.cli.console import (
     in_options,
+    in_process_group,
     print_error,
     print_json,
     print_line,
@@ -45,20 +45,17 @@ def evaluate(
 
     Example: sparsellm evaluate demo:opt --text demo
     """
-    with report_errors(context):
+    with in_process_group(context) as is_main:
         from sparsellm.cli.allocator import keep_pages
         from sparsellm.cli.display import task_metric, task_value
         from sparsellm.evaluation.measurements import mean, measure_of
         from sparsellm.runs.display import Display, percent, plus_minus
         from sparsellm.runs.measuring import evaluate as evaluate_model
-        from sparsellm.runtime import watchdog
 
         if not text and "task" not in settings:
             raise typer.BadParameter("name what to measure on: --text or --task")
-        with (
-            watchdog.init_process_group(os.environ, partial(print_error, context=context)) as is_main,
-            Display(("quiet" if quiet else progress) if is_main else "off", partial(in_options, context=context)) as display,
-        ):
+        mode = ("quiet" if quiet else progress) if is_main else "off"
+        with Display(mode, partial(in_options, context=context)) as display:
             keep_pages()
             result = evaluate_model(model, text or (), observe=display, **settings)
         if not is_main:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from sparsellm.cli import options
 from sparsellm.cli.console import (
     collection_paused,
     in_options,
-    print_error,
+    in_process_group,
     print_json,
     print_line,
     report_errors,
@@ -53,7 +52,7 @@ def prune(
 
     Example: sparsellm prune demo:opt opt-70 --sparsity 70% --calibration demo --samples 16
     """
-    with report_errors(context):
+    with in_process_group(context) as is_main:
         from sparsellm.runs.recipe_file import read_fields, read_recipes
 
         if config and output is None and model is not None and "model" in read_fields(Path(config)):
@@ -63,13 +62,14 @@ def prune(
         recipes = read_recipes(settings, config)
         if print_config:
             sparsities = ",".join(x.sparsity for x in recipes if x.sparsity) or None
-            print(recipes[0].model_copy(update={"sparsity": sparsities}).to_yaml(), end="")
+            if is_main:
+                print(recipes[0].model_copy(update={"sparsity": sparsities}).to_yaml(), end="")
             return
         if output is None:
             raise typer.BadParameter("name the folder to write: sparsellm prune MODEL OUT")
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, recipes, output, report_to=report_to or [], mode=mode, pack=pack, gradual=None, **keywords)
+        _write(context, recipes, output, is_main, report_to=report_to or [], mode=mode, pack=pack, gradual=None, **keywords)
 
 
 @options.recipe_options(fields=RecoveryFields, without=("model", "pruned", "dtype"))
@@ -97,23 +97,25 @@ def recover(
 
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
-    with report_errors(context):
+    with in_process_group(context) as is_main:
         from sparsellm.runs.export import check_output
         from sparsellm.runs.gradual import read_stages
         from sparsellm.runs.recovery import read_recovery
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
-        check_output(output, overwrite or resume or restart, recipe.pruned)
+        if is_main:  # another process may come here when the first one has begun to write
+            check_output(output, overwrite or resume or restart, recipe.pruned)
         gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}
-        _write(context, [recipe], output, report_to=report_to or [], mode=mode, gradual=gradual, **keywords)
+        _write(context, [recipe], output, is_main, report_to=report_to or [], mode=mode, gradual=gradual, **keywords)
 
 
 def _write(
     context: typer.Context,
     recipes: Sequence[Recipe | RecoveryRecipe],
     output: str,
+    is_main: bool,
     *,
     resume: bool,
     restart: bool,
@@ -134,30 +136,29 @@ def _write(
     from sparsellm.runs.packing import packed_outputs
     from sparsellm.runs.several import check_outputs, finished_runs, output_folders, run_each, shared_results
     from sparsellm.runs.tracking import Tracked
-    from sparsellm.runtime import collectives, watchdog
+    from sparsellm.runtime import collectives
 
-    folders, end = gradual.runs if gradual else output_folders(output, recipes), partial(print_error, context=context)
+    folders = gradual.runs if gradual else output_folders(output, recipes)
     replace = {"resume": resume, "restart": restart, "overwrite": overwrite}
-    with watchdog.init_process_group(os.environ, end) as is_main:  # only the main process prints
+    if is_main:
+        check_outputs(output, folders, gradual, **replace)
+        to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
+    finished = collectives.broadcast_object(finished_runs(folders, gradual) if resume else [False] * len(folders))
+    if all(finished):
         if is_main:
-            check_outputs(output, folders, gradual, **replace)
-            to_pack = packed_outputs(folders, resume=resume, overwrite=overwrite) if pack else {}
-        finished = collectives.broadcast_object(finished_runs(folders, gradual) if resume else [False] * len(folders))
-        if all(finished):
             print_line(stderr, f"{output} is finished: there is nothing to resume.")
-            if is_main:
-                _pack(to_pack, overwrite, on_stderr=as_json)
-            return
-        with (
-            Display(mode if is_main else "off", partial(in_options, context=context)) as display,
-            Tracked(*(report_to if is_main else ()), observer=display) as tracked,
-            shared_results(gradual.folder if gradual else output, folders, display) as shared,
-        ):
-            observe = combine_observers(manage_memory, display, tracked)
-            report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)
-        if is_main:
-            _print_results([Path(output)] if gradual else folders, report, as_json)
             _pack(to_pack, overwrite, on_stderr=as_json)
+        return
+    with (
+        Display(mode if is_main else "off", partial(in_options, context=context)) as display,
+        Tracked(*(report_to if is_main else ()), observer=display) as tracked,
+        shared_results(gradual.folder if gradual else output, folders, display) as shared,
+    ):
+        observe = combine_observers(manage_memory, display, tracked)
+        report = run_each(folders, observe, finished=finished, shared=shared, gradual=gradual, **replace)
+    if is_main:
+        _print_results([Path(output)] if gradual else folders, report, as_json)
+        _pack(to_pack, overwrite, on_stderr=as_json)
 
 
 def _pack(folders: Mapping[Path, Path], overwrite: bool, *, on_stderr: bool) -> None:
