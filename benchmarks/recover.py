@@ -190,7 +190,7 @@ def _share(figures: list[dict[str, Any]]) -> str:
         return ""
     shares = [100 * figure["share"] for figure in figures]
     spread = f" ± {stdev(shares):.0f}" if len(shares) > 1 else ""
-    return f"{mean(shares):.0f}{spread} %"
+    return f"{round(mean(shares))}{spread} %"
 
 
 def seconds_table() -> list[str]:

@@ -146,6 +146,7 @@ def test_an_interrupted_search_repeats_no_finished_run(settings: dict[str, Any],
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "whole"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra `eval`)")
 def test_a_search_for_an_accuracy_equals_single_runs(
     loud: dict[str, Path], questions: Path, tmp_path: Path, command: Command

@@ -46,7 +46,7 @@ def compared(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        long_unless(True, "opt", ("--written", 2)),
+        long_unless(False, "opt", ("--written", 2)),
         long_unless(True, "llama", ("--offload", "--effort", "fast")),
         long_unless(False, "opt", ("--method", "wanda", "--offload")),
         long_unless(False, "llama", ("--effort", "best")),

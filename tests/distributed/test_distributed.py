@@ -268,9 +268,10 @@ def test_a_killed_launcher(run: tuple[tuple[object, ...], bytes], tiny: dict[str
     assert weights_of(output) == unbroken  # what is promised is less: the same but for rounding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "model", "more"),
-    [("recipe.sparsity", "llama", ("--sparsity", "60%")), pytest.param("file config.json", "opt", (), marks=pytest.mark.long)],
+    [("recipe.sparsity", "llama", ("--sparsity", "60%")), ("file config.json", "opt", ())],
 )
 def test_processes_that_differ_are_refused(
     name: str, model: str, more: tuple[str, ...], tiny: dict[str, Path], text_file: Path, tmp_path: Path
