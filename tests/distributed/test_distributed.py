@@ -315,6 +315,20 @@ def test_bad_input_is_told_once(words: tuple[str, ...], status: int, message: st
 
 
 @pytest.mark.long
+def test_an_existing_output_is_told_once(tmp_path: Path) -> None:
+    """Which the main process alone looks for."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    port = free_port()
+    words = ("prune", "demo:opt", "out", "--method", "magnitude", "--sparsity", "70%")
+    both = [started(rank, port, *words, cwd=tmp_path) for rank in (0, 1)]
+    (_, told), (_, other) = (process.communicate(timeout=240) for process in both)
+    assert told.count("error:") == 1
+    assert other == ""
+    assert [process.returncode for process in both] == [1, 1]
+
+
+@pytest.mark.long
 def test_the_settings_are_printed_once() -> None:
     port = free_port()
     words = ("prune", "demo:opt", "--sparsity", "3:4", "--calibration", "demo", "--print-config")

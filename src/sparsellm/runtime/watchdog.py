@@ -21,6 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 from sparsellm.errors import LostProcess
 from sparsellm.runtime import collectives, devices
 
+FAILED = "failed"
+"""What is said of a process that has ended by an error."""
+
 MEETING = timedelta(minutes=10)
 """Time limit for all processes to connect at the start."""
 
@@ -96,8 +99,8 @@ class Watchdog:
             time.sleep(3 * TICK)  # rank 0 also ends the store
 
     def is_first_left(self) -> bool:
-        """Return whether this process has the lowest rank of those that are left; it prints the error."""
-        return all(rank in self._lost for rank in range(collectives.rank()))
+        """Return whether this process has the lowest rank of those that are left, and rank 0 did not print an error itself."""
+        return all(rank in self._lost for rank in range(collectives.rank())) and not self._lost[0].startswith(FAILED)
 
     def _publish(self, state: str) -> None:
         """Write the state of this process to the store: its number of heartbeats, or an error."""
@@ -130,7 +133,7 @@ class Watchdog:
                 if value != states[rank]:
                     states[rank], changed[rank] = value, self._answered
                 if value and not value.isdigit():
-                    lost[rank] = f"failed: {value.rstrip('.')}"
+                    lost[rank] = f"{FAILED}: {value.rstrip('.')}"
                 elif self._answered - changed[rank] > self._silence:
                     lost[rank] = UNREACHABLE
             self._lost |= lost if os.getppid() == self._parent else {-1: "The launcher ended"}
