@@ -98,13 +98,10 @@ def recover(
     Example: sparsellm recover opt-70 opt-70-recovered --against demo:opt --calibration demo --samples 16
     """
     with in_process_group(context) as is_main:
-        from sparsellm.runs.export import check_output
         from sparsellm.runs.gradual import read_stages
         from sparsellm.runs.recovery import read_recovery
 
         recipe = read_recovery({"model": model, "pruned": pruned, **settings})
-        if is_main:  # another process may come here when the first one has begun to write
-            check_output(output, overwrite or resume or restart, recipe.pruned)
         gradual = read_stages(recipe, output, start=from_sparsity, to=to_sparsity, stages=stages)
         mode: Mode = "quiet" if quiet else progress
         keywords = {"resume": resume, "restart": restart, "overwrite": overwrite, "as_json": as_json}

@@ -81,6 +81,8 @@ def check_outputs(
         overwrite = overwrite or (restart and unfinished)
     for folder, recipe in folders.items():
         recover_output(folder)
+        if isinstance(recipe, RecoveryRecipe):  # the pruned checkpoint is finished, but no output to keep
+            check_output(folder, overwrite or resume or restart, recipe.pruned)
         if not (resume and is_finished(folder)):
             check_output(folder, overwrite, recipe.model)
 
