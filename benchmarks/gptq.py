@@ -42,9 +42,9 @@ class Grid:
         """The scale and the zero point of each weight, (out, in), by the clip with the smallest squared error of each group."""
         columns = weight.shape[1]
         padded = torch.nn.functional.pad(weight, (0, -columns % self.group_size)).unflatten(1, (-1, self.group_size))
-        weights = torch.ones(columns) if importance is None else importance
+        weights = torch.ones(columns, device=weight.device) if importance is None else importance
         weights = torch.nn.functional.pad(weights, (0, -columns % self.group_size)).view(-1, self.group_size)
-        best = torch.full(padded.shape[:2], torch.inf)
+        best = torch.full(padded.shape[:2], torch.inf, device=weight.device)
         scales, zeros = torch.zeros_like(best), torch.zeros_like(best)
         for clip in CLIPS:
             scale, zero = self._of_range(padded, clip)
@@ -96,13 +96,17 @@ class GPTQ:
     def solve(self, problem: LayerProblem, pattern: Pattern) -> Tensor:
         gram = problem.gram
         scale, zero = self.grid.fit(problem.weight, gram.diagonal())
-        order = torch.arange(len(gram)) if self.in_order else gram.diagonal().argsort(descending=True, stable=True)
+        order = (
+            torch.arange(len(gram), device=gram.device)
+            if self.in_order
+            else gram.diagonal().argsort(descending=True, stable=True)
+        )
         lower = cholesky_(add_diagonal(gram[order][:, order], self.damping), self.damping, "damping")
         upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
         weight, scale, zero = problem.weight[:, order].clone(), scale[:, order], zero[:, order]
         for start in range(0, len(gram), 128):  # the columns to the right of a block are corrected once a block
             stop = min(start + 128, len(gram))
-            errors = torch.zeros(len(weight), stop - start)
+            errors = torch.zeros(len(weight), stop - start, device=weight.device)
             for column in range(start, stop):
                 rounded = self.grid.round(weight[:, column], scale[:, column], zero[:, column])
                 errors[:, column - start] = (weight[:, column] - rounded) / upper[column, column]

@@ -1,32 +1,48 @@
-"""Products of one layer on a GPU, packed and dense, beside the speed of its memory: docs/deploying.md.
+"""Products of one layer on a GPU, packed and dense, beside the speed of its memory, and a whole model: docs/deploying.md.
 
     python benchmarks/gpu_products.py measure    # on a machine with an NVIDIA GPU
     python benchmarks/gpu_products.py table
 
 The layer is a projection of Llama-2-7B with random bfloat16 weights, pruned by magnitude. Copies of it that no cache holds are
 multiplied one after the other in one CUDA graph, so that no launch waits for Python; a figure is the shortest of several runs.
+Weights of 4 bits, which are decoded for each product, run without a graph. A whole model of TinyLlama's shape decodes one
+sequence, dense and packed at 70 %, by a plain loop over transformers' forward pass.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import decode
 import torch
 from clock import best
 from measuring import MEASURED, markdown_table, measure_or_show, read_figures, record, require_gpu
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.sparse import to_sparse_semi_structured
+from transformers import PreTrainedConfig
 
+from sparsellm.runs.decoding import TORCH
+from sparsellm.runtime.devices import synchronize
 from sparsellm.solvers.patterns import parse_pattern
+from sparsellm.solvers.quantization import default_group_size, round_to_nearest
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.csr_triton import CompressedRows, matmul
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_linear import QuantizedLinear
 
 FILE = MEASURED / "gpu-products.json"
 ROWS, COLUMNS = 11008, 4096
 PATTERNS = ("50%", "70%", "90%")
 SEMI_STRUCTURED = "2:4, torch's semi-structured"
+INTEGERS, BITS = "70%, int4", 4
+WHOLE = "whole model, tokens a second"
+STEPS = 64
+"""Tokens that the whole model decodes."""
+
 TOKENS = (1, 4, 16, 64, 2048)
 COPIES = 8
 """Of a layer with 90 MB: more than any cache holds, also at 90 %."""
@@ -56,7 +72,45 @@ def measure() -> None:
     pruned = dense.where(parse_pattern("2:4").keep(weight.abs()), 0.0)
     seconds = timed([functools.partial(linear, weight=to_sparse_semi_structured(pruned)) for _ in range(COPIES)], inputs)
     keep(SEMI_STRUCTURED, {"bytes": dense.nbytes * 9 // 16, "seconds": seconds})  # two of four values, and two bits for each
+    keep(INTEGERS, measure_integers(weight, inputs))
+    del weight, dense, pruned, inputs
+    keep(WHOLE, whole_model(device))
     print("\n".join(table()))
+
+
+def measure_integers(weight: Tensor, inputs: dict[int, Tensor]) -> dict[str, Any]:
+    """Seconds of products with a weight of 4 bits, each of which decodes it."""
+    device, pattern = weight.device, parse_pattern("70%")
+    layer = QuantizedLinear.from_bitmask(quantized(weight, pattern.keep(weight.abs())), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        seconds = {str(tokens): best(functools.partial(layer, x), device, 20) for tokens, x in inputs.items()}
+    return {"bytes": layer.quantized.nbytes, "seconds": seconds}
+
+
+def quantized(weight: Tensor, keep: Tensor) -> QuantizedBitmask:
+    """The kept weights rounded to nearest."""
+    size = default_group_size(BITS, float(keep.float().mean()))
+    rounded = round_to_nearest(weight, BITS, size, mask=keep)
+    return QuantizedBitmask.from_integers(rounded.integers, rounded.scales, bits=BITS, group_size=size, keep=keep)
+
+
+def whole_model(device: torch.device, config: PreTrainedConfig = decode.SHAPES[decode.RACED]) -> dict[str, float]:
+    """Tokens a second of a model with random weights, dense and packed with a dense head."""
+    forms = decode.make_forms(config)
+    chosen = {name: forms[name] for name in (TORCH, decode.packed_name(0.7, "dense"))}
+    return {name: STEPS / min(decoding_seconds(form.to(device), device) for _ in range(3)) for name, form in chosen.items()}
+
+
+@torch.inference_mode()
+def decoding_seconds(model: nn.Module, device: torch.device) -> float:
+    """Seconds of a greedy continuation, without its prompt."""
+    output = model(torch.zeros(1, decode.PROMPT, dtype=torch.long, device=device), use_cache=True)
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        output = model(output.logits[:, -1:].argmax(-1), past_key_values=output.past_key_values, use_cache=True)
+    synchronize(device)
+    return time.perf_counter() - started
 
 
 def copied(weight: Bitmask) -> tuple[tuple[int, int], Tensor, Tensor, Tensor]:
@@ -87,7 +141,7 @@ def table() -> list[str]:
     if "bandwidth" not in figures:
         return []
     dense, rows = figures["dense"]["seconds"], []
-    for name in ("dense", *PATTERNS, SEMI_STRUCTURED):
+    for name in (name for name in ("dense", *PATTERNS, SEMI_STRUCTURED, INTEGERS) if name in figures):
         cell = figures[name]
         row = [name, f"{cell['bytes'] / 1e6:.1f}", f"{1e6 * cell['bytes'] / figures['bandwidth']:.0f}"]
         for tokens in dense:
@@ -95,11 +149,15 @@ def table() -> list[str]:
             row.append("" if found is None else f"{1e6 * found:.0f} ({dense[tokens] / found:.2f})")
         rows.append(row)
     head = ["", "MB", "µs to read it", *(f"{tokens} token{'s' if tokens > 1 else ''}, µs" for tokens in TOKENS)]
-    return [
+    lines = [
         *markdown_table(head, rows),
         "",
         f"{figures['machine']}; its memory delivers {figures['bandwidth'] / 1e12:.2f} TB/s.",
     ]
+    if WHOLE in figures:
+        speeds = "; ".join(f"{name}: {speed:.0f}" for name, speed in figures[WHOLE].items())
+        lines += ["", f"A whole model of {decode.RACED}'s shape decodes, in tokens a second: {speeds}."]
+    return lines
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import excess
 import few_bits
 import gpu
 import gpu_products
+import larger_model
 import layer_costs
 import masked_lora
 import memory_budget
@@ -90,6 +91,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "perplexity": quality.brief_table,
     "models": quality.model_tables,
     "shares": quality.shares_table,
+    "larger models": larger_model.table,
     "one seed": results.summary_table,
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,

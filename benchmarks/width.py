@@ -30,6 +30,7 @@ from measuring import (
 from speed_tables import wide_race
 from transformers import LlamaConfig
 
+import sparsellm
 from sparsellm.runs.costs import BlockShapes, Cost, block_cost, rates
 from sparsellm.runs.events import LOADING, Stage
 from sparsellm.runs.recipe_file import read_recipe
@@ -95,9 +96,15 @@ def measure() -> None:
 
 
 def measure_on_gpu() -> None:
-    """Measure the seconds of pruning a block by each method, without opening and loading, and the GPU's peak memory."""
+    """Measure the seconds of pruning a block by each method, without opening and loading, and the GPU's peak memory.
+
+    Widths of which every figure is known are left out.
+    """
     device, machine = require_gpu()
-    for width, (hidden, keys) in SHAPES.items():
+    known = read_figures(GPU_FILE)
+    for width, (hidden, keys) in reversed(SHAPES.items()):
+        if all("planned" in known.get(f"{name} | {width}", ()) for name in METHODS):
+            continue
         config = LlamaConfig(
             vocab_size=32_000,
             hidden_size=width,
@@ -113,6 +120,8 @@ def measure_on_gpu() -> None:
                 recipe = {"model": f"{folder}/model", **speed.settings_of(speed.METHODS[name], SAMPLES, LENGTH)}
                 figures = seconds_on(device, recipe)
                 if number:
+                    planned = sparsellm.plan(**recipe, device=str(device)).peak.data_bytes
+                    figures["planned"] = float(planned)
                     record(GPU_FILE, f"{name} | {width}", figures, machine=machine)
 
 
@@ -142,10 +151,16 @@ def table() -> list[str]:
             seconds = race[name][0] * planned[width] / planned[min(SHAPES)]
             counts = [f"{count / 1e12:.1f}" for count in (products, factors, spectra)]
             measured = on_gpu.get(f"{name} | {width}")
-            gpu = ["", ""] if measured is None else [f"{measured['seconds']:.1f}", f"{measured['memory'] / 1e9:.1f} GB"]
+            gpu = ["", ""] if measured is None else [f"{measured['seconds']:.1f}", memory_of(measured)]
             rows.append([race[name][1], str(width), *counts, f"{seconds:,.0f}", f"{(products + factors) / H100:.1f}", *gpu])
     head = ["", "width", "products, TFLOP", "factorisations", "eigendecompositions", "seconds here"]
     return markdown_table([*head, "seconds, H100's peak", "seconds, H100", "its memory"], rows)
+
+
+def memory_of(measured: dict[str, float]) -> str:
+    """The peak of the GPU's memory, and where it is known, the peak that was planned."""
+    planned = f" ({measured['planned'] / 1e9:.1f} planned)" if "planned" in measured else ""
+    return f"{measured['memory'] / 1e9:.1f} GB{planned}"
 
 
 if __name__ == "__main__":

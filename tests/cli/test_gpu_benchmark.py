@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from sparsellm.solvers.patterns import parse_pattern
 
@@ -46,6 +47,24 @@ def test_phases_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     phases.wrap(inner, "outer")()
     phases.settle()
     assert dict(phases.seconds) == {"other": 2.0, "outer": 2.0, "inner": 1.0}
+
+
+def test_integers_and_a_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer of 4 bits multiplies as its dense form; the whole model decodes, dense and packed."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    products, cpu = importlib.import_module("gpu_products"), torch.device("cpu")
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(0))
+    found = products.measure_integers(weight, {1: torch.ones(1, 128).bfloat16()})
+    assert found["seconds"]["1"] > 0
+    keep = parse_pattern("70%").keep(weight.abs())
+    packed = products.quantized(weight, keep)
+    assert found["bytes"] == packed.nbytes < weight.numel() / 2
+    assert not packed.to_dense()[~keep].any()
+    assert (packed.to_dense() - weight * keep).norm() < 0.15 * (weight * keep).norm()
+    config = LlamaConfig(**TINY, num_hidden_layers=2, max_position_embeddings=128)
+    speeds = products.whole_model(cpu, config)
+    assert len(speeds) == 2
+    assert min(speeds.values()) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -19,7 +19,7 @@ from sparsellm.data import demo
 from sparsellm.data.demo import FAMILIES, is_held_out, model_path, named_documents
 from sparsellm.errors import BadCheckpoint, BadText, InvalidSetting, OutputExists
 
-DEV = Path(__file__).parents[2] / "dev"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # ---- text
 
@@ -131,7 +131,7 @@ def test_model_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match=r"no bundled model demo:gpt2\. Name one of demo:opt, demo:llama"):
         model_path("gpt2")
     monkeypatch.setattr(demo, "__file__", str(tmp_path / "__init__.py"))
-    with pytest.raises(BadCheckpoint, match=r"python dev/train_demo_models\.py opt"):
+    with pytest.raises(BadCheckpoint, match=r"python benchmarks/train_demo_models\.py opt"):
         model_path("opt")
 
 
@@ -147,7 +147,7 @@ def test_demo_imports_nothing_heavy() -> None:
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script that trained the bundled models."""
-    monkeypatch.syspath_prepend(str(DEV))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return import_module("train_demo_models")
 
 
@@ -179,14 +179,14 @@ def test_two_steps(train: ModuleType, family: str, tmp_path: Path, capsys: pytes
     assert len(AutoTokenizer.from_pretrained(output)) <= model.config.vocab_size
 
     with pytest.raises(OutputExists, match="nothing is overwritten"):
-        train.train(train.Training(family), output)
+        train.train(train.DemoTraining(family), output)
     with pytest.raises(SystemExit, match="exists"):
         train.main(words)
 
 
 def test_prune_by_magnitude(train: ModuleType) -> None:
     """The smallest weights of every linear layer but the head go, to the exact count."""
-    model = train.build_model(train.Training("llama"))
+    model = train.build_model(train.DemoTraining("llama"))
     head = model.lm_head.weight.clone()
     train.prune_by_magnitude(model, 0.75)
     layers = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
@@ -197,7 +197,7 @@ def test_prune_by_magnitude(train: ModuleType) -> None:
 
 def test_schedule(train: ModuleType) -> None:
     """The learning rate rises to its peak and falls to nothing."""
-    rates = [train.schedule(share / 100, 0.03) for share in range(101)]
+    rates = [import_module("training").schedule(share / 100, 0.03) for share in range(101)]
     assert rates.index(max(rates)) == 3
     assert max(rates) == 1
     assert rates[-1] < 1e-9

@@ -1,8 +1,8 @@
 """Two small bundled models and the text they were trained on, so that `sparsellm demo` needs no network.
 
-The models are in `models/`; dev/train_demo_models.py of the repository trained them. The text is the English documentation in
-the standard library of the running Python, about two megabytes: documentation topics (such as `help("assert")`) and the
-docstrings of all modules. Sources are parsed, not imported, so none of their code runs.
+The models are in `models/`; benchmarks/train_demo_models.py of the repository trained them. The text is the English
+documentation in the standard library of the running Python, about two megabytes: documentation topics (such as
+`help("assert")`) and the docstrings of all modules. Sources are parsed, not imported, so none of their code runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def model_path(family: str) -> Path:
     if not (path / "model.safetensors").is_file():
         raise BadCheckpoint(
             f"The bundled {family} model is not at {path}: this installation does not include it. Reinstall sparsellm from its "
-            f"wheel, or train it again in a clone of the repository: python dev/train_demo_models.py {family} {path}"
+            f"wheel, or train it again in a clone of the repository: python benchmarks/train_demo_models.py {family} {path}"
         )
     return path
 
