@@ -1,17 +1,20 @@
 /* Products with pruned matrices that skip their zeros, for many tokens (sparse_matmul.py).
 
    Plain C without Python and torch, called through ctypes. Every token has its own lane of a vector, so that its result does not
-   depend on the other tokens. SPARSELLM_PORTABLE leaves out what only some compilers know. */
+   depend on the other tokens. SPARSELLM_PORTABLE leaves out what only some compilers know, SPARSELLM_NARROW leaves out
+   AVX-512, for tests (dev/as_processor.sh). */
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
-#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#if !defined(__x86_64__) || defined(SPARSELLM_PORTABLE)
 #define FOR_EACH_PROCESSOR
+#elif defined(SPARSELLM_NARROW)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 
 enum {

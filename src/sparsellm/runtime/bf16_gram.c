@@ -1,7 +1,8 @@
 /* Sums of y x' over many tokens for factors in bfloat16, with products and short sums in float32 (bf16_gram.py).
 
    Plain C without Python and torch, called through ctypes. Needs AVX-512 BF16, whose instruction multiplies pairs of numbers, adds
-   them to float32 sums and takes subnormal numbers as zero. SPARSELLM_PORTABLE leaves out what only some compilers know. */
+   them to float32 sums and takes subnormal numbers as zero. SPARSELLM_PORTABLE leaves out what only some compilers know,
+   SPARSELLM_NARROW leaves out AVX-512, and so all of it. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -20,7 +21,7 @@ EXPORT int sparsellm_version(void) { return VERSION; }
 
 EXPORT int sparsellm_width(void) { return WIDTH; }
 
-#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE)
+#if defined(__x86_64__) && !defined(SPARSELLM_PORTABLE) && !defined(SPARSELLM_NARROW)
 #include <immintrin.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))

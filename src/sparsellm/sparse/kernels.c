@@ -2,7 +2,8 @@
 
    Plain C without Python and torch; kernels.py calls it through ctypes. Build: cc -O3 -shared -fPIC -pthread kernels.c
    Every function of an instruction set is compiled for it by an attribute and chosen at run time, so that one library serves all
-   processors of an architecture. SPARSELLM_PORTABLE leaves them out, for compilers that do not know them. */
+   processors of an architecture. SPARSELLM_PORTABLE leaves them out, for compilers that do not know them, SPARSELLM_NARROW
+   leaves out AVX-512, for tests (dev/as_processor.sh). */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -145,11 +146,13 @@ EXPORT int sparsellm_instruction_sets(void) {
     if ((c1 & basic) != basic) return sets;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & 6) == 6 && b >> 5 & 1) sets |= 1 << AVX2;
+#ifndef SPARSELLM_NARROW
     const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* avx512 f dq bw vl */
     const unsigned bytes = 1u << 1 | 1u << 6 | 1u << 11;               /* vbmi vbmi2 vnni */
     if ((low & 0xe6) != 0xe6 || (b & wide) != wide || (c & bytes) != bytes) return sets;
     sets |= 1 << AVX512;
     if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1) sets |= 1 << AVX512_BF16;
+#endif
 #endif
     return sets;
 }
