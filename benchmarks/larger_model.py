@@ -3,12 +3,13 @@
     python benchmarks/english.py ~/english                                              # text, on any Debian machine
     python benchmarks/larger_model.py prepare ~/english --work ~/larger                 # tokenizer, minutes of a CPU
     python benchmarks/larger_model.py measure ~/english --work ~/larger --minutes 9     # everything, on a GPU
-    python benchmarks/larger_model.py measure ~/english --work ~/larger-cpu --minutes 150 --size small
+    python benchmarks/larger_model.py measure ~/english --work ~/larger-cpu --minutes 150 --size small --models llama
     python benchmarks/larger_model.py table
 
 TEXT is a folder or files of text (.txt, also .xz, .gz or .bz2). What a folder has in held-back.txt, or else the last twentieth
 of the text, is measured and never trained on. The cells that matter most are measured first. Every finished cell is in the file
 of figures at once; when time runs out, the same command goes on from the trained models in --work and with the missing cells.
+Two processes may each measure one of the --models.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from bits import apply, layers_of, sparse_bits
+from filelock import FileLock
 from forms import MAIN, OURS
 from gptq import GPTQ, Grid
 from measuring import MEASURED, ROOT, markdown_table, processor, read_figures, write_figures
@@ -76,7 +78,7 @@ FAMILIES = tuple(NAMES)
 DEVICES = {"cpu": "CPU: models of 10 million parameters", "cuda": "GPU: models of 44 million parameters"}
 
 TRAINING_SHARE = 0.4
-"""Fraction of the minutes for training, half of it for each model."""
+"""Fraction of the minutes for training, the same for each model."""
 
 REPEATS = 4
 """How often the training may see the text: four times are almost as good as new text (Muennighoff et al., Scaling
@@ -146,7 +148,7 @@ class Size:
 
 SIZES = {
     "large": Size(width=512, blocks=12, vocabulary=12_000, length=512, batch=64),
-    "small": Size(width=320, blocks=6, vocabulary=8_000, length=256, batch=16),
+    "small": Size(width=320, blocks=6, vocabulary=8_000, length=256, batch=4),
     "tiny": Size(width=64, blocks=2, vocabulary=512, length=64, batch=8, samples=16, measured=32),
 }
 """large: 44 million parameters; small: 10 million, for CPUs; tiny: for the tests."""
@@ -176,6 +178,7 @@ class Bench:
     file: Path
     device: torch.device
     minutes: float
+    families: Sequence[str] = FAMILIES
     seed: int = 0
 
     def identity(self) -> dict[str, Any]:
@@ -189,20 +192,24 @@ class Bench:
         """All that was measured so far."""
         return {"steps": {}, "models": {}, "cells": {}} | read_figures(self.file)
 
+    @contextmanager
+    def changed(self) -> Iterator[dict[str, Any]]:
+        """The figures, to be changed and written; processes take turns."""
+        for folder in (self.file.parent, self.work):
+            folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.work / "figures.lock"):
+            figures = self.figures()
+            yield figures
+            machine = f"{processor()}, {torch.get_num_threads()} threads"
+            if self.device.type == "cuda":
+                machine = torch.cuda.get_device_name(self.device)
+            write_figures(self.file, figures, f"{machine}, torch {torch.__version__}")
+
     def record(self, kind: str, key: str, figure: Any) -> None:
         """Add a figure and print it."""
-        figures = self.figures()
-        figures[kind][key] = figure
-        self.write(figures)
+        with self.changed() as figures:
+            figures[kind][key] = figure
         observer(f"{key}: {json.dumps({name: value for name, value in figure.items() if name != 'losses'})}")
-
-    def write(self, figures: dict[str, Any]) -> None:
-        """Replace the file of figures."""
-        machine = f"{processor()}, {torch.get_num_threads()} threads"
-        if self.device.type == "cuda":
-            machine = torch.cuda.get_device_name(self.device)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_figures(self.file, figures, f"{machine}, torch {torch.__version__}")
 
 
 # ---- texts
@@ -303,7 +310,7 @@ def train(bench: Bench, family: str, tokenizer: PreTrainedTokenizerBase, ids: Te
     torch.manual_seed(bench.seed)
     size, on_gpu = bench.size, bench.device.type == "cuda"
     training = Training(
-        minutes=bench.minutes * TRAINING_SHARE / len(FAMILIES),
+        minutes=bench.minutes * TRAINING_SHARE / len(bench.families),
         seed=bench.seed,
         batch=size.batch,
         length=size.length,
@@ -453,23 +460,23 @@ def prepare(bench: Bench) -> tuple[PreTrainedTokenizerBase, Tensor, Tensor]:
     return tokenizer, ids, held_back
 
 
-def measure(bench: Bench, families: Sequence[str], wanted: Sequence[tuple[str, str]]) -> bool:
+def measure(bench: Bench, wanted: Sequence[tuple[str, str]]) -> bool:
     """Train the models that are not there, and measure the cells that are not known; whether none failed."""
     tokenizer, ids, held_back = prepare(bench)
-    for family in families:
+    for family in bench.families:
         if not (bench.work / family).is_dir():
             train(bench, family, tokenizer, ids, held_back)
-        record, figures = trained(bench, family), bench.figures()
-        if figures["models"].get(family) != record:  # the cells of another model
-            figures["cells"] = {key: cell for key, cell in figures["cells"].items() if not key.startswith(f"{family} | ")}
-            bench.write(figures)
+        record = trained(bench, family)
+        if bench.figures()["models"].get(family) != record:
+            with bench.changed() as figures:  # the cells of another model go
+                figures["cells"] = {key: cell for key, cell in figures["cells"].items() if not key.startswith(f"{family} | ")}
             bench.record("models", family, record)
     generator = torch.Generator().manual_seed(bench.seed)
     starts = torch.randint(len(ids) - bench.size.length + 1, (bench.size.samples, 1), generator=generator)
     samples = ids[starts + torch.arange(bench.size.length)].long()
     passed = True
     for cell in [None, *wanted]:  # each cell of every model before the next one; the first are the dense models
-        for family in families:
+        for family in bench.families:
             passed &= measure_family(bench, family, samples, held_back, [] if cell is None else [cell])
     return passed
 
@@ -507,11 +514,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         with time_limit(60 * options.minutes):
             texts = read_texts(options.text)
-            bench = Bench(SIZES[options.size], texts, options.work, file, device, options.minutes, options.seed)
+            bench = Bench(SIZES[options.size], texts, options.work, file, device, options.minutes, options.models, options.seed)
             if options.command == "prepare":
                 prepare(bench)
                 return 0
-            passed = measure(bench, options.models, wanted)
+            passed = measure(bench, wanted)
             if device.type == "cuda":
                 passed &= check_gpu()
     except TimeIsUp:
