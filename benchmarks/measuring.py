@@ -41,7 +41,9 @@ def read_figures(file: Path) -> dict[str, Any]:
 def write_figures(file: Path, figures: dict[str, Any], machine: str = "") -> None:
     """Write figures, with the machine that this is, or another's name."""
     machine = machine or f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    file.write_text(json.dumps(figures | {"machine": machine}, indent=1) + "\n", encoding="utf-8")
+    partial = file.with_name(f".{file.name}.partial")  # so that an interruption leaves the figures that were there
+    partial.write_text(json.dumps(figures | {"machine": machine}, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
 
 
 def record(file: Path, key: str, figure: Any, *, machine: str = "") -> None:
