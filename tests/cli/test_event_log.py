@@ -12,8 +12,8 @@ from typer.testing import Result
 
 import sparsellm
 from sparsellm.pruning.journal import Journal
-from sparsellm.runs.events import LOG, EventLog, Note
-from sparsellm.runs.records import WORK
+from sparsellm.runs.events import EventLog, Note
+from sparsellm.runs.records import LOG, WORK
 from tests.conftest import report_of
 
 Command = Callable[..., Result]

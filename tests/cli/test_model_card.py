@@ -79,7 +79,7 @@ def test_a_hub_model_s_card(licensed: Path, tmp_path: Path, command: Command, mo
     for name in ("LICENSE.md", "Notice", "USE_POLICY.md"):
         assert (one / name).read_text(encoding="utf-8") == f"the words of {name}\n"
         assert name in report_of(one)["files"]
-    assert not (one / "training_notes.md").exists()
+    assert (one / "training_notes.md").exists()
     there = [
         "README.md",
         "LICENSE",
@@ -88,10 +88,11 @@ def test_a_hub_model_s_card(licensed: Path, tmp_path: Path, command: Command, mo
         "Notice",
         "NOTICE.pdf",
         "USE_POLICY.md",
-        "model.h5",
         "figure.png",
+        "model.h5",
+        "model.py",
     ]
-    wanted = filter_repo_objects(there, allow_patterns=asked[0]["allow_patterns"], ignore_patterns=asked[0]["ignore_patterns"])
+    wanted = filter_repo_objects(there, ignore_patterns=asked[0]["ignore_patterns"])
     assert list(wanted) == there[:-2]
     assert command("prune", "some/tiny-opt", "one", "--method", "magnitude", "--overwrite").exit_code == 0
 

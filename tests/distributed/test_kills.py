@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsellm.runs.events import LOG
-from sparsellm.runs.records import REPORT, WORK
+from sparsellm.runs.records import LOG, REPORT, WORK
 from sparsellm.runs.workspace import EXPORT
 from tests import processes
 

@@ -43,7 +43,9 @@ def test_every_byte_of_the_weights_counts(place: int, model: Path) -> None:
     assert differing(before, model_fingerprint(open_checkpoint(str(model)))) == ["file model.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "spiece.model", "qwen.tiktoken", "additional/x.jinja", "COPYING"])
+@pytest.mark.parametrize(
+    "name", ["vocab.txt", "merges.txt", "spiece.model", "qwen.tiktoken", "additional/x.jinja", "COPYING", "train.log"]
+)
 def test_a_file_that_appears_counts(name: str, model: Path) -> None:
     before = model_fingerprint(open_checkpoint(str(model)))
     (model / name).parent.mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ def test_a_file_that_appears_counts(name: str, model: Path) -> None:
     assert differing(before, model_fingerprint(open_checkpoint(str(model)))) == [f"file {name}"]
 
 
-@pytest.mark.parametrize("name", ["train.log", "events.tfevents", "pytorch_model.bin", "code.py"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.onnx", "code.py"])
 def test_a_file_that_decides_nothing_does_not_count(name: str, model: Path) -> None:
     """Code only where it is trusted, weights only in the form that is read."""
     before = model_fingerprint(open_checkpoint(str(model)))

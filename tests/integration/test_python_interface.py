@@ -96,12 +96,11 @@ def test_what_a_model_in_memory_cannot_have(tiny: dict[str, Path], text_file: Pa
 
 
 def test_shards_index_and_chat_template(tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large model is written in shards with an index; the tokenizer's chat template travels along; all verified."""
+    """A large model in memory is written in shards with an index, with its tokenizer and chat template; all verified."""
     monkeypatch.setattr("sparsellm.runs.export.SHARD_SIZE", "20KB")
-    result = sparsellm.prune(tiny["llama"], method="magnitude", sparsity="3:4")
-    assert result.tokenizer is not None
-    result.tokenizer.chat_template = "{{ messages }}"
-    out = result.save_pretrained(tmp_path / "out")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny["llama"]), AutoTokenizer.from_pretrained(tiny["llama"])
+    tokenizer.chat_template = "{{ messages }}"
+    out = sparsellm.prune(model, "magnitude", "3:4", tokenizer=tokenizer).save_pretrained(tmp_path / "out")
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from sparsellm.checkpoints.comparison import Tensors
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import Checkpoint, open_checkpoint
+from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable, TensorLocation, _read_elements, row_chunks
 from sparsellm.errors import BadCheckpoint
 from sparsellm.models.blocks import blocks_of
@@ -81,7 +82,7 @@ def test_an_output_that_could_not_be_verified_is_refused_before_work(
 ) -> None:
     """A layer whose parameter no stored tensor becomes."""
     source = saved("llama", tiny_models, tmp_path / "dense")
-    monkeypatch.setattr("sparsellm.runs.loading.index_tensors", lambda files, model: ({}, {}, []))
+    monkeypatch.setattr("sparsellm.checkpoints.stored_form.index_tensors", lambda files, model, whole: ({}, {}, []))
     monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(BadCheckpoint, match=r"lacks 14 weights .*model\.layers\.0\.mlp\.down_proj\.weight among them"):
         written(source, tmp_path / "out", "magnitude")
@@ -96,7 +97,7 @@ def test_names_of_files_that_are_read_whole(tiny_models: ModuleType, tmp_path: P
     checkpoint = open_checkpoint(str(source))
     blocks = blocks_of(skeleton := checkpoint.skeleton())
     plan = dict.fromkeys((block.full_name(name) for block in blocks for name in block.layers), None)
-    check_names(checkpoint, skeleton, blocks=blocks, plan=plan)  # type: ignore[arg-type]
+    check_names(StoredForm.of(checkpoint.files(), skeleton), checkpoint, blocks=blocks, plan=plan)  # type: ignore[arg-type]
 
 
 def test_a_weight_file_larger_than_memory_is_read(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.tensor_index import (
-    ConvertedTensor,
     NotStreamable,
     Stored,
     TensorLocation,
@@ -102,17 +101,6 @@ class DiskWeights:
         file = next(location.file for location in locations.values())
         is_stored = all(location == TensorLocation(file, name) for name, location in locations.items())
         return file if is_stored and file.suffix == ".safetensors" and set(keys_of(file)) == set(locations) else None
-
-    def non_block_names(self) -> list[list[str]]:
-        """Return the names of the tensors outside the blocks, tied ones once, grouped by the pieces they are stored in."""
-        first: dict[Owners, str] = {}
-        for name in self._non_block:
-            first.setdefault(self._owners[name], name)
-        groups: dict[str, list[str]] = {}
-        for name in first.values():
-            location = self._locations[name]
-            groups.setdefault(location.first if isinstance(location, ConvertedTensor) else name, []).append(name)
-        return list(groups.values())
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into CPU memory, in its stored shape and in the model's dtype."""

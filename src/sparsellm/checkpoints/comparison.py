@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.files import check_files
-from sparsellm.checkpoints.headers import read_headers, read_pickle
+from sparsellm.checkpoints.headers import dtype_name, read_headers, read_pickle
+from sparsellm.checkpoints.stored_form import is_computed
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.models.blocks import Block
 from sparsellm.models.output_head import blocks_and_head
@@ -26,7 +27,8 @@ class Tensors:
     """Tensors of a checkpoint, read one at a time from safetensors or `.bin` files (weights only), or of a model in memory.
 
     Tensors have the model's parameter names, as `from_pretrained` assigns them. Those that the model does not have, and all
-    tensors of a checkpoint that cannot be read one at a time, have their names in the files.
+    tensors of a checkpoint that cannot be read one at a time, have their names in the files. Stored buffers that the model
+    computes itself are left out.
     """
 
     def __init__(self, folder: Path | None, model: PreTrainedModel) -> None:
@@ -39,7 +41,9 @@ class Tensors:
         files = check_files(folder.name, folder)
         try:
             locations, unknown, _ = index_tensors(files, model)
-            self.files |= sorted({**unknown, **locations}.items())
+            headers = {file: read_headers(file) for file in files}
+            carried = {key: x for key, x in unknown.items() if not is_computed(key, headers[x.file][key].shape)}
+            self.files |= sorted({**carried, **locations}.items())
         except NotStreamable:
             for file in files:
                 pickled = file.suffix != ".safetensors"
@@ -48,6 +52,13 @@ class Tensors:
     def __getitem__(self, key: str) -> Tensor:
         stored = self.files[key]
         return stored.cpu() if isinstance(stored, Tensor) else read_stored(stored)
+
+    def dtype(self, key: str) -> str:
+        """Name of a tensor's dtype as it is stored."""
+        stored = self.files[key]
+        if isinstance(stored, Tensor):
+            return dtype_name(stored.dtype)
+        return read_headers(stored.file)[stored.key].dtype
 
     def one_name(self, key: str) -> str:
         """Canonical name of a tensor: the first of its tied names, without the base model's prefix, which some files omit."""
@@ -78,43 +89,45 @@ class Comparison:
     Attributes:
         changed: Tensors that differ from the other checkpoint's.
         alike: Number of tensors that are bit-identical in both.
+        converted: Tensors that are bit-identical once the other checkpoint's are converted to their dtype.
         only_here: Tensors that only this checkpoint has.
         only_there: Tensors that only the other checkpoint has.
     """
 
     changed: tuple[str, ...] = ()
     alike: int = 0
+    converted: tuple[str, ...] = ()
     only_here: tuple[str, ...] = ()
     only_there: tuple[str, ...] = ()
 
 
-def compare(here: Tensors, there: Tensors, as_stored: bool = True) -> Comparison:
-    """Compare the tensors of two checkpoints bit by bit. Tied tensors match under any of their names.
-
-    Args:
-        here: The first checkpoint.
-        there: The other checkpoint.
-        as_stored: Count different dtypes as a difference; otherwise the other tensor is converted to the first's dtype.
-    """
+def compare(here: Tensors, there: Tensors) -> Comparison:
+    """Compare the tensors of two checkpoints bit by bit. Tied tensors match under any of their names."""
     names = {here.one_name(key) for key in here.files}
     keys_there = {there.one_name(key): key for key in there.files}
     common = {key: keys_there[here.one_name(key)] for key in here.files if here.one_name(key) in keys_there}
-    changed = [key for key, other in common.items() if not _equal_tensors(here, key, there, other=other, as_stored=as_stored)]
+    changed, converted = [], []
+    for key, other in common.items():
+        if not _equal_tensors(here, key, there, other=other):
+            changed.append(key)
+        elif here.dtype(key) != there.dtype(other):
+            converted.append(key)
     return Comparison(
         changed=tuple(changed),
-        alike=len(common) - len(changed),
+        alike=len(common) - len(changed) - len(converted),
+        converted=tuple(converted),
         only_here=tuple(key for key in here.files if key not in common),
         only_there=tuple(key for key in there.files if there.one_name(key) not in names),
     )
 
 
-def _equal_tensors(here: Tensors, key: str, there: Tensors, *, other: str, as_stored: bool) -> bool:
-    """Whether two tensors are bit-identical; they are read in chunks of rows if both files support it."""
+def _equal_tensors(here: Tensors, key: str, there: Tensors, *, other: str) -> bool:
+    """Whether two tensors are bit-identical in the dtype of the first; read in chunks of rows if both files support it."""
     location, other_location = here.place(key), there.place(other)
     if location is None or other_location is None:
-        return bit_identical(here[key], there[other], as_stored)
+        return bit_identical(here[key], there[other], as_stored=False)
     return all(
-        rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored)
+        rows is not None and other_rows is not None and bit_identical(rows, other_rows, as_stored=False)
         for rows, other_rows in zip_longest(row_chunks(location), row_chunks(other_location))
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.documents import folder_for_transformers
 from sparsellm.checkpoints.headers import TensorHeader
 from sparsellm.checkpoints.tensor_index import NotStreamable, Stored, TensorLocation, index_tensors, read_stored, row_chunks
 from sparsellm.data.json_files import read_json
@@ -79,8 +80,8 @@ def read_configuration(
     family = fields["model_type"]
     _check_sizes(name, fields, headers)
     try:
-        with silence_transformers():
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        with silence_transformers(), folder_for_transformers(folder) as readable:
+            config = AutoConfig.from_pretrained(readable, local_files_only=True, trust_remote_code=trusted)
             auto_model(config)  # raises UnsupportedModel for a type without a class
             _check_blocks(name, config.get_text_config(), headers)
     except SparseLLMError:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.data import demo
-from sparsellm.data.json_files import is_path, read_json
+from sparsellm.data.json_files import IS_POINTER, LFS_POINTER, is_path, read_json
 from sparsellm.data.yaml_files import read_strings
-from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line
+from sparsellm.errors import BadCheckpoint, InvalidSetting, Unreachable, first_line, printable
 
 DEMO = "demo:"
 """Prefix of the names of bundled models."""
@@ -19,11 +19,14 @@ DEMO = "demo:"
 SHARDS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files in which transformers looks for weights, in its order."""
 
-LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "USE_POLICY", "ACCEPTABLE_USE")
-"""Prefixes of the names of files with licence terms, in any case."""
+WEIGHTS = frozenset({
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data", ".gguf", ".ggml", ".npz",
+    ".tflite", ".mlmodel", ".nemo", ".pkl", ".pickle", ".partial",
+})  # fmt: skip
+"""Suffixes of files with weights, also in other formats."""
 
-TEMPLATES = "additional_chat_templates"
-"""Subfolder in which transformers looks for further chat templates."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Describes an adapter of PEFT, which transformers would load with a model or in its place."""
 
 TERMS = ("license", "license_name", "license_link", "language")
 """Fields of a model card that apply to derived models too."""
@@ -43,11 +46,6 @@ class Origin:
     hub: bool = False
     terms: Mapping[str, Any] = field(default_factory=dict)
     loader: str = "AutoModelForCausalLM"
-
-
-def licence_files(folder: Path) -> list[Path]:
-    """Return the files with licence terms."""
-    return sorted(file for file in folder.iterdir() if file.is_file() and file.name.upper().startswith(LICENCES))
 
 
 def card_terms(folder: Path) -> dict[str, Any]:
@@ -113,19 +111,9 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
 
     advice = "Pass the path of a local folder, or download it where there is a network."
     try:
-        patterns = [
-            "*.json",
-            "*.safetensors",
-            "*.bin",
-            "*.scales",
-            "*.model",
-            "*.txt",
-            "*.jinja",
-            *(["*.py"] if with_code else []),
-        ]
-        patterns += ["README.md", *(f"{prefix}*" for name in LICENCES for prefix in (name, name.capitalize(), name.lower()))]
-        ignored = ["*.msgpack", "*.h5", "original/*"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
+        others = sorted(WEIGHTS - {".safetensors", ".bin"})
+        ignored = [*(f"*{suffix}" for suffix in others), "original/*", *([] if with_code else ["*.py"])]
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=ignored))
     except RevisionNotFoundError:
         raise BadCheckpoint(f"{name} has no revision {revision!r} on the hub. Name a branch, a tag or a commit.") from None
     except (RepositoryNotFoundError, HFValidationError):
@@ -155,11 +143,20 @@ def check_within(name: str, folder: Path) -> None:
     """Raise BadCheckpoint if a checkpoint refers to files outside its folder, which could copy private files to an output.
 
     Refused are links to files outside the folder, except those in the hub's cache from a snapshot to the blobs of its
-    repository, and file names in special_tokens_map.json, which transformers would open.
+    repository, and file names in special_tokens_map.json, which transformers would open. So are pointers of Git LFS, and an
+    adapter without a model.
     """
-    for file in (*folder.iterdir(), *(folder / TEMPLATES).glob("*")):
-        if file.is_file():
+    for file in folder.rglob("*"):
+        if file.is_file() or file.is_symlink():
             _check_link(f"{name}: ", file, folder)
+        if file.is_file():
+            with file.open("rb") as stream:
+                if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                    raise BadCheckpoint(f"{name}: {file.relative_to(folder)} {IS_POINTER}.")
+    if (folder / ADAPTER_CONFIG).is_file() and not any((folder / shard).is_file() for shard in SHARDS):
+        content = read_json(folder / ADAPTER_CONFIG, BadCheckpoint)
+        base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
+        raise BadCheckpoint(f"{name} is only an adapter of {printable(str(base))}. Merge it first: PEFT's merge_and_unload.")
     if (tokens := folder / "special_tokens_map.json").is_file():
         content = read_json(tokens, BadCheckpoint)
         files = [key for key in content if key.endswith("_file")] if isinstance(content, dict) else []

@@ -63,6 +63,12 @@ class TensorHeader:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes; of dtypes with less than a byte for a number, that of whole bytes."""
+        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
+        return self.numel * (1 if dtype is None else dtype.itemsize)
+
 
 def read_headers(file: Path) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in a .safetensors or .bin file, by name.

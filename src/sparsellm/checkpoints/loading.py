@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,6 +22,7 @@ from sparsellm.checkpoints.configuration import (
     read_fields,
     silence_transformers,
 )
+from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import (
     DEMO,
     Origin,
@@ -29,7 +31,6 @@ from sparsellm.checkpoints.files import (
     check_within,
     find_checkpoint,
     is_hub_name,
-    licence_files,
 )
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.packed_files import METHOD, is_packed
@@ -78,9 +79,9 @@ class Checkpoint:
         name = self.name if hub else Path(self.name).expanduser().absolute().name
         return Origin(name, hub, card_terms(self.folder), auto_model(self.config).__name__)
 
-    def extra_files(self) -> tuple[Path, ...]:
-        """Return the files to copy to outputs: the licence, and the model's own code if it is trusted."""
-        return (*licence_files(self.folder), *(sorted(self.folder.glob("*.py")) if self.trusted else ()))
+    def documents(self, written: Collection[str]) -> Documents:
+        """Return which files besides the weights go along to outputs, which have those named `written` in another form."""
+        return documents_of(self.folder, weights=self.files(), trusted=self.trusted, written=written)
 
     def files(self) -> list[Path]:
         """Return the weight files. Raises BadCheckpoint if one is missing or truncated."""
@@ -129,9 +130,9 @@ class Checkpoint:
         """
         torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
         try:
-            with silence_transformers():
+            with silence_transformers(), folder_for_transformers(self.folder) as folder:
                 model, loaded = auto_model(self.config).from_pretrained(
-                    self.folder,
+                    folder,
                     **({} if self.packed else {"config": self.config}),
                     dtype=torch_dtype,
                     output_loading_info=True,
@@ -161,8 +162,8 @@ class Checkpoint:
         from transformers import AutoTokenizer
 
         try:
-            with silence_transformers():
-                return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=self.trusted)
+            with silence_transformers(), folder_for_transformers(self.folder) as folder:
+                return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=self.trusted)
         except Exception as error:  # transformers raises many kinds of errors, including ImportError
             raise BadCheckpoint(
                 f"{self.name} has no tokenizer that loads ({first_line(error)}). "
@@ -212,10 +213,6 @@ class InMemoryModel:
         name = str(getattr(self.model.config, "_name_or_path", ""))
         hub = bool(name) and is_hub_name(name)
         return Origin(name if hub else Path(name).name, hub, loader=auto_model(self.model.config).__name__)
-
-    def extra_files(self) -> tuple[Path, ...]:
-        """Return no files: the model has no folder."""
-        return ()
 
     def load(self, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
         """Return the model itself, on the device. Raises InvalidSetting for another dtype, as `dtype` does."""

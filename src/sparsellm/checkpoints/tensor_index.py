@@ -88,16 +88,19 @@ class NotStreamable(Exception):
 
 
 def index_tensors(
-    files: Iterable[Path], model: PreTrainedModel
+    files: Iterable[Path], model: PreTrainedModel, *, whole: bool = False
 ) -> tuple[dict[str, Stored], dict[str, TensorLocation], list[Any]]:
     """Locate the tensors in weight files.
+
+    Args:
+        whole: Whether files may be read as a whole for each tensor.
 
     Returns:
         The location of each tensor of the model, by its name there; the location of each stored tensor that the model does not
         have, by its stored name; and the entries of transformers' conversion mapping that apply.
 
     Raises:
-        NotStreamable: The tensors of a file cannot be read one at a time.
+        NotStreamable: The tensors of a file cannot be read one at a time, and `whole` is False.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -109,7 +112,7 @@ def index_tensors(
     locations: dict[str, Stored] = {}
     pieces: dict[str, list[tuple[TensorLocation, str]]] = {}
     unknown: dict[str, TensorLocation] = {}
-    stored = [TensorLocation(file, key) for file in files for key in keys_of(file)]
+    stored = [TensorLocation(file, key) for file in files for key in (read_headers(file) if whole else keys_of(file))]
     for location in sorted(stored, key=lambda entry: dot_natural_key(entry.key)):
         name, pattern = rename_source_key(location.key, renamings, converters, model.base_model_prefix, state)
         if name not in state:

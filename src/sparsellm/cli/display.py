@@ -145,7 +145,9 @@ def print_inspection(console: Console, inspection: Inspection) -> None:
     if inspection.packed:
         print_line(console, inspection.packed)
     if against := inspection.against:
-        print_line(console, f"{inspection.alike} tensors equal those of {against}; {len(inspection.changed)} differ.")
+        converted = f", {len(inspection.converted)} after conversion to their dtype" if inspection.converted else ""
+        equal = inspection.alike + len(inspection.converted)
+        print_line(console, f"{equal} tensors equal those of {against}{converted}; {len(inspection.changed)} differ.")
         for label, names in (("this model", inspection.only_here), (against, inspection.only_there)):
             if names:
                 print_line(console, f"Only in {label}: {', '.join(names)}.")

@@ -17,6 +17,14 @@ from sparsellm.errors import InvalidSetting, SparseLLMError
 MAX_BYTES = 256 * 2**20
 """Largest file that is read. A safetensors header has up to 100 MB; indices and reports are smaller."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""First bytes of the file that stands for another where a repository was cloned without Git LFS."""
+
+BOM = b"\xef\xbb\xbf"
+"""The byte-order mark of UTF-8, with which some programs begin a text."""
+
+IS_POINTER = "is a Git LFS pointer, not the file: run git lfs pull"
+
 MAX_DEPTH = 64
 """Maximum nesting of lists and objects, so that values can be traversed by recursion."""
 
@@ -75,7 +83,10 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
                 raise Unreadable("it is not a regular file")
             if limit is not None and status.st_size > limit:
                 raise Unreadable(f"it has {status.st_size:,} bytes, more than {limit:,}")
-            return stream.read(-1 if limit is None else limit)
+            content: bytes = stream.read(-1 if limit is None else limit)
+            if content.startswith(LFS_POINTER):
+                raise Unreadable(f"it {IS_POINTER}")
+            return content
     except OSError as error:
         raise Unreadable(error.strerror or "the system refuses") from None
     except ValueError as error:  # a name with a NUL byte
@@ -83,9 +94,9 @@ def read_bytes(path: Path, limit: int | None = MAX_BYTES) -> bytes:
 
 
 def decode(content: bytes) -> str:
-    """Decode UTF-8; raise Unreadable with the position of the first invalid byte."""
+    """Decode UTF-8 without a byte-order mark; raise Unreadable with the position of the first invalid byte."""
     try:
-        return content.decode("utf-8")
+        return content.removeprefix(BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"byte {error.start:,} is not UTF-8") from None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sparsellm.checkpoints.comparison import layers_by_parameter
+from sparsellm.checkpoints.documents import read_config_text, with_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import FileWriter
@@ -21,7 +22,7 @@ from sparsellm.checkpoints.tensor_index import TensorLocation, index_tensors, re
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import Scales
-from sparsellm.runs.conversion import Observe, converted, finish, write_json
+from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import check_output
 from sparsellm.runs.packed_documents import Source, copy_files, report_of
 from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
@@ -149,10 +150,9 @@ def export(
             for key in (key for key in read_headers(file) if key in layers):
                 weight = read_stored(TensorLocation(file, key))
                 zeros += _check_written(work / target, key, quantize(key, weight), weight=weight, scheme=schemes[key])
-        copy_files(source.folder, work)
-        (work / SCALES_FILE).unlink(missing_ok=True)
+        copy_files(source, work)
         config = _quantization_config({layers[key]: scheme for key, scheme in schemes.items()}, ignored)
-        write_json(work / "config.json", source.fields | {"quantization_config": config})
+        write_config(work, with_member(read_config_text(source.folder), "quantization_config", config))
         if (source.folder / CARD).is_file():
             _write_card(work / CARD, (source.folder / CARD).read_text(encoding="utf-8"))
         digests = {key: digest for file in source.files for key, digest in tensor_digests(file).items()}

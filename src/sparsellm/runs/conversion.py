@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.packed_files import VERSION, FileWriter
+from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
@@ -63,7 +63,7 @@ def converted(
             with replacing(path) as work:
                 for target in source.targets():
                     (finished / target).rename(work / target)
-                _write_index(work, source.targets())
+                write_index(work, source.targets())
                 yield work
         except BaseException as error:
             count = len(list(finished.glob("*.safetensors"))) if finished.is_dir() else 0
@@ -92,24 +92,6 @@ def _keep_finished(finished: Path, key: Mapping[str, Any]) -> None:
     for partial in finished.glob("*.partial"):
         partial.unlink()
     durable(record, json.dumps(key).encode())
-
-
-def _write_index(work: Path, targets: Sequence[str]) -> None:
-    """Write the index of several weight files."""
-    if len(targets) == 1:
-        return
-    headers = {name: locate_all(work / name)[0] for name in targets}
-    weight_map = {key: name for name, stored in headers.items() for key in stored}
-    size = sum((work / name).stat().st_size for name in targets)
-    write_json(
-        work / "model.safetensors.index.json",
-        {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
-    )
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a configuration file as transformers does."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def finish(work: Path, report: Mapping[str, Any], recorded: Mapping[str, Any] | None, *, difference: str) -> None:

@@ -187,10 +187,6 @@ def add_note(text: str, report: Report, observer: Observer) -> None:
     observer(Note(text))
 
 
-LOG = "sparsellm-log.jsonl"
-"""Name of the log file, in the work folder and in the output."""
-
-
 class EventLog:
     """Observer that appends one JSON line per event.
 

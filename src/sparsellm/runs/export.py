@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
+from sparsellm.checkpoints.documents import copy_documents, read_config_text, with_dtype, write_config
+from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
+from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.data.json_files import is_text, strict_json
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
-from sparsellm.models.blocks import blocks_of
-from sparsellm.runs.events import LOG, EventLog
+from sparsellm.runs.events import EventLog
 from sparsellm.runs.outputs import foreign_file
-from sparsellm.runs.publication import Paths, clean_settings
+from sparsellm.runs.publication import Paths, clean_copies, clean_settings
 from sparsellm.runs.quantized_output import save_scales
-from sparsellm.runs.records import CARD, REPORT, WORK
+from sparsellm.runs.records import ANEW, CARD, LOG, REPORT, WORK
 from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
 from sparsellm.runs.workspace import aside, replacing
@@ -49,19 +48,22 @@ class Result(Summarized):
         model: The pruned model; without weights if these are read block by block.
         report: The results of the run.
         tokenizer: The model's tokenizer, if it has one.
-        dense: Folder of the dense model; None for a model in memory.
+        source: The checkpoint that was pruned; None for a model in memory, which has its tokenizer in `tokenizer`.
         weights: The weights of a model that is too large for memory, read block by block; None otherwise.
-        along: Files of the dense model to copy: its licence, and the code that it needs.
         log: The events of the run.
     """
 
     model: PreTrainedModel
     report: Report
     tokenizer: PreTrainedTokenizerBase | None = None
-    dense: Path | None = None
+    source: Checkpoint | None = None
     weights: DiskWeights | None = None
-    along: tuple[Path, ...] = ()
     log: EventLog | None = None
+
+    @property
+    def dense(self) -> Path | None:
+        """The folder of the dense model; None for a model in memory."""
+        return None if self.source is None else self.source.folder
 
     def summary(self) -> dict[str, str]:
         """The summary of the report."""
@@ -88,21 +90,24 @@ class Result(Summarized):
     def _save(self, path: Path) -> Path:
         """Write the files to a folder that has been checked, and return its path."""
         with raise_system_errors(path), replacing(path) as work:
-            with silence_transformers():
-                if self.weights is None:
-                    self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
-                else:
-                    _save_offloaded(self.model, self.weights, work)
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(work)
+            if self.source is None:
+                self._save_from_memory(work)
+            else:
+                write_checkpoint(self.source, self.model, self.weights, work)
             self._save_scales(work)
-            for file in self.along:
-                shutil.copyfile(file, work / file.name)
             report = _document(work, self.report, self.log)
             check_written(work, self.report, self.dense, model=self.model, in_memory=self.weights is None)
             (work / REPORT).write_text(strict_json(proven(work, report.to_dict())) + "\n", encoding="utf-8")
             set_default_permissions(work)
         return path
+
+    def _save_from_memory(self, work: Path) -> None:
+        """Write a model that was given in memory, with its tokenizer if there is one, as transformers does."""
+        with silence_transformers():
+            self.model.save_pretrained(work, max_shard_size=SHARD_SIZE)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(work)
+        clean_settings(work)
 
     def _save_scales(self, work: Path) -> None:
         """Write the scales of rounded layers."""
@@ -118,11 +123,12 @@ class Result(Summarized):
 def _document(work: Path, report: Report, log: EventLog | None) -> Report:
     """Write the model card and the log without paths of this machine; return the report without them."""
     paths = Paths(report.recipe)
+    if changed := clean_copies(work, paths):
+        report.notes.append(f"{', '.join(changed)}: names stand in place of paths of this machine")
     cleaned: Report = paths.without(report)
     (work / CARD).write_text(cleaned.to_markdown(), encoding="utf-8")
     if log:
         (work / LOG).write_text(paths.without_in_lines(log.text), encoding="utf-8")
-    clean_settings(work)
     return cleaned
 
 
@@ -199,34 +205,34 @@ def raise_system_errors(path: Path) -> Iterator[None]:
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) if code else error from error
 
 
-def _save_offloaded(model: PreTrainedModel, weights: DiskWeights, work: Path) -> None:
-    """Write a model whose weights are on disk, as `save_pretrained` does: same names, same fused tensors.
+def write_checkpoint(source: Checkpoint, model: PreTrainedModel, weights: DiskWeights | None, work: Path) -> None:
+    """Write a pruned model in the form of the checkpoint that it was: the same tensors under the same names, and its documents.
 
-    Each block and each group of tensors outside the blocks becomes one weight file.
+    Args:
+        source: The checkpoint.
+        model: The pruned model, or a skeleton of one whose weights are on disk.
+        weights: The weights on disk. Each block and each group of tensors outside the blocks then becomes one weight file.
+        work: The folder to write.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    blocks = [[name for name in weights.names if name.startswith(f"{block.name}.")] for block in blocks_of(model)]
-    shards = [*blocks, *weights.non_block_names()]
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        parameters = {name: weights.read(name).contiguous() for name in names}
-        tensors = revert_weight_conversion(model, parameters)
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
-        weight_map |= dict.fromkeys(tensors, file)
-        converted = tensors.keys() != parameters.keys()
-        pruned_file = None if converted else weights.file_of(names)
-        if pruned_file is None or pruned_file.parent.name != WORK or not _hard_link(pruned_file, work / file):
-            if converted:  # the tensors may be views that share memory
-                tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-            save_file(tensors, work / file, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    model.config.save_pretrained(work)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(work)
+    files = source.files()
+    form = StoredForm.of(files, model)
+    groups = form.by_file(files) if weights is None else form.by_block()
+    carried = [[key for key, location in form.carried.items() if location.file == file] for file in files]
+    if weights is not None:  # in files of their own, so that those of the blocks can be linked
+        carried, groups = [*([] for _ in groups), *carried], [*groups, *([] for _ in files)]
+    shards = [shard for shard in zip(groups, carried, strict=True) if any(shard)]
+    state = model.state_dict() if weights is None else {}
+    names = shard_names(len(shards))
+    for target, (group, keys) in zip(names, shards, strict=True):
+        parameters = {name: state[name] if weights is None else weights.read(name) for name in group}
+        tensors = form.tensors(parameters) | {key: read_stored(form.carried[key]) for key in keys}
+        finished = weights.file_of(group) if weights and tensors.keys() == parameters.keys() else None
+        if finished is None or finished.parent.name != WORK or not _hard_link(finished, work / target):
+            write_shard(work / target, tensors)
+    write_index(work, names)
+    copy_documents(source.folder, source.documents((*ANEW, LOG)), work)
+    text = read_config_text(source.folder)
+    write_config(work, text if model.dtype is source.dtype() else with_dtype(text, model.dtype))
 
 
 def _hard_link(source: Path, target: Path) -> bool:

@@ -20,12 +20,14 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from sparsellm import __version__
+from sparsellm.checkpoints.documents import CONFIG
 from sparsellm.checkpoints.files import card_terms
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.events import Note, Observer
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runs.recipe_fields import RULES
+from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runtime import collectives, devices
 from sparsellm.solvers import sparsegpt
 
@@ -33,9 +35,6 @@ Value = TypeVar("Value")
 
 NOT_DECISIVE = ("max_memory", "offload", "evaluate", "evaluate_limit", "prompt", "task", "task_data", "task_limit")
 """Recipe fields that may differ on resume, since they do not change the weights."""
-
-SETTINGS = (".json", ".txt", ".jinja", ".model", ".tiktoken")
-"""Suffixes of files with a configuration, a tokenizer or a chat template."""
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy")
 """Packages whose versions may change a result."""
@@ -85,8 +84,8 @@ def model_fingerprint(source: Checkpoint) -> dict[str, Any]:
     Every byte of the weights is read, once per process.
     """
     folder = source.folder
-    settings = [file for file in (*folder.iterdir(), *folder.glob("*/*.jinja")) if file.suffix in SETTINGS and file.is_file()]
-    files = sorted({*source.files(), *settings, *source.extra_files()})
+    documents = [folder / name for name in source.documents((*ANEW, LOG)).copied]
+    files = sorted({*source.files(), folder / CONFIG, *documents})
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         result: dict[str, Any] = {
             f"file {file.relative_to(folder)}": digest for file, digest in zip(files, pool.map(contents, files), strict=True)

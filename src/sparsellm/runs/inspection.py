@@ -115,7 +115,10 @@ class Inspection(Summarized, Comparison):
         model = f"{PurePath(self.model).name}: {percent:.2f} % zeros in {plural(len(self.layers), 'layer')}"
         if self.bits_per_weight is not None:
             model += f", {self.bits_per_weight:.3f} bits a weight of layers with integers"
-        differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {self.alike} are equal"
+        equal = self.alike + len(self.converted)
+        differences = f"{len(self.changed)} tensors differ from {PurePath(self.against or '').name}, {equal} are equal"
+        if self.converted:
+            differences += f", {len(self.converted)} of them after conversion to their dtype"
         if only := len(self.only_here) + len(self.only_there):
             differences += f", {only} are only in one of the two"
         return {

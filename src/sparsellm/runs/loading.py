@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.block_loader import tied_names
-from sparsellm.checkpoints.headers import read_all_headers
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
-from sparsellm.checkpoints.tensor_index import NotStreamable, index_tensors
+from sparsellm.checkpoints.stored_form import StoredForm
+from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge, UnsupportedModel
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import describe, read_architecture
@@ -125,13 +125,10 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
     return OpenedModel(source, device, skeleton, blocks, coverage)
 
 
-def check_names(source: Checkpoint, skeleton: PreTrainedModel, *, blocks: Sequence[Block], plan: Plan) -> None:
+def check_names(form: StoredForm, source: Checkpoint, *, blocks: Sequence[Block], plan: Plan) -> None:
     """Raise BadCheckpoint unless the files hold every parameter to prune under the name that verification uses."""
-    files, canonical = source.files(), tied_names(skeleton)
-    try:
-        stored = {canonical[name] for name in index_tensors(files, skeleton)[0]}
-    except NotStreamable:
-        stored = {canonical.get(name, name) for name in read_all_headers(files)}
+    canonical = tied_names(form.model)
+    stored = {canonical[name] for name in form.locations}
     planned = {
         block.full_name(block.parameter(name)) for block in blocks for name in block.layers if block.full_name(name) in plan
     }

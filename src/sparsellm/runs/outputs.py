@@ -74,6 +74,11 @@ def changed_before(folder: Path | None) -> set[str]:
     return read_output(folder).report.changed_parameters
 
 
+def dtype_changed_before(folder: Path | None) -> bool:
+    """Whether a model was written by a run that changed the dtype of its tensors, as its report says."""
+    return folder is not None and (folder / REPORT).is_file() and read_output(folder).report.dtype_changed
+
+
 def foreign_file(folder: Path, kept: Collection[str]) -> str:
     """Name the first of the `kept` files that is not exactly as a run wrote it, with the reason; empty if all are."""
     if not kept:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -10,19 +9,17 @@ from typing import Any
 
 from sparsellm import __version__
 from sparsellm.checkpoints.configuration import read_fields
-from sparsellm.checkpoints.files import DEMO, SHARDS, TEMPLATES, check_files, check_within, find_checkpoint
+from sparsellm.checkpoints.documents import Documents, copy_documents, documents_of
+from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import InvalidSetting
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.runs.outputs import read_finished
-from sparsellm.runs.quantization_file import SCALES_FILE
-from sparsellm.runs.records import CARD, REPORT
+from sparsellm.runs.records import ANEW, REPORT
 from sparsellm.runtime.memory import human_bytes
-
-UNCOPIED = (".safetensors", ".bin", ".h5", ".msgpack", ".pt", ".pth", ".ot", ".onnx", ".gguf", ".partial")
-"""Suffixes of weight files, which are written anew or, in other forms, left out."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class Source:
 
     def targets(self) -> list[str]:
         """Return the names of the weight files that are written for its own."""
-        count = len(self.files)
-        return ["model.safetensors"] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        return shard_names(len(self.files))
 
 
 @dataclass(frozen=True)
@@ -231,16 +227,8 @@ def report_of(source: Source, digests: Mapping[str, TensorDigest] | None) -> dic
     }
 
 
-def copy_files(folder: Path, work: Path) -> tuple[str, ...]:
-    """Copy what a model's folder holds besides weights, configuration, card and report; return the names of the rest."""
-    skipped = []
-    for file in sorted(folder.iterdir()):
-        if file.name in (*SHARDS, "config.json", CARD, REPORT, SCALES_FILE):
-            continue
-        if file.is_dir() and file.name == TEMPLATES:
-            shutil.copytree(file, work / file.name)
-        elif file.is_file() and file.suffix not in UNCOPIED and not file.name.startswith("."):
-            shutil.copyfile(file, work / file.name)
-        elif not (file.suffix in (".safetensors", ".bin") or file.name.startswith(".")):
-            skipped.append(file.name)
-    return tuple(skipped)
+def copy_files(source: Source, work: Path) -> Documents:
+    """Copy what a model's folder holds besides weights, configuration, card and report; return which files these are."""
+    documents = documents_of(source.folder, weights=source.files, trusted=True, written=ANEW)
+    copy_documents(source.folder, documents, work)
+    return documents

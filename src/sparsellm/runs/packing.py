@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting
-from sparsellm.runs.conversion import Observe, converted, finish, write_json
+from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
@@ -144,10 +145,10 @@ def pack(
     with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
         sizes = matrix_sizes([work / x for x in source.targets()], digests, positive_zeros=positive_zeros)
         weights = sum(file.stat().st_size for file in source.files), sum((work / x).stat().st_size for x in source.targets())
-        skipped = copy_files(source.folder, work)
+        skipped = tuple(copy_files(source, work).left_out)
         result = Packed(str(packed), form, *weights, sizes, skipped, rounded=values is not None)
-        fields = source.fields | {"quantization_config": {"quant_method": METHOD, "version": VERSION, "form": form}}
-        write_json(work / "config.json", fields)
+        quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
+        write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(packed_card((source.folder / CARD).read_text(encoding="utf-8"), result), encoding="utf-8")
         expected = {name: digests[name].to_dict() for name in digests.keys() - packing.changed()}
@@ -191,12 +192,10 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
             writer.add(name, read_stored(TensorLocation(file, name)))
 
     with converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work:
-        copy_files(source.folder, work)
+        copy_files(source, work)
         if scales := stored_scales(source.files):
             write_scales(work, scales)
-        fields = dict(source.fields)
-        del fields["quantization_config"]
-        write_json(work / "config.json", fields)
+        write_config(work, without_member(read_config_text(source.folder), "quantization_config"))
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(dense_card((source.folder / CARD).read_text(encoding="utf-8")), encoding="utf-8")
         recorded = report.get("digests", {}).get("tensors")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from sparsellm.checkpoints.headers import dtype_name
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.data.in_memory import CalibrationData, read_in_memory
 from sparsellm.data.samples import PADDING, calibration_windows, sequence_lengths, test_windows
 from sparsellm.data.texts import Text, read_text
-from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel
+from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel, plural
 from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
@@ -26,9 +28,11 @@ from sparsellm.recovery.block_training import windows_a_step
 from sparsellm.runs.events import Note, Observer, add_note
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.loading import OpenedModel, check_names
+from sparsellm.runs.outputs import dtype_changed_before
 from sparsellm.runs.quantization_file import check_unrounded, read_scales
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_fields import RULES
+from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
 from sparsellm.runs.training import check_memory
@@ -86,7 +90,10 @@ def prepare(
     blocks = blocks_and_head(skeleton, plan)
     report.coverage = opened.coverage.of_plan(opened.blocks, plan)
     if isinstance(source, Checkpoint):
-        check_names(source, skeleton, blocks=blocks, plan=plan)
+        form = StoredForm.of(source.files(), skeleton)
+        check_names(form, source, blocks=blocks, plan=plan)
+        for text in _source_notes(form, source, report):
+            add_note(text, report, observer)
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
     windows, tests, report.calibration = _read_tokens(recipe, source, length, given=given, shared=shared)
@@ -115,6 +122,28 @@ def prepare(
     if message := check_memory(recipe, method, opened, windows=all_windows, vocabulary=vocabulary):
         observer(Note(message))
     return Prepared(**vars(opened), method=method, plan=plan, length=length, windows=windows, tests=tests, batch=batch)
+
+
+def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Iterator[str]:
+    """What the output has in another form than the checkpoint, or not at all; changes of the dtype are recorded."""
+    target, name = source.dtype(report.recipe.dtype), report.recipe.dtype
+    rounded = form.rounded(target)
+    report.dtype_changed = dtype_changed_before(source.folder) or form.changes(target)
+    if rounded:
+        dtypes, kept = " and ".join(sorted(set(rounded.values()))), "float64" if "float64" in rounded.values() else "float32"
+        verb = "is" if len(rounded) == 1 else "are"
+        keeps = f"; `dtype='{kept}'` keeps them" if kept == "float32" else ""
+        reason = f", as config.json says{keeps}" if name == "auto" else ""
+        yield f"{plural(len(rounded), 'tensor')} {verb} stored in {dtypes} and {verb} rounded to {dtype_name(target)}{reason}"
+    if form.carried:
+        first = next(iter(form.carried))
+        verb = "goes along as it is" if len(form.carried) == 1 else "go along as they are"
+        yield f"{plural(len(form.carried), 'tensor')} that the model does not use, {first} first, {verb}"
+    if form.computed:
+        first, verb = form.computed[0], "is" if len(form.computed) == 1 else "are"
+        yield f"{plural(len(form.computed), 'buffer')} that the model computes itself, {first} first, {verb} left out"
+    if note := source.documents((*ANEW, LOG)).note():
+        yield note
 
 
 def _read_tokens(

@@ -97,6 +97,20 @@ class Paths:
         return parts[-1] if local else match[0]
 
 
+def clean_copies(folder: Path, paths: Paths) -> list[str]:
+    """Put names in place of paths of this machine in a folder's configuration files; return the names of files that had any.
+
+    Every other byte of these files, which are the user's, stays.
+    """
+    changed = []
+    for file in sorted(folder.glob("*config*.json")):
+        text = file.read_bytes().decode("utf-8", errors="surrogateescape")
+        if (cleaned := paths.without(text)) != text:
+            file.write_bytes(cleaned.encode("utf-8", errors="surrogateescape"))
+            changed.append(file.name)
+    return changed
+
+
 def local_files(recipe: RunRecipe) -> list[tuple[str, str]]:
     """Fields and values of a recipe that may be the last part of a local path, which outputs keep of it."""
     values = []

@@ -12,6 +12,7 @@ from sparsellm.data.json_files import read_json
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, SparseLLMError, printable
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.methods import StoredPattern
+from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.result_records import Finite, Index, Number, Record, SavedFigure, SavedGradual, SavedTraining
 from sparsellm.runs.speed_record import Bench
 from sparsellm.runtime.memory import human_bytes
@@ -33,6 +34,12 @@ WHOLE_MODEL = "whole model"
 
 CARD = "README.md"
 """The model card, which users may edit."""
+
+LOG = "sparsellm-log.jsonl"
+"""Name of the log file, in the work folder and in the output."""
+
+ANEW = (CARD, REPORT, SCALES_FILE)
+"""Files of a model that everything made from it has in a form of its own."""
 
 
 class SavedPair(Record):
@@ -157,6 +164,7 @@ class SavedReport(Record):
     peak_memory_bytes: Finite
     blocks: list[SavedBlock]
     changed_outside: list[str] = []
+    dtype_changed: bool = False
     recovered: SavedTraining | None = None
     pruned: SavedPruning | None = None
     files: list[str] = []

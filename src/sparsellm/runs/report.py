@@ -39,6 +39,10 @@ ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 """Characters that HTML interprets, by code, with their escapes."""
 
 
+OPTIONAL = ("pruned", "search", "gradual", "changed_outside", "dtype_changed")
+"""Fields that are in the JSON only where they hold something."""
+
+
 @dataclass(repr=False)
 class Report(Summarized):
     """The results of a run, filled in as the run proceeds.
@@ -50,6 +54,7 @@ class Report(Summarized):
         calibration: How the calibration sequences were drawn.
         blocks: Results by block, in order.
         changed_outside: Names of the parameters outside of the blocks that a recovery changed.
+        dtype_changed: Whether tensors have another dtype than in the dense model's files.
         perplexity: Perplexity before and after, by text.
         tasks: Accuracy before and after, by task.
         samples: Continuations by the dense and the pruned model, by prompt.
@@ -73,6 +78,7 @@ class Report(Summarized):
     calibration: str = ""
     blocks: list[BlockResult] = field(default_factory=list)
     changed_outside: tuple[str, ...] = ()
+    dtype_changed: bool = False
     perplexity: dict[str, dict[When, Perplexity]] = field(default_factory=dict)
     tasks: dict[str, dict[When, Accuracy]] = field(default_factory=dict)
     samples: dict[str, dict[When, str]] = field(default_factory=dict)
@@ -227,7 +233,7 @@ class Report(Summarized):
             "peak_memory_bytes": self.peak_memory,
             "recovered": asdict(self.recovered) if self.recovered else None,
             "layer_costs": asdict(self.layer_costs) if self.layer_costs else None,
-            **{name: value for name in ("pruned", "search", "gradual", "changed_outside") if (value := getattr(self, name))},
+            **{name: value for name in OPTIONAL if (value := getattr(self, name))},
             "blocks": [_block_to_dict(block) for block in self.blocks],
         }
 

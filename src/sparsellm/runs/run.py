@@ -24,7 +24,6 @@ from sparsellm.recovery.block_training import split_batches
 from sparsellm.runs.events import (
     GENERATING,
     LOADING,
-    LOG,
     OPENING,
     READING_TEXTS,
     Begun,
@@ -45,6 +44,7 @@ from sparsellm.runs.measuring import measure_checkpoint, measure_into
 from sparsellm.runs.outputs import changed_before
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.records import LOG
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -237,9 +237,8 @@ def _result(loaded: LoadedModel, source: Checkpoint | InMemoryModel, *, report: 
     return Result(
         loaded.model,
         report,
-        tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else source.tokenizer(),
-        dense=source.folder if report.recipe.dtype == "auto" else None,
+        tokenizer=source.own_tokenizer if isinstance(source, InMemoryModel) else None,
+        source=source if isinstance(source, Checkpoint) else None,
         weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
-        along=source.extra_files(),
         log=log,
     )

@@ -42,6 +42,7 @@ class Verification(Summarized):
     Attributes:
         against: Dense model that all other tensors were compared with, if any.
         changed: Number of other tensors that the run changed, which are not compared with the dense model's.
+        converted: Dtype in which tensors equal the dense model's that have another dtype there; empty if there are none.
     """
 
     output: str
@@ -50,16 +51,21 @@ class Verification(Summarized):
     layers: int
     against: str | None = None
     changed: int = 0
+    converted: str = ""
 
     def summary(self) -> dict[str, str]:
         """What was verified, in three lines."""
         return {
             "output": f"{PurePath(self.output).name} is unchanged since the run wrote it",
             "checked": f"{self.files} files, {self.tensors} tensors, {self.layers} pruned layers",
-            "against": f"all other tensors equal those of {PurePath(self.against).name}"
-            if self.against
-            else "compared with no dense model",
+            "against": self.compared() if self.against else "compared with no dense model",
         }
+
+    def compared(self) -> str:
+        """How the tensors that the run did not change compare with the dense model's."""
+        verb = "rounding" if "16" in self.converted else "conversion"
+        after = f" after {verb} to {self.converted}" if self.converted else ""
+        return f"all other tensors equal those of {PurePath(self.against or '').name}{after}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -80,8 +86,9 @@ def verify(
 
     Args:
         output: Folder that a run wrote.
-        against: The dense model: a folder, a hub name, "demo:opt", or a model in memory. Tensors that the run did not change
-            must equal its tensors bit by bit, in the output's dtype.
+        against: The dense model: a folder, a hub name, "demo:opt", or a model in memory. Both must have the same tensors, and
+            those that the run did not change must have the same bytes; or, if the report says that the run changed the dtype,
+            equal values after rounding to it.
         trust_remote_code: Run the Python code that comes with the output.
         architecture: YAML file that describes the model's architecture.
 
@@ -106,12 +113,14 @@ def verify(
     layers, total = {layer.name: layer for layer in report.layers}, report.totals.pruned_layers
     if total != len(layers):
         raise_if_any(output, [f"{REPORT} lists {len(layers)} layers and counts {total}"])
-    raise_if_any(
-        output,
-        _layer_differences(model, Tensors(folder, model), dense_tensors, layers=layers, changed=report.changed_parameters),
-    )
+    written = Tensors(folder, model)
+    differences, converted = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    if converted and not report.dtype_changed:
+        differences += [f"{key} has another dtype than in the dense model, which the report does not say" for key in converted]
+    raise_if_any(output, differences)
     counts = len(report.files), len(tensors), len(layers)
-    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters))
+    dtype = written.dtype(converted[0]) if converted else ""
+    return Verification(str(output), *counts, dense.name if dense else None, len(report.changed_parameters), dtype)
 
 
 def check_written(folder: Path, report: Report, dense: Path | None, *, model: PreTrainedModel, in_memory: bool) -> None:
@@ -137,10 +146,8 @@ def check_written(folder: Path, report: Report, dense: Path | None, *, model: Pr
     )
     layers = {layer.name: layer for layer in report.layers}
     dense_tensors = None if dense is None else Tensors(dense, model)
-    raise_if_any(
-        "The written checkpoint",
-        _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters),
-    )
+    differences, _ = _layer_differences(model, written, dense_tensors, layers=layers, changed=report.changed_parameters)
+    raise_if_any("The written checkpoint", differences)
 
 
 def proven(folder: Path, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +188,7 @@ def _digests_in(folder: Path, names: Sequence[str]) -> tuple[dict[str, TensorDig
     digests: dict[str, TensorDigest] = {}
     unreadable = []
     for name in names:
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") and "/" not in name:  # those in subfolders belong to other modules
             try:
                 digests |= tensor_digests(folder / name)
             except (BadCheckpoint, SafetensorError) as error:
@@ -222,9 +229,14 @@ def _layer_differences(
     *,
     layers: Mapping[str, LayerResult | SavedLayer],
     changed: set[str],
-) -> list[str]:
-    """Differences between pruned layers and their report, and between other tensors and the dense model's, if given."""
+) -> tuple[list[str], list[str]]:
+    """Differences between pruned layers and their report, and between other tensors and the dense model's, if given.
+
+    Returns:
+        The differences, and the names of other tensors that equal the dense model's in another dtype.
+    """
     differences: list[str] = []
+    converted: list[str] = []
     rounded = quantized_tensors(tensors)
     skipped, missing = changed | rounded.keys(), dict(layers)
     for key, pairs in layers_by_parameter(model, layers).items():
@@ -249,11 +261,13 @@ def _layer_differences(
                 differences.append(f"{full_name} was not pruned and differs from the dense model's")
     differences += [f"{name}, which its report says was pruned, is missing" for name in missing]
     if dense is not None:
-        comparison = compare(tensors, dense, as_stored=False)
+        comparison = compare(tensors, dense)
         known = {tensors.one_name(key) for key in skipped}  # tied tensors may have another of their names in the files
         unexpected = [key for key in (*comparison.changed, *comparison.only_here) if tensors.one_name(key) not in known]
         differences += [f"{key} was not pruned and differs from the dense model's" for key in unexpected]
-    return differences
+        differences += [f"{key} of the dense model is missing" for key in comparison.only_there]
+        converted = [key for key in comparison.converted if tensors.one_name(key) not in known]
+    return differences, converted
 
 
 def _layer_difference(weight: Tensor, expected: LayerResult | SavedLayer, *, rounded: bool) -> list[str]:

@@ -1,0 +1,199 @@
+"""The files of a checkpoint besides its weights: which go along to outputs, and config.json with one field changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from json.decoder import JSONDecoder
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
+from sparsellm.data.json_files import BOM, read_json
+
+CONFIG = "config.json"
+MODULES = "modules.json"
+"""Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
+
+TRAINING = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
+INDEX = re.compile(r"\.(safetensors|bin)\.index(\..+)?\.json$")
+ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
+
+
+@dataclass
+class Documents:
+    """The files of a checkpoint's folder and its subfolders, by relative path.
+
+    Attributes:
+        copied: Those that go along.
+        left_out: Why each of the others does not, but for the weights and documents that are written anew, and hidden files.
+    """
+
+    copied: list[Path] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def note(self) -> str:
+        """Name the files that are left out, grouped by the reason; empty if there are none."""
+        groups: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            groups.setdefault(reason, []).append(name)
+        parts = (f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({reason})" for reason, names in groups.items())
+        return f"not copied: {'; '.join(parts)}" if groups else ""
+
+
+def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, written: Collection[str] = ()) -> Documents:
+    """Tell which files of a checkpoint go along to a model made from it.
+
+    Args:
+        folder: The checkpoint.
+        weights: The weight files that are read.
+        trusted: Whether Python files go along.
+        written: Names of files in the folder that the output has in another form.
+    """
+    result = Documents()
+    modules = _modules(folder)
+    known = {*(file.resolve() for file in weights), *(folder / name for name in (*SHARDS, CONFIG, *written))}
+    for file in _files(folder):
+        name = file.relative_to(folder)
+        if file.resolve() in known or file in known:
+            continue
+        if reason := _left_out(name, file, trusted=trusted, modules=modules):
+            result.left_out[str(name)] = reason
+        else:
+            result.copied.append(name)
+    return result
+
+
+def copy_documents(folder: Path, documents: Documents, target: Path) -> None:
+    """Copy the files that go along, byte for byte."""
+    for name in documents.copied:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, target / name)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the regular files of a folder and its subfolders in sorted order, hidden ones and linked folders left out."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if not path.is_symlink():
+                yield from _files(path)
+        elif path.is_file():
+            yield path
+
+
+def _modules(folder: Path) -> set[str]:
+    """Return the subfolders of the modules of a sentence-transformers model."""
+    file = folder / MODULES
+    content: Any = read_json(file) if file.is_file() else None
+    entries = content if isinstance(content, list) else []
+    return {str(entry["path"]) for entry in entries if isinstance(entry, dict) and entry.get("path")}
+
+
+def _left_out(name: Path, file: Path, *, trusted: bool, modules: Collection[str]) -> str:
+    """Return why a file does not go along; empty if it does."""
+    inside = len(name.parts) > 1
+    reasons = {
+        "": inside and name.parts[0] in modules,
+        "an adapter, which is no part of the model": bool(ADAPTER.fullmatch(name.name)),
+        "the state of a training": bool(TRAINING.fullmatch(name.name)),
+        "code, which goes along with `trust_remote_code=True`": name.suffix == ".py" and not trusted,
+        "weights that are not loaded": name.suffix.lower() in WEIGHTS or bool(INDEX.search(name.name)),
+        "another checkpoint": inside and any((file.parent / shard).is_file() for shard in SHARDS),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+@contextmanager
+def folder_for_transformers(folder: Path) -> Iterator[Path]:
+    """The folder, or one of links to its files where transformers would read it otherwise than it is meant.
+
+    transformers loads an adapter that lies beside a model where PEFT is installed, and no config.json that begins with a
+    byte-order mark.
+    """
+    config = (folder / CONFIG).read_bytes()
+    if not config.startswith(BOM) and not (folder / ADAPTER_CONFIG).exists():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="sparsellm-") as links:
+        for path in folder.iterdir():
+            if path.name not in (CONFIG, ADAPTER_CONFIG):
+                Path(links, path.name).symlink_to(path.resolve())
+        Path(links, CONFIG).write_bytes(config.removeprefix(BOM))
+        yield Path(links)
+
+
+# ---- config.json
+
+
+def members(text: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each member of a JSON object: its name, where it begins, where its value begins, and where that ends."""
+    decoder, at = JSONDecoder(), _skip(text, 0) + 1
+    while text[at := _skip(text, at)] != "}":
+        start = at
+        name, at = decoder.raw_decode(text, at)
+        value = _skip(text, _skip(text, at) + 1)
+        _, at = decoder.raw_decode(text, value)
+        yield name, start, value, at
+        at = _skip(text, at)
+        at += text[at] == ","
+
+
+def _skip(text: str, at: int) -> int:
+    """The position of the next character that is no white space."""
+    while text[at].isspace():
+        at += 1
+    return at
+
+
+def with_member(text: str, name: str, value: Any) -> str:
+    """Add a member at the end of a JSON object, or replace it where it stands, and keep every other byte."""
+    found = {key: (start, end) for key, _, start, end in members(text)}
+    written = json.dumps(value, indent=2, ensure_ascii=False).replace("\n", "\n  ")
+    if name in found:
+        start, end = found[name]
+        return f"{text[:start]}{written}{text[end:]}"
+    end = max((end for _, end in found.values()), default=text.index("{") + 1)
+    return f"{text[:end]}{',' if found else ''}\n  {json.dumps(name)}: {written}{text[end:]}"
+
+
+def without_member(text: str, name: str) -> str:
+    """Remove a member of a JSON object with the comma and the white space before it: the reverse of `with_member`."""
+    before = text.index("{") + 1
+    for key, start, _, end in members(text):
+        if key == name:
+            after = _skip(text, end)
+            if before == text.index("{") + 1 and text[after] == ",":  # the first of several: the comma behind it goes
+                return f"{text[:start]}{text[_skip(text, after + 1) :]}"
+            return f"{text[:before]}{text[end:]}"
+        before = end
+    return text
+
+
+def with_dtype(text: str, dtype: torch.dtype) -> str:
+    """Set every dtype in a configuration, in the spelling that is there, or add the one that its transformers reads."""
+    name = str(dtype).removeprefix("torch.")
+    changed, count = re.subn(r'("(?:torch_)?dtype"\s*:\s*)(?:"[^"]*"|null)', rf'\g<1>"{name}"', text)
+    if count:
+        return changed
+    version = json.loads(text).get("transformers_version")
+    is_old = isinstance(version, str) and version.split(".")[0].isdecimal() and int(version.split(".")[0]) < 5
+    return with_member(text, "torch_dtype" if is_old else "dtype", name)
+
+
+def read_config_text(folder: Path) -> str:
+    """Read config.json as it is, without a byte-order mark, which transformers does not read."""
+    return (folder / CONFIG).read_bytes().removeprefix(BOM).decode("utf-8")
+
+
+def write_config(target: Path, text: str) -> None:
+    """Write config.json with the line breaks of the text."""
+    (target / CONFIG).write_bytes(text.encode("utf-8"))

@@ -1,0 +1,134 @@
+"""The form in which a checkpoint stores a model: the names of its tensors in the files, and tensors that the model lacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsellm.checkpoints.block_loader import tied_names
+from sparsellm.checkpoints.headers import FLOATS, dtype_name, locate_all, read_headers
+from sparsellm.checkpoints.tensor_index import ConvertedTensor, Stored, TensorLocation, index_tensors, locations_of
+from sparsellm.models.blocks import blocks_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+COMPUTED = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids|cos_cached|sin_cached)$")
+CAUSAL_MASK = re.compile(r"(attn|attention)\.bias$")
+"""Names of buffers that a model computes, and that older versions of transformers stored. A causal mask has four dimensions."""
+
+
+def is_computed(key: str, shape: Sequence[int]) -> bool:
+    """Whether a stored tensor that is not a parameter of the model is a buffer that the model computes itself."""
+    return bool(COMPUTED.search(key) or (CAUSAL_MASK.search(key) and len(shape) == 4))
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """The tensors of a checkpoint's files.
+
+    Attributes:
+        model: The model, or its skeleton.
+        locations: Where each tensor of the model is stored, by its name there.
+        carried: Where tensors are that the model does not have, such as those for predicting several tokens, by stored name.
+        computed: Names of stored buffers that the model computes itself.
+    """
+
+    model: PreTrainedModel
+    locations: Mapping[str, Stored]
+    carried: Mapping[str, TensorLocation]
+    computed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, files: Iterable[Path], model: PreTrainedModel) -> StoredForm:
+        """Read the headers of the files."""
+        locations, unknown, _ = index_tensors(files, model, whole=True)
+        computed = tuple(key for key, x in unknown.items() if is_computed(key, read_headers(x.file)[key].shape))
+        return cls(model, locations, {key: x for key, x in unknown.items() if key not in computed}, computed)
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of each stored tensor of the model that holds floating-point numbers, by stored name."""
+        places = [place for stored in self.locations.values() for place in locations_of(stored)]
+        headers = {file: read_headers(file) for file in {place.file for place in places}}
+        found = {place.key: headers[place.file][place.key].dtype for place in places}
+        return {key: dtype for key, dtype in found.items() if dtype in FLOATS}
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Whether a stored tensor has another dtype."""
+        return any(name != dtype_name(dtype) for name in self.dtypes().values())
+
+    def rounded(self, dtype: torch.dtype) -> dict[str, str]:
+        """The stored tensors that cannot be converted to a dtype without rounding, with their own."""
+        return {key: name for key, name in self.dtypes().items() if torch.promote_types(getattr(torch, name), dtype) != dtype}
+
+    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors to store for some of the model's, by stored name; none for those that are not in the files.
+
+        Args:
+            parameters: By name in the model; all that are converted from the same pieces together.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored: dict[str, Tensor] = {}
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in parameters.items():
+            location = self.locations.get(name)
+            if isinstance(location, TensorLocation):
+                stored[location.key] = tensor
+            elif location is not None:
+                groups.setdefault(location.first, {})[name] = tensor
+        for group in groups.values():
+            stored |= revert_weight_conversion(self.model, group)
+        return stored
+
+    def by_file(self, files: Sequence[Path]) -> list[list[str]]:
+        """The names of the model's tensors in each file; those that are converted from pieces are where the first piece is."""
+        return [[name for name, location in self.locations.items() if location.file == file] for file in files]
+
+    def by_block(self) -> list[list[str]]:
+        """The names of the tensors of each block, and then of each group outside of the blocks that is stored together."""
+        tied, groups = tied_names(self.model), dict[str, list[str]]()
+        blocks = [f"{block.name}." for block in blocks_of(self.model)]
+        for name, location in self.locations.items():
+            block = next((prefix for prefix in blocks if name.startswith(prefix)), None)
+            groups.setdefault(block or (location.first if isinstance(location, ConvertedTensor) else tied[name]), []).append(
+                name
+            )
+        return [*(groups.pop(block) for block in blocks if block in groups), *groups.values()]
+
+
+def write_shard(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a weight file. Tensors that share memory are stored each."""
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.data_ptr() in seen or own.untyped_storage().nbytes() > own.nbytes:
+            own = own.clone(memory_format=torch.contiguous_format)
+        seen.add(own.data_ptr())
+        plain[name] = own
+    save_file(plain, file, metadata={"format": "pt"})
+
+
+def write_index(folder: Path, names: Sequence[str]) -> None:
+    """Write the index of several weight files in a folder."""
+    if len(names) == 1:
+        return
+    stored = {name: locate_all(folder / name)[0] for name in names}
+    places = {key: name for name, tensors in stored.items() for key in tensors}
+    headers = [header for tensors in stored.values() for header, _ in tensors.values()]
+    index = {"metadata": {"total_size": sum(header.nbytes for header in headers)}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of so many weight files."""
+    return ["model.safetensors"] if count == 1 else [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
