@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import lzma
+import math
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -73,9 +74,9 @@ def test_the_whole_in_miniature(
         assert record["tokens trained on"] == record["steps"] * 8 * 64
         dense = second["cells"][f"{family} | dense"]
         cell = second["cells"][f"{family} | SparseGPT | 80% | 0"]
-        assert cell["excess"] == pytest.approx(torch.tensor(cell["perplexity"] / dense["perplexity"]).log(), rel=1e-5)
+        assert cell["excess"] == pytest.approx(math.log(cell["perplexity"] / dense["perplexity"]), rel=1e-5)
         assert 0 < cell["standard_error"] < dense["standard_error"] / dense["perplexity"]  # paired: less than either alone
-        assert second["cells"][f"{family} | dense GPTQ int4 |  | 0"]["bits"] == pytest.approx(4.25)  # groups of 64 inputs
+        assert 4.125 < second["cells"][f"{family} | dense GPTQ int4 |  | 0"]["bits"] <= 4.25  # a scale for 64 to 128 columns
         budget = second["cells"][f"{family} | `--bits 2.3` |  | 0"]
         assert 2.2 < budget["bits"] <= 2.3
     monkeypatch.setattr(larger, "figures_of", lambda device: second if device == "cpu" else {})

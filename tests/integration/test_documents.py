@@ -43,6 +43,7 @@ MORE = {
 LEFT_OUT = {
     "model.onnx": "weights that are not loaded",
     "consolidated.safetensors": "weights that are not loaded",
+    "pytorch_model.bin": "weights that are not loaded",
     "optimizer.pt": "the state of a training",
     "training_args.bin": "the state of a training",
     "adapter_config.json": "an adapter, which is no part of the model",

@@ -17,12 +17,16 @@ import torch
 
 from sparsellm.checkpoints.files import ADAPTER_CONFIG, SHARDS, WEIGHTS
 from sparsellm.data.json_files import BOM, read_json
+from sparsellm.errors import BadCheckpoint
 
 CONFIG = "config.json"
 MODULES = "modules.json"
 """Lists the modules of a sentence-transformers model, whose folders belong to the model with their weights."""
 
 TRAINING = re.compile(r"(optimizer|scheduler|scaler|rng_state|training_args)\b.*", re.IGNORECASE)
+INDEXES = {Path(name.removesuffix(".index.json")).suffix: (name,) for name in SHARDS if name.endswith(".index.json")}
+"""The index of several weight files, by their suffix."""
+
 INDEX = re.compile(r"\.(safetensors|bin)\.index(\..+)?\.json$")
 ADAPTER = re.compile(r"adapter_(config\.json|model\..*)")
 
@@ -59,10 +63,10 @@ def documents_of(folder: Path, *, weights: Collection[Path], trusted: bool, writ
     """
     result = Documents()
     modules = _modules(folder)
-    known = {*(file.resolve() for file in weights), *(folder / name for name in (*SHARDS, CONFIG, *written))}
+    own = {*weights, *(folder / name for name in (*INDEXES.get(next(iter(weights)).suffix, ()), CONFIG, *written))}
     for file in _files(folder):
         name = file.relative_to(folder)
-        if file.resolve() in known or file in known:
+        if file in own:
             continue
         if reason := _left_out(name, file, trusted=trusted, modules=modules):
             result.left_out[str(name)] = reason
@@ -93,7 +97,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _modules(folder: Path) -> set[str]:
     """Return the subfolders of the modules of a sentence-transformers model."""
     file = folder / MODULES
-    content: Any = read_json(file) if file.is_file() else None
+    content: Any = read_json(file, BadCheckpoint) if file.is_file() else None
     entries = content if isinstance(content, list) else []
     return {str(entry["path"]) for entry in entries if isinstance(entry, dict) and entry.get("path")}
 

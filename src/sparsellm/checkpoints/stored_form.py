@@ -51,7 +51,8 @@ class StoredForm:
     def of(cls, files: Iterable[Path], model: PreTrainedModel) -> StoredForm:
         """Read the headers of the files."""
         locations, unknown, _ = index_tensors(files, model, whole=True)
-        computed = tuple(key for key, x in unknown.items() if is_computed(key, read_headers(x.file)[key].shape))
+        headers = {file: read_headers(file) for file in {location.file for location in unknown.values()}}
+        computed = tuple(key for key, x in unknown.items() if is_computed(key, headers[x.file][key].shape))
         return cls(model, locations, {key: x for key, x in unknown.items() if key not in computed}, computed)
 
     def dtypes(self) -> dict[str, str]:
