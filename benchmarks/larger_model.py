@@ -15,11 +15,7 @@ Two processes may each measure one of the --models.
 from __future__ import annotations
 
 import argparse
-import bz2
-import gzip
-import hashlib
 import json
-import lzma
 import math
 import shutil
 import signal
@@ -27,13 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from bits import apply, layers_of, sparse_bits
 from filelock import FileLock
@@ -52,6 +47,7 @@ from training import (
     tell_positions_from_tokens,
     windows,
 )
+from training_texts import Texts, read_texts, token_ids
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -71,8 +67,6 @@ from sparsellm.runs.events import DIGESTING, LOADING, OPENING, READING_TEXTS
 from sparsellm.runtime.devices import empty_cache, is_out_of_memory
 from sparsellm.runtime.products import fast_linear_layers
 
-OPENERS: dict[str, Callable[..., Any]] = {".txt": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-HELD_BACK = "held-back.txt"
 NAMES = {"llama": "Llama", "opt": "OPT"}
 FAMILIES = tuple(NAMES)
 DEVICES = {"cpu": "CPU: models of 10 million parameters", "cuda": "GPU: models of 44 million parameters"}
@@ -155,15 +149,6 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Texts:
-    """The text to train on and the text to measure, with a digest of both."""
-
-    train: str
-    held_back: str
-    digest: str
-
-
-@dataclass(frozen=True)
 class Bench:
     """One call: where models and figures are, and what is given.
 
@@ -215,30 +200,6 @@ class Bench:
 # ---- texts
 
 
-def read_texts(paths: Sequence[Path]) -> Texts:
-    """Read files and folders of text.
-
-    Raises:
-        BadText: A path is missing or holds no text, or a file cannot be read.
-    """
-    train, held_back = [], []
-    for path in paths:
-        files = sorted(file for file in path.iterdir() if file.suffix in OPENERS) if path.is_dir() else [path]
-        if not files:
-            raise BadText(f"{path} holds no .txt files, also none of .xz, .gz or .bz2. Make them by benchmarks/english.py.")
-        for file in files:
-            try:
-                with OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8", errors="replace") as opened:
-                    (held_back if file.name.startswith(HELD_BACK) else train).append(opened.read())
-            except (OSError, EOFError, lzma.LZMAError) as error:
-                raise BadText(f"{file} cannot be read: {error}.") from error
-    text, rest = "\n\n".join(train), "\n\n".join(held_back)
-    if not rest:
-        at = len(text) * 19 // 20
-        text, rest = text[:at], text[at:]
-    return Texts(text, rest, hashlib.sha256(f"{text}\0{rest}".encode()).hexdigest()[:16])
-
-
 def prepared_tokenizer(bench: Bench) -> PreTrainedTokenizerBase:
     """The tokenizer in `work`, trained if there is none.
 
@@ -257,16 +218,6 @@ def prepared_tokenizer(bench: Bench) -> PreTrainedTokenizerBase:
     if found != wanted:
         raise InvalidSetting(f"The tokenizer in {folder} was trained on {found}, not on {wanted}. Name another --work folder.")
     return AutoTokenizer.from_pretrained(folder)
-
-
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
-    """Token ids of a text, (tokens,) uint16, in pieces that several threads tokenise."""
-    pieces = [f"{piece}\n\n" for piece in text.split("\n\n")]
-    found = []
-    for start in range(0, len(pieces), 10_000):
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(pieces[start : start + 10_000])
-        found.append(np.concatenate([np.asarray(encoding.ids, np.uint16) for encoding in encodings]))
-    return torch.from_numpy(np.concatenate(found).astype(np.int32))
 
 
 @contextmanager
