@@ -264,6 +264,10 @@ def test_a_pointer_of_git_lfs(dense: Path) -> None:
         with pytest.raises(BadCheckpoint, match=rf"{name} is a Git LFS pointer, not the file: run git lfs pull"):
             prune(dense, "magnitude", "50%")
         (dense / name).write_bytes(saved)
+    for name in ("pytorch_model.bin", "model.onnx", ".git/objects/pointer"):  # of which nothing is read
+        (dense / name).parent.mkdir(parents=True, exist_ok=True)
+        (dense / name).write_bytes(pointer)
+    assert prune(dense, "magnitude", "50%").report.sparsity == 0.5
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -134,9 +134,12 @@ def check_files(name: str, folder: Path) -> list[Path]:
             f"{name} has no weights: no model.safetensors and no index of shards. The download may be incomplete."
         )
     try:
-        return _shards(main) if main.suffix == ".json" else [main]
+        files = _shards(main) if main.suffix == ".json" else [main]
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
+    for file in files:
+        _check_pointer(name, file)
+    return files
 
 
 def check_within(name: str, folder: Path) -> None:
@@ -147,12 +150,12 @@ def check_within(name: str, folder: Path) -> None:
     adapter without a model.
     """
     for file in folder.rglob("*"):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue  # hidden files are neither read nor copied
         if file.is_file() or file.is_symlink():
             _check_link(f"{name}: ", file, folder)
-        if file.is_file():
-            with file.open("rb") as stream:
-                if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-                    raise BadCheckpoint(f"{name}: {file.relative_to(folder)} {IS_POINTER}.")
+        if file.is_file() and file.suffix not in WEIGHTS:  # of these only the ones that are read must be there
+            _check_pointer(name, file)
     if (folder / ADAPTER_CONFIG).is_file() and not any((folder / shard).is_file() for shard in SHARDS):
         content = read_json(folder / ADAPTER_CONFIG, BadCheckpoint)
         base = content.get("base_model_name_or_path") if isinstance(content, dict) else None
@@ -162,6 +165,13 @@ def check_within(name: str, folder: Path) -> None:
         files = [key for key in content if key.endswith("_file")] if isinstance(content, dict) else []
         if files:
             raise BadCheckpoint(f"{name}: {tokens.name} names a file ({files[0]}), which is not a token. Remove that line.")
+
+
+def _check_pointer(name: str, file: Path) -> None:
+    """Raise BadCheckpoint for a pointer of Git LFS."""
+    with file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise BadCheckpoint(f"{name}: {file.name} {IS_POINTER}.")
 
 
 def _check_link(prefix: str, file: Path, folder: Path) -> None:
