@@ -85,7 +85,7 @@ class Task:
 
     def tests(self) -> Tensor:
         """The sequences that are measured."""
-        return test_windows(read_text(self.evaluate, "test"), self.source().tokenizer(), LENGTH)[:WINDOWS]
+        return test_windows(read_text(self.evaluate, "test"), self.source().tokenizer(), LENGTH, limit=WINDOWS).windows
 
     def samples(self, seed: int) -> tuple[Tensor, ...]:
         """The calibration sequences in batches."""

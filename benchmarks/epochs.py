@@ -52,8 +52,10 @@ def main() -> None:
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.model)
     tokenizer = checkpoint.tokenizer()
-    windows = calibration_windows(read_text(options.calibration, "calibration"), tokenizer, 32, 256, 0).windows
-    tests = test_windows(read_text(options.test, "test"), tokenizer, 256, 40)
+    windows = calibration_windows(
+        read_text(options.calibration, "calibration"), tokenizer, samples=32, sequence_length=256, seed=0
+    ).windows
+    tests = test_windows(read_text(options.test, "test"), tokenizer, 256, limit=40).windows
     rows = []
     for sparsity, variant, epochs in product(SPARSITIES, VARIANTS, range(1, EPOCHS + 1)):
         model = checkpoint.load()

@@ -29,7 +29,7 @@ from statistics import mean, stdev
 
 import torch
 from forms import EFFORTS, INGREDIENTS, MAIN, SUITES
-from measuring import MEASURED, markdown_table, processor
+from measuring import CUT, MEASURED, markdown_table, processor
 from results import split_stories
 
 from sparsellm.checkpoints.loading import open_checkpoint
@@ -56,7 +56,7 @@ def measure_model(words: argparse.Namespace) -> None:
         if calibrate == test and calibrate.endswith(".json"):
             calibrate, test = split_stories(calibrate, folder)
         source = open_checkpoint(words.model)
-        tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)[:WINDOWS]
+        tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH, limit=WINDOWS, **CUT).windows
         dense = measured(source.load(), tests)
         text = Path(words.calibrate).stem
         _record(name, "dense", {"perplexity": dense.value, "standard_error": dense.standard_error, "windows": len(tests)})
@@ -77,7 +77,7 @@ def measure_model(words: argparse.Namespace) -> None:
                             "calibration": calibrate,
                             "samples": samples,
                             "sequence_length": LENGTH,
-                        }
+                        } | CUT
                         clock = Clock()
                         result = run(read_recipe(settings | change | {"sparsity": pattern, "seed": seed}), clock)
                         seconds = clock.seconds()

@@ -18,8 +18,8 @@ from measuring import MEASURED, ROOT, markdown_table, measure_or_show, read_figu
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.loading import open_checkpoint
-from sparsellm.data.samples import tokenize
 from sparsellm.data.texts import read_text
+from sparsellm.data.tokenization import tokenize
 from sparsellm.evaluation.perplexity import perplexity
 from sparsellm.solvers.quantization import default_group_size, round_to_nearest
 from sparsellm.sparse import kernels

@@ -21,6 +21,10 @@ from sparsellm.checkpoints.loading import open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "measured"
+CUT: dict[str, Any] = {"bos": "no"}
+"""How tables of several models cut their sequences: anywhere in the joined text, as the papers' code does, also for
+models whose tokenizer adds a BOS token."""
+
 TOKENIZER_OF = "demo:llama"
 """The model whose tokenizer the models with random weights have."""
 

@@ -25,7 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from measuring import MEASURED, arguments, markdown_table, program, read_figures, record
+from measuring import CUT, MEASURED, arguments, markdown_table, program, read_figures, record
 from results import split_stories
 
 import sparsellm
@@ -79,7 +79,7 @@ def texts(words: argparse.Namespace, folder: Path) -> dict[str, Any]:
     calibrate, test = words.calibrate, words.test
     if calibrate == test and calibrate.endswith(".json"):
         calibrate, test = split_stories(calibrate, folder)
-    reads = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH}
+    reads = {"calibration": calibrate, "samples": SAMPLES, "sequence_length": LENGTH} | CUT
     return reads | {"evaluate": test, "evaluate_limit": WINDOWS}
 
 

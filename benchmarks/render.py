@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import decode
+import documents
 import excess
 import few_bits
 import gpu
@@ -46,6 +47,7 @@ PAGES = (
     "README.md",
     "docs/quick-start.md",
     "docs/results.md",
+    "docs/calibration.md",
     "docs/large-models.md",
     "docs/packing.md",
     "docs/distributed.md",
@@ -92,6 +94,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "models": quality.model_tables,
     "shares": quality.shares_table,
     "larger models": larger_model.table,
+    "documents": documents.table,
     "one seed": results.summary_table,
     "time": lambda: speed_tables.bargain_table(speed_tables.TODAY, "perplexity"),
     "race": speed_tables.race_table,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import MEASURED, markdown_table, read_figures, write_figures
+from measuring import CUT, MEASURED, markdown_table, read_figures, write_figures
 
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.data.samples import test_windows
@@ -60,9 +60,9 @@ def measure_model(model: str, stories: Path | None) -> None:
         if stories is not None:
             calibration, test = split_stories(stories, folder)
         source = open_checkpoint(model)
-        tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH)
+        tests = test_windows(read_text(test, "test"), source.tokenizer(), LENGTH, **CUT).windows
         data["dense"] = _perplexity(source.load(), tests)
-        settings = {"model": model, "calibration": calibration, "samples": SAMPLES, "sequence_length": LENGTH}
+        settings = {"model": model, "calibration": calibration, "samples": SAMPLES, "sequence_length": LENGTH} | CUT
         for label, method in METHODS.items():
             for pattern in PATTERNS:
                 key = f"{label} | {pattern}"

@@ -132,7 +132,7 @@ def card_of(text: str) -> str:
     """The card of a run in which everything that can be named is named by a text."""
     recipe = Recipe(model=f"some/{text}", calibration=text, prompt=(text, f"```\n{text}\n````\n"), exclude=(text,))
     report = Report(recipe, {"sparsellm": "0"}, calibration=f"4 windows of {text}", notes=[text])
-    report.perplexity = {text: {"dense": Perplexity(1.0, None, 1, 8, text, 0.0)}}
+    report.perplexity = {text: {"dense": Perplexity(1.0, None, 1, 8, 8, text, 0.0)}}
     report.tasks = {text: {"pruned": Accuracy(0.5, None, None, 4)}}
     report.origin = type(report.origin)(text, hub=True, terms={"license": text, "language": [text]})
     return report.to_markdown()

@@ -96,7 +96,7 @@ def test_what_the_dense_model_shows_is_found_once(
         "runs.stages.generate_samples",
     ):
         count(f"sparsellm.{place}")
-    for place in ("runs.measuring.measure_perplexity", "runs.preparation.draw_windows", "runs.preparation.read_test"):
+    for place in ("runs.measuring.measure_perplexity", "runs.token_sequences.draw_windows", "runs.token_sequences.read_test"):
         count(f"sparsellm.{place}")
     texts = ("--calibration", text_file, "--evaluate", text_file)
     done = command(

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import sparsellm
 from sparsellm.data.in_memory import is_plain_text, read_in_memory
-from sparsellm.data.samples import PADDING, calibration_windows, test_windows
+from sparsellm.data.padding import PADDING
+from sparsellm.data.rows import Conversation
+from sparsellm.data.samples import calibration_windows, test_windows
 from sparsellm.data.texts import Text, read_text
 from sparsellm.errors import BadText
 from tests.conftest import byte_tokenizer
@@ -195,13 +197,13 @@ def test_texts_and_chats_in_every_form() -> None:
         datasets.Dataset.from_dict({"messages": chats}).to_iterable_dataset(),
     ):
         text = read(data)
-        assert ([list(one) for one in text.conversations], list(text.documents)) == (chats, [])
+        assert ([list(one.messages) for one in text.conversations], list(text.documents)) == (chats, [])
     assert list(read(datasets.Dataset.from_dict({"text": ["a"], "story": ["b"]}), "story").documents) == ["b"]
 
 
 def test_chats_are_sequences_of_their_own() -> None:
     """Each starts where the template starts, without a second start token, and is cut; no chat is drawn twice."""
-    text, tokenizer = Text((), "", "chats", conversations=[chat(number) for number in range(6)]), chatty()
+    text, tokenizer = Text((), "", "chats", conversations=[Conversation(chat(number)) for number in range(6)]), chatty()
     ids = [tokenizer(written(number), add_special_tokens=False)["input_ids"] for number in range(6)]
     drawn = calibration_windows(text, tokenizer, samples=4, sequence_length=50, seed=0)
     lines = [[token for token in row if token != PADDING] for row in drawn.windows.tolist()]
@@ -211,7 +213,9 @@ def test_chats_are_sequences_of_their_own() -> None:
     every = calibration_windows(text, tokenizer, samples=99, sequence_length=500, seed=1)
     assert sorted([token for token in row if token != PADDING] for row in every.windows.tolist()) == sorted(ids)
     assert every.description.startswith("6 of 6 conversations")
-    stream = test_windows(text, tokenizer, 20).flatten().tolist()
+    tests = test_windows(text, tokenizer, 50)
+    assert [[token for token in row if token != PADDING] for row in tests.windows.tolist()] == [one[:50] for one in ids]
+    stream = test_windows(text, tokenizer, 20, documents="joined", bos="no").windows.flatten().tolist()
     assert stream == [token for one in ids for token in one][: len(stream)]
     assert len(stream) > sum(map(len, ids)) - 20
 
@@ -226,8 +230,8 @@ def test_a_chat_without_a_template_or_unfit_for_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(BadText, match=r"chats.jsonl holds chat messages, but the tokenizer has no chat template"):
             windows(read_text(str(file), "test"), byte_tokenizer())
-        text = Text((), "", "chats", conversations=[[{"role": "system", "content": "x"}]])
-        with pytest.raises(BadText, match=r"chats: conversation 1 does not fit .* template \(no system here\)"):
+        text = Text((), "", "chats", conversations=[Conversation([{"role": "system", "content": "x"}])])
+        with pytest.raises(BadText, match=r"chats: no conversation fits .* template \(row 1: no system here\)"):
             windows(text, chatty())
 
 

@@ -30,8 +30,8 @@ from sparsellm.reports.page import report_page
 from sparsellm.runs import layer_costs
 from sparsellm.runs.cached_allocation import cached_allocation
 from sparsellm.runs.events import Event, Note
-from sparsellm.runs.preparation import read_test
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.token_sequences import read_test
 from sparsellm.solvers import Wanda
 from sparsellm.solvers.patterns import parse_pattern
 from tests.integration.test_families import tiny as of_family
@@ -134,7 +134,7 @@ def test_measured_cost_is_that_of_putting_the_dense_layer_back(
     dense = AutoModelForCausalLM.from_pretrained(loud[family], dtype=torch.float32)
     pruned = copy.deepcopy(result.model).float()
     recipe = Recipe(model=str(loud[family]), method="magnitude", evaluate=(str(text_file),), evaluate_limit=6)
-    windows = read_test(recipe, open_checkpoint(str(loud[family])), str(text_file), length=32)
+    windows = read_test(recipe, open_checkpoint(str(loud[family])), str(text_file), length=32).windows
     costs = result.report.layer_costs
     assert costs is not None
     kl = divergence(dense, pruned, windows)

@@ -148,7 +148,7 @@ def test_a_trained_model_on_wikitext2() -> None:
         pytest.skip(f"{folder} is not here: it is never committed")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = read_text(str(SHARED / "data/wikitext-2/test.txt"), "test")
-    tokens = test_windows(text, AutoTokenizer.from_pretrained(folder), 256, limit=40)
+    tokens = test_windows(text, AutoTokenizer.from_pretrained(folder), 256, limit=40).windows
     found = perplexity(model, tokens, text.source)
     assert found.value == pytest.approx(42.0, abs=0.1)
     assert found.standard_error == pytest.approx(2.0, abs=1.0)

@@ -25,10 +25,10 @@ from sparsellm.models import sparse_matmul
 from sparsellm.runs.costs import rates, solver_cost
 from sparsellm.runs.events import Stage
 from sparsellm.runs.planning import plan_run
-from sparsellm.runs.preparation import draw_windows
 from sparsellm.runs.recipe import SOLVERS
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.run import run
+from sparsellm.runs.token_sequences import draw_windows
 from sparsellm.runs.workspace import work_directory
 from sparsellm.solvers.patterns import parse_pattern
 from sparsellm.solvers.problem import LayerProblem
@@ -255,7 +255,7 @@ def test_plan_reads_no_weights(folders: dict[str, Path], text_file: Path, tmp_pa
 def test_plan_does_not_collect_the_demo_text(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of a run which reads it; a model without a tokenizer is refused all the same."""
     recipe = read_recipe({"model": str(folders["llama"]), "method": "wanda", "calibration": "demo", "samples": 4})
-    plans = [plan_run(recipe), plan_run(recipe, given=draw_windows(recipe, open_checkpoint(recipe.model), 256)[0])]
+    plans = [plan_run(recipe), plan_run(recipe, given=draw_windows(recipe, open_checkpoint(recipe.model), 256).windows)]
     skipped, read = ((x.samples, x.length, x.batch, [replace(y, seconds=0) for y in x.stages]) for x in plans)
     assert skipped == read
     monkeypatch.setattr(demo, "named_documents", lambda split: pytest.fail(f"{split} was collected"))

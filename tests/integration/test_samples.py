@@ -21,12 +21,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sparsellm
-from sparsellm.data.samples import calibration_windows, test_windows, tokenize
+from sparsellm.data.samples import calibration_windows, test_windows
 from sparsellm.data.texts import Text, read_text
+from sparsellm.data.tokenization import tokenize
 from sparsellm.errors import BadText, InvalidSetting, Unreachable
 
 SHARED = Path(__file__).parents[3] / "shared"
 BOS, PAD = 1, 2
+
+PAPERS: dict[str, Any] = {"family": "llama"}
+"""With a text of the papers: sequences as their code cuts them, in which the stream alone begins with <s>."""
 
 
 def tokenizer(padded: bool = False) -> PreTrainedTokenizerFast:
@@ -122,7 +126,7 @@ def test_parquet_and_fields(tmp_path: Path) -> None:
         ("a.json", b'{"text": "one"}', "must hold a list of strings or of objects, got a dict"),
         ("a.json", b'["one", 2]', "entry 2, holds a int; a string, or"),
         ("a.jsonl", b'"one"\n\n{"text": oops}', "line 3, is not JSON"),
-        ("a.jsonl", b'{"text": null}', "line 1, holds a NoneType in field 'text'"),
+        ("a.jsonl", b'{"text": null}\n""\n{"messages": [], "text": ""}', "holds no text: all of its 3 documents are blank"),
         ("a.jsonl", b'"one"\n{"a": 1, "b": 2}', "line 2, has no field 'text'. It has: 'a', 'b'"),
         ("a.parquet", b"PAR1 not at all", "is not a Parquet file that can be read"),
     ],
@@ -201,9 +205,12 @@ def test_c4(hub: Callable[[str, list[str]], Asked]) -> None:
     assert len(test.documents) == 1100
     assert len(calibration.documents) == 1200
     assert test.stream.count(" ") == 1100 * 30 - 1
-    assert test_windows(test, tokenizer(), 16).shape == (256, 16)
-    assert test_windows(test, tokenizer(), 16, limit=300).shape == (300, 16)
-    assert calibration_windows(calibration, tokenizer(), samples=8, sequence_length=16, seed=0).windows.shape == (8, 16)
+    assert test_windows(test, tokenizer(), 16, **PAPERS).windows.shape == (256, 16)
+    assert test_windows(test, tokenizer(), 16, limit=300, **PAPERS).windows.shape == (300, 16)
+    assert calibration_windows(calibration, tokenizer(), samples=8, sequence_length=16, seed=0, **PAPERS).windows.shape == (
+        8,
+        16,
+    )
     names = ["en/c4-validation.00000-of-00008.json.gz", "en/c4-train.00000-of-01024.json.gz"]
     for (_, options), name, part in zip(asked.calls, names, ("validation", "train"), strict=True):
         assert options["data_files"] == {part: name}
@@ -262,7 +269,7 @@ def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     """One special token at the stream's start; no padding, no truncation, and no warning of its length."""
-    text = Text((counting(0, 20), counting(20, 20)), "\n\n", "two")
+    text = Text((counting(0, 20), counting(20, 20)), "\n\n", "two", published=True)
     for padded in (False, True):
         tokens = tokenize(tokenizer(padded), text.stream)
         assert tokens.dtype == torch.long
@@ -273,8 +280,8 @@ def test_tokenize_is_whole_and_silent(caplog: pytest.LogCaptureFixture, capfd: p
 
 def test_windows_of_a_stream() -> None:
     """Full windows at places that the seed alone decides, and a sentence that says so."""
-    text = Text((counting(0, 2000), counting(2000, 999)), " ", "numbers.txt")
-    drawn = calibration_windows(text, tokenizer(padded=True), samples=64, sequence_length=100, seed=0)
+    text = Text((counting(0, 2000), counting(2000, 999)), " ", "numbers.txt", published=True)
+    drawn = calibration_windows(text, tokenizer(padded=True), samples=64, sequence_length=100, seed=0, **PAPERS)
     assert drawn.windows.shape == (64, 100)
     assert drawn.windows.dtype == torch.long
     assert drawn.windows.is_contiguous()
@@ -282,21 +289,21 @@ def test_windows_of_a_stream() -> None:
     assert drawn.description == (
         "64 windows of 100 tokens at random places of one stream of 3,000 tokens (numbers.txt), seed 0"
     )
-    again = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=0)
+    again = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=0, **PAPERS)
     assert torch.equal(again.windows, drawn.windows)
-    other = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=1)
+    other = calibration_windows(text, tokenizer(), samples=64, sequence_length=100, seed=1, **PAPERS)
     assert not torch.equal(other.windows, drawn.windows)
     assert len({int(start) for start in drawn.windows[:, 0]}) > 32
 
 
 def test_every_place_of_a_stream_can_be_drawn() -> None:
     """The first and the last window too; a text of one window gives that one."""
-    text = Text((counting(0, 9),), " ", "ten tokens")
-    windows = calibration_windows(text, tokenizer(), samples=200, sequence_length=8, seed=0).windows
+    text = Text((counting(0, 9),), " ", "ten tokens", published=True)
+    windows = calibration_windows(text, tokenizer(), samples=200, sequence_length=8, seed=0, **PAPERS).windows
     assert {tuple(window) for window in windows.tolist()} == {
         (BOS, *range(10, 17)), tuple(range(10, 18)), tuple(range(11, 19))
     }  # fmt: skip
-    windows = calibration_windows(text, tokenizer(), samples=2, sequence_length=10, seed=0).windows
+    windows = calibration_windows(text, tokenizer(), samples=2, sequence_length=10, seed=0, **PAPERS).windows
     assert windows.tolist() == [[BOS, *range(10, 19)]] * 2
 
 
@@ -304,15 +311,15 @@ def test_windows_of_documents() -> None:
     """With enough long documents each window is within one, no document twice; short documents never enter."""
     long = [counting(100 * index, 40) for index in range(6)]
     short = [counting(3000 + 10 * index, 9) for index in range(50)]  # 10 tokens with <s>: not longer than a window
-    text = Text(tuple(short + long), " ", "c4 train")
-    drawn = calibration_windows(text, tokenizer(), samples=6, sequence_length=10, seed=3)
+    text = Text(tuple(short + long), " ", "c4 train", published=True)
+    drawn = calibration_windows(text, tokenizer(), samples=6, sequence_length=10, seed=3, **PAPERS)
     first = drawn.windows[:, 1] - 10
     assert sorted((first // 100).tolist()) == [0, 1, 2, 3, 4, 5]
     assert runs(drawn.windows[:, 1:])
     assert drawn.description == ("6 windows of 10 tokens, each at a random place of one of 56 documents (c4 train), seed 3")
-    padded = calibration_windows(text, tokenizer(padded=True), samples=6, sequence_length=10, seed=3)
+    padded = calibration_windows(text, tokenizer(padded=True), samples=6, sequence_length=10, seed=3, **PAPERS)
     assert torch.equal(padded.windows, drawn.windows)
-    assert "one stream" in calibration_windows(text, tokenizer(), samples=7, sequence_length=10, seed=3).description
+    assert "one stream" in calibration_windows(text, tokenizer(), samples=7, sequence_length=10, seed=3, **PAPERS).description
 
 
 def test_few_documents_are_tokenised_where_many_are_long() -> None:
@@ -323,46 +330,46 @@ def test_few_documents_are_tokenised_where_many_are_long() -> None:
         calls.append(string)
         return {"input_ids": list(range(len(string)))}
 
-    text = Text(("x" * 50,) * 1000, " ", "many")
-    windows = calibration_windows(text, counted, samples=5, sequence_length=20, seed=0).windows  # type: ignore[arg-type]
+    text = Text(("x" * 50,) * 1000, " ", "many", published=True)
+    windows = calibration_windows(text, counted, samples=5, sequence_length=20, seed=0, **PAPERS).windows  # type: ignore[arg-type]
     assert windows.shape == (5, 20)
     assert len(calls) == 5
 
 
 def test_rows_are_never_documents() -> None:
     """Rows of one text give windows that go on from row to row."""
-    text = Text(tuple(counting(20 * row, 20) for row in range(100)), " ", "rows", rows=True)
-    drawn = calibration_windows(text, tokenizer(), samples=4, sequence_length=8, seed=0)
+    text = Text(tuple(counting(20 * row, 20) for row in range(100)), " ", "rows", rows=True, published=True)
+    drawn = calibration_windows(text, tokenizer(), samples=4, sequence_length=8, seed=0, **PAPERS)
     assert "one stream of 2,001 tokens" in drawn.description
 
 
 def test_test_windows_are_consecutive() -> None:
     """The stream from its start, what is left over dropped, and no more than the limit."""
-    text = Text((counting(0, 52),), " ", "numbers.txt")
-    windows = test_windows(text, tokenizer(padded=True), 10)
+    text = Text((counting(0, 52),), " ", "numbers.txt", published=True)
+    windows = test_windows(text, tokenizer(padded=True), 10, **PAPERS).windows
     assert windows.flatten().tolist() == [BOS, *range(10, 59)]
     assert windows.shape == (5, 10)
-    assert torch.equal(test_windows(text, tokenizer(), 10, limit=2), windows[:2])
-    limited = Text(text.documents, " ", "c4 validation", test_windows=3)
-    assert torch.equal(test_windows(limited, tokenizer(), 10), windows[:3])
+    assert torch.equal(test_windows(text, tokenizer(), 10, limit=2, **PAPERS).windows, windows[:2])
+    limited = Text(text.documents, " ", "c4 validation", test_windows=3, published=True)
+    assert torch.equal(test_windows(limited, tokenizer(), 10, **PAPERS).windows, windows[:3])
 
 
 def test_too_short_and_impossible() -> None:
     """A text below one window names both sizes and the way out; settings that cannot be are refused."""
-    text = Text((counting(0, 11),), " ", "short.txt")
+    text = Text((counting(0, 11),), " ", "short.txt", published=True)
     message = r"short.txt has 12 tokens, but one window needs 2,048\. .*`sequence_length=12`"
     with pytest.raises(BadText, match=message):
-        calibration_windows(text, tokenizer(), samples=4, sequence_length=2048, seed=0)
+        calibration_windows(text, tokenizer(), samples=4, sequence_length=2048, seed=0, **PAPERS)
     with pytest.raises(BadText, match=message):
-        test_windows(text, tokenizer(), 2048)
+        test_windows(text, tokenizer(), 2048, **PAPERS)
     with pytest.raises(BadText, match=r"has 1 tokens, .* Take a longer text\.$"):
-        test_windows(Text((), " ", "nothing"), tokenizer(), 8)
+        test_windows(Text((), " ", "nothing", published=True), tokenizer(), 8, **PAPERS)
     with pytest.raises(InvalidSetting, match="`samples` must be at least 1, got 0"):
-        calibration_windows(text, tokenizer(), samples=0, sequence_length=8, seed=0)
+        calibration_windows(text, tokenizer(), samples=0, sequence_length=8, seed=0, **PAPERS)
     with pytest.raises(InvalidSetting, match="`sequence_length` must be at least 2"):
-        test_windows(text, tokenizer(), 1)
+        test_windows(text, tokenizer(), 1, **PAPERS)
     with pytest.raises(InvalidSetting, match="`limit` must be at least 1"):
-        test_windows(text, tokenizer(), 8, limit=0)
+        test_windows(text, tokenizer(), 8, limit=0, **PAPERS)
 
 
 def test_the_papers_protocol_on_wikitext2() -> None:
@@ -374,7 +381,7 @@ def test_the_papers_protocol_on_wikitext2() -> None:
     rows = tuple(line if line.strip() else "" for line in raw.read_text(encoding="utf-8").splitlines(keepends=True))
     assert len(tokenize(gpt2, "\n\n".join(rows))) == 287_644
     assert tuple(read_text(str(raw), "test").documents) == rows
-    assert test_windows(read_text(str(raw), "test"), gpt2, 2048).shape == (140, 2048)
+    assert test_windows(read_text(str(raw), "test"), gpt2, 2048, **PAPERS).windows.shape == (140, 2048)
 
 
 def test_c4_sample_is_enough_for_the_papers_windows() -> None:
@@ -385,5 +392,5 @@ def test_c4_sample_is_enough_for_the_papers_windows() -> None:
     gpt2 = AutoTokenizer.from_pretrained(SHARED / "data/tokenizers/gpt2")
     text = read_text(str(path), "calibration")
     assert len(text.documents) == 1480
-    assert "one stream" in calibration_windows(text, gpt2, samples=128, sequence_length=2048, seed=0).description
-    assert "1,480 documents" in calibration_windows(text, gpt2, samples=64, sequence_length=256, seed=0).description
+    assert "one stream" in calibration_windows(text, gpt2, samples=128, sequence_length=2048, seed=0, **PAPERS).description
+    assert "1,480 documents" in calibration_windows(text, gpt2, samples=64, sequence_length=256, seed=0, **PAPERS).description

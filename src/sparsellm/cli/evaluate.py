@@ -25,7 +25,7 @@ from sparsellm.cli.console import (
 from sparsellm.errors import plural
 
 _TASKS = ("task", "task_data", "task_limit")
-_TEXTS = ("text_field", "sequence_length", "evaluate_limit")
+_TEXTS = ("text_field", "documents", "bos", "sequence_length", "evaluate_limit")
 
 
 @options.recipe_options("revision", "trust_remote_code", *_TASKS, *_TEXTS, "max_memory", "device", "dtype")
@@ -65,7 +65,7 @@ def evaluate(
             return
         if result.perplexity:
             rows = [
-                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.length} tokens", f"{x.seconds:.1f}"]
+                [name, plus_minus(x.value, x.standard_error), f"{x.windows} x {x.lengths} tokens", f"{x.seconds:.1f}"]
                 for name, x in result.perplexity.items()
             ]
             show(stdout, table(["text", "perplexity", "sequences", "seconds"], rows))

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsellm.data.samples import pad
-from sparsellm.data.text_files import FIELDS, choose_field, split_documents
+from sparsellm.data.data_sets import read_data_set
+from sparsellm.data.padding import pad
+from sparsellm.data.rows import FORMS, document_fields, split_documents
 from sparsellm.data.texts import JOINT, LONGEST_NAME, Text
 from sparsellm.errors import BadText
 
@@ -19,6 +20,8 @@ CalibrationData = Tensor | Mapping[str, Any] | Iterable[Any]
 """Any of the forms that `read_in_memory` takes."""
 
 SOURCE = "given in memory"
+
+IDS = ("input_ids",)
 
 EXPECTED = (
     "Pass texts, conversations, token ids of shape (samples, length), a dict with `input_ids` and `attention_mask`, a list of "
@@ -74,8 +77,10 @@ def read_in_memory(data: CalibrationData, field: str | None = None, *, samples: 
         raise BadText(f"`calibration` is empty: a {type(data).__name__} without any item. {EXPECTED}")
     if sequences:
         return pad(sequences[:limit])
-    texts, conversations = split_documents("`calibration`", documents[:limit], field)
-    return Text(tuple(texts), JOINT, SOURCE, conversations=conversations)
+    texts, conversations, empty = split_documents("`calibration`", documents[:limit], field)
+    if not texts and not conversations:
+        raise BadText(f"`calibration` holds no text: all of its {empty:,} documents are blank.")
+    return Text(texts, JOINT, SOURCE, conversations=conversations, empty=empty)
 
 
 def _items(data: CalibrationData) -> Iterator[Any]:
@@ -95,17 +100,15 @@ def _rows(data: Any, field: str | None, *, samples: int, seed: int) -> Any:
         raise BadText(f"`calibration` has the splits {splits}. Pass one of them, such as data[{next(iter(names))!r}].")
     if not hasattr(data, "__len__"):  # streamed: its rows are read in their order
         return islice(data, samples)
-    name = choose_field("`calibration`", names, field, ("input_ids", *FIELDS))
+    name = document_fields("`calibration`", names, field, (IDS, *FORMS))[0]
     if len(data) == 0:
         return []
     if name == "input_ids":
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:samples]
         columns = [column for column in (name, "attention_mask") if column in names]
         return [{column: row[column] for column in columns} for row in (data[number] for number in order.tolist())]
-    column = data[name]
-    split_documents("`calibration`", [("row 1", column[0])], None)
-    is_text = isinstance(column[0], str)
-    return Text(column, JOINT, SOURCE) if is_text else Text((), JOINT, SOURCE, conversations=column)
+    texts, conversations = read_data_set(data, field, "`calibration`")
+    return Text(texts, JOINT, SOURCE, conversations=conversations)
 
 
 def _holds_tokens(item: Any) -> bool:
@@ -118,8 +121,12 @@ def _holds_tokens(item: Any) -> bool:
 def _collated(item: Any, field: str | None) -> list[Any]:
     """Return the documents of an item: several if a data loader collated their strings to a list."""
     if isinstance(item, Mapping):
-        name = choose_field("A dict of `calibration`", item, field, ("input_ids", *FIELDS))
-        item = item[name]
+        names = document_fields("A dict of `calibration`", item, field, (IDS, *FORMS))
+        value = item[names[0]]
+        collated = isinstance(value, (list, tuple)) and value and all(isinstance(document, str) for document in value)
+        if len(names) > 1 or not collated:
+            return [item]
+        item = value
     is_batch = isinstance(item, (list, tuple)) and item and all(isinstance(document, str) for document in item)
     return list(item) if is_batch else [item]
 

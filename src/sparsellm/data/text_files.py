@@ -5,35 +5,67 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsellm.data.json_files import Unreadable, is_text, read_bytes
+from sparsellm.data.json_files import Unreadable, read_bytes
+from sparsellm.data.large_files import (
+    SHORT,
+    JsonLines,
+    LargeRows,
+    LazyDocuments,
+    TableRows,
+    TextPieces,
+    file_reader,
+    parse_json,
+)
+from sparsellm.data.rows import Conversation, Row, document_fields, split_documents
 from sparsellm.errors import BadText
 
-Row = tuple[str, object]  # position in a file ("line 3") and value
-
-Conversation = Sequence[Mapping[str, Any]]
-"""The messages of a chat, each with its `role` and `content`."""
-
-FIELDS = ("text", "messages")
-"""Fields that hold a document, where none is named: the first that a row has."""
+MIB = 2**20
 
 
-def read_documents(path: Path, field: str | None) -> tuple[list[str], list[Conversation]]:
-    """Read a file with the reader of its suffix. Returns its texts and its conversations, of which one list is empty.
+@dataclass(frozen=True)
+class FileDocuments:
+    """The documents of a file: texts or conversations.
+
+    Attributes:
+        texts: None for an empty row of a large file.
+        empty: Number of empty rows that are left out; those of a large file are not counted.
+        pieces: Whether the texts are parts of one text.
+    """
+
+    texts: Sequence[str | None]
+    conversations: Sequence[Conversation | None] = ()
+    empty: int = 0
+    pieces: bool = False
+
+
+def read_documents(path: Path, field: str | None, memory: int | None = None) -> FileDocuments:
+    """Read a file with the reader of its suffix; of a large .txt, .jsonl or .parquet file, only what is used later.
 
     Args:
-        field: Field or column that holds the documents; None for the first of `FIELDS`, or the only column of a .csv file.
+        field: Field or column that holds the documents; None for the first of `sparsellm.data.rows.FORMS`, or the only column
+            of a .csv file.
+        memory: Most bytes of a file of another kind, decompressed; None for no limit.
 
     Raises:
-        BadText: If the file is malformed, or holds both texts and conversations.
+        BadText: The file is malformed, too large, or holds both texts and conversations.
     """
-    return split_documents(str(path), READERS[suffix_of(path)](path, field), field)
+    suffix = suffix_of(path)
+    rows = READERS[suffix](path, field, memory)
+    if suffix in (".txt", ".raw"):
+        if isinstance(rows, LargeRows):
+            return FileDocuments(LazyDocuments(str(path), rows, None), pieces=True)
+        return FileDocuments([str(text) for _, text in rows])
+    if isinstance(rows, LargeRows):
+        documents = LazyDocuments(str(path), rows, field)
+        return FileDocuments(() if documents.conversations else documents, documents if documents.conversations else ())
+    return FileDocuments(*split_documents(str(path), rows, field))
 
 
 def suffix_of(path: Path) -> str:
@@ -43,131 +75,125 @@ def suffix_of(path: Path) -> str:
     return inner if suffix == ".gz" and inner in READERS and inner != ".parquet" else suffix
 
 
-def split_documents(source: str, rows: Iterable[Row], field: str | None) -> tuple[list[str], list[Conversation]]:
-    """Return the texts and the conversations of rows, of which one list is empty.
-
-    Args:
-        source: The file or the argument that holds the rows, for errors.
-        rows: Each a text, a conversation, or an object with either in a field.
-        field: The field; None for the first of `FIELDS`.
-
-    Raises:
-        BadText: If a row has no such field or holds something else, or if there are both texts and conversations.
-    """
-    texts: list[str] = []
-    conversations: list[Conversation] = []
-    for position, row in rows:
-        location = f"{source}, {position},"
-        value, name = row, None
-        if isinstance(row, Mapping):
-            name = choose_field(location, row, field)
-            value = row[name]
-        if isinstance(value, str):
-            if not is_text(value):
-                raise BadText(f"{location} holds a surrogate, which is not a character. Rewrite the file as UTF-8.")
-            texts.append(value)
-        elif isinstance(value, (list, tuple)) and value and all(isinstance(x, Mapping) and "role" in x for x in value):
-            conversations.append(value)
-        else:
-            place = f"a {type(value).__name__}" + (f" in field {name!r}" if name else "")
-            expected = "a string, or the messages of a chat, each with `role` and `content`, was expected"
-            raise BadText(f"{location} holds {place}; {expected}.")
-        if texts and conversations:
-            kind = "text" if isinstance(value, str) else "chat"
-            raise BadText(f"{location} holds a {kind}, unlike the rows before it. Use a file for each kind.")
-    return texts, conversations
-
-
-def choose_field(location: str, names: Iterable[str], field: str | None, known: Sequence[str] = FIELDS) -> str:
-    """Return the field that holds a document: `field`, or the first of `known` that is among the names.
-
-    Raises:
-        BadText: If it is not there.
-    """
-    found = next((name for name in ([field] if field else known) if name in names), None)
-    if found is None:
-        missing, fields = f"{location} has no field {field or known[0]!r}.", ", ".join(map(repr, names)) or "none"
-        raise BadText(f"{missing} It has: {fields}. Name the one that holds the text, or chats, in `text_field`.")
-    return found
-
-
-def _decode(path: Path) -> str:
-    """Read a UTF-8 file, decompressed, without a byte order mark and with LF line ends."""
+def _bytes(path: Path, memory: int | None) -> bytes:
+    """Read a file, decompressed, of at most `memory` bytes."""
+    limit = memory if memory is not None else None
     try:
+        if limit is not None and path.stat().st_size > limit:
+            raise _too_large(path, limit)
         data = read_bytes(path, None)
         if path.suffix.lower() == ".gz":
-            data = gzip.decompress(data)
+            with gzip.open(io.BytesIO(data)) as stream:
+                data = stream.read(-1 if limit is None else limit + 1)
+            if limit is not None and len(data) > limit:
+                raise _too_large(path, limit)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise BadText(f"{path} is not a gzip file that can be read: {error}") from error
+    except Unreadable as error:
+        raise BadText(f"{path} cannot be read: {error}.") from error
+    return data
+
+
+def _too_large(path: Path, limit: int) -> BadText:
+    packed = path.suffix.lower() == ".gz"
+    advice = "Decompress it" if packed and suffix_of(path) in (".txt", ".jsonl") else "Store it as .jsonl"
+    return BadText(
+        f"{path} holds more than {limit // MIB:,} MiB{' decompressed' if packed else ''}, and must be read whole. "
+        f"{advice}: of a .txt, .jsonl or .parquet file, only what is used is read. Or raise `max_memory`."
+    )
+
+
+def _decode(path: Path, data: bytes) -> str:
+    """Decode UTF-8, without a byte order mark and with LF line ends."""
+    try:
         return data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         byte, line = f"0x{error.object[error.start]:02x}", error.object.count(b"\n", 0, error.start) + 1
         reason = f"is not UTF-8: byte {byte} at position {error.start:,} (line {line:,}). Convert it, for example with iconv."
         raise BadText(f"{path} {reason}") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise BadText(f"{path} is not a gzip file that can be read: {error}") from error
-    except Unreadable as error:
-        raise BadText(f"{path} cannot be read: {error}.") from error
 
 
-def _read_raw(path: Path, _: str | None) -> list[Row]:
+def _read_txt(path: Path, _: str | None, memory: int | None) -> Iterable[Row] | LargeRows:
+    """Return the whole file as one row; pieces of it if it is large."""
+    if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
+        return TextPieces(path, file_reader(path), size)
+    data = _bytes(path, memory)
+    if len(data) > SHORT:
+        return TextPieces(path, lambda start, stop: data[start:stop], len(data))
+    return [("the file", _decode(path, data))]
+
+
+def _read_raw(path: Path, _: str | None, memory: int | None) -> list[Row]:
     """Return the lines of a WikiText file with their line ends, blank ones as empty strings; none after the last line end."""
-    lines = _decode(path).removesuffix("\n").split("\n")
+    lines = _decode(path, _bytes(path, memory)).removesuffix("\n").split("\n")
     return [(f"line {number}", f"{line}\n" if line.strip() else "") for number, line in enumerate(lines, 1)]
 
 
-def _read_json(path: Path, _: str | None) -> list[Row]:
+def _read_json(path: Path, _: str | None, memory: int | None) -> list[Row] | LargeRows:
     """Return the entries of a JSON list; or of lines, which some data sets store under this suffix."""
-    text = _decode(path)
+    text = _decode(path, _bytes(path, memory))
     if text.startswith("{") and "\n{" in text:
         return list(_lines(path, text))
-    rows = _parse(path, text)
+    rows = parse_json(path, text)
     if not isinstance(rows, list):
         raise BadText(f"{path} must hold a list of strings or of objects, got a {type(rows).__name__}.")
     return [(f"entry {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _read_jsonl(path: Path, _: str | None, memory: int | None) -> Iterable[Row] | LargeRows:
+    """Return the values of lines."""
+    if path.suffix.lower() != ".gz" and (size := path.stat().st_size) > SHORT:
+        return JsonLines(path, file_reader(path), size)
+    data = _bytes(path, memory)
+    if len(data) > SHORT:
+        return JsonLines(path, lambda start, stop: data[start:stop], len(data))
+    return _lines(path, _decode(path, data))
 
 
 def _lines(path: Path, text: str) -> Iterator[Row]:
     """Yield the values of the lines of a JSONL file's text."""
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would split at U+2028 in a JSON string
         if line.strip():
-            yield f"line {number}", _parse(path, line, number)
+            yield f"line {number}", parse_json(path, line, number)
 
 
-def _parse(path: Path, text: str, line: int | None = None) -> Any:
-    """Parse a JSON file, or one line of a JSONL file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadText(f"{path}, line {line or error.lineno}, is not JSON: {error.msg} (column {error.colno}).") from error
-    except (RecursionError, ValueError):
-        raise BadText(f"{path} is nested too deeply, or holds a number of thousands of digits (line {line or 1}).") from None
-
-
-def _read_parquet(path: Path, field: str | None) -> list[Row]:
-    """Return the values of a column of a Parquet file."""
+def _read_parquet(path: Path, field: str | None, memory: int | None) -> list[Row] | LargeRows:
+    """Return the rows of a Parquet file, with the columns that hold the documents."""
     import pyarrow  # comes with `datasets`
     from pyarrow import parquet
 
     try:
-        file = parquet.ParquetFile(path)
-        name = choose_field(str(path), file.schema_arrow.names, field)
-        column = file.read([name]).column(name).to_pylist()
+        names = document_fields(str(path), parquet.ParquetFile(path).schema_arrow.names, field)
+        table = parquet.read_table(path, columns=names, memory_map=True)
+        if memory is not None and table.nbytes > memory:
+            raise BadText(
+                f"{path} holds {table.nbytes // MIB:,} MiB in {', '.join(names)}. Raise `max_memory`, or name a part."
+            )
+        if table.nbytes > SHORT:
+            table.validate(full=True)
+            return TableRows(table)
+        rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise BadText(f"{path} is not a Parquet file that can be read: {error}") from error
-    return [(f"row {number}", text) for number, text in enumerate(column, 1)]
+    return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _read_csv(path: Path, field: str | None) -> list[Row]:
-    """Return the values of a column of a CSV file, whose first line names the columns; without `field` the only one will do."""
-    reader = csv.reader(io.StringIO(_decode(path)), strict=True)
+def _read_csv(path: Path, field: str | None, memory: int | None) -> list[Row]:
+    """Return rows of a CSV file, whose first line names the columns; without `field` the only one will do."""
+    reader = csv.reader(io.StringIO(_decode(path, _bytes(path, memory))), strict=True)
     rows: list[Row] = []
     try:
         with _unlimited_cells():
             names = next(reader, [])
-            column = 0 if field is None and len(names) == 1 else names.index(choose_field(str(path), names, field))
+            only = field is None and len(names) == 1
+            chosen = names if only else document_fields(str(path), names, field)
+            places = [names.index(name) for name in chosen]
             for cells in reader:
                 if cells and len(cells) != len(names):
                     raise BadText(f"{path}, line {reader.line_num}, has {len(cells)} cells, but line 1 names {len(names)}.")
-                rows += [(f"line {reader.line_num}", cells[column])] if cells else []
+                if cells:
+                    row: Any = cells[0] if only else {name: cells[place] for name, place in zip(chosen, places, strict=True)}
+                    rows.append((f"line {reader.line_num}", row))
     except csv.Error as error:
         raise BadText(f"{path}, line {reader.line_num}, is not CSV: {error}.") from error
     return rows
@@ -183,14 +209,15 @@ def _unlimited_cells() -> Iterator[None]:
         csv.field_size_limit(limit)
 
 
-READERS: Mapping[str, Callable[[Path, str | None], Iterable[Row]]] = {
-    ".txt": lambda path, _: [("the file", _decode(path))],
+READERS: Mapping[str, Callable[[Path, str | None, int | None], Iterable[Row] | LargeRows]] = {
+    ".txt": _read_txt,
     ".json": _read_json,
-    ".jsonl": lambda path, _: _lines(path, _decode(path)),
+    ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".raw": _read_raw,
 }
-"""By suffix, the function that reads the rows of a file; its second argument is the field that holds the documents."""
+"""By suffix, the function that reads the rows of a file. Its further arguments are the field that holds the documents, and the
+most bytes of a file that must be read whole."""
 
 SUFFIXES = f"{', '.join([*READERS][:-1])} or {[*READERS][-1]}"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparsellm.data import demo
-from sparsellm.data.text_files import READERS, SUFFIXES, Conversation, read_documents, suffix_of
+from sparsellm.data.data_sets import is_saved, open_saved, read_data_set
+from sparsellm.data.rows import Conversation
+from sparsellm.data.text_files import READERS, SUFFIXES, read_documents, suffix_of
 from sparsellm.errors import BadText, Unreachable, nearest
 
 Split = Literal["calibration", "test"]
@@ -29,25 +31,29 @@ class Text:
     """Documents and how they are joined to one stream.
 
     Attributes:
-        documents: The documents, of which at least one is not blank. A hub data set stays on disk and is read one by one.
-            There are none if there are conversations.
+        documents: The documents, of which at least one is not blank. A hub data set and a large file stay on disk and are
+            read one by one; None stands for an empty row of them. There are none if there are conversations.
         source: Name of the text, for reports.
-        rows: Whether the documents are lines of one text, so that calibration sequences come from the stream.
+        rows: Whether the documents are lines or pieces of one text, so that calibration sequences come from the stream.
         test_windows: Number of test sequences in the papers' protocol; None for all.
         conversations: Chats, which become documents through the chat template of a tokenizer.
+        published: Whether it is a text of the papers, which their code divides into sequences in its own way.
+        empty: Number of empty rows that are left out.
     """
 
-    documents: Sequence[str]
+    documents: Sequence[str | None]
     joint: str
     source: str
     rows: bool = False
     test_windows: int | None = None
-    conversations: Sequence[Conversation] = ()
+    conversations: Sequence[Conversation | None] = ()
+    published: bool = False
+    empty: int = 0
 
     @property
     def stream(self) -> str:
         """All documents as one string."""
-        return self.joint.join(self.documents)
+        return self.joint.join(document for document in self.documents if document is not None)
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,8 @@ HUB = {
 NAMES = (*HUB, "demo")
 
 
-def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text:
-    """Read a named text or a local file.
+def read_text(name_or_path: str, split: Split, field: str | None = None, *, memory: int | None = None) -> Text:
+    """Read a named text, a local file, or a folder that `datasets.save_to_disk` wrote.
 
     Names take precedence over files, which need a suffix:
 
@@ -115,13 +121,15 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
     - .jsonl: one of these per line.
     - .csv and .parquet: the column `field`.
 
-    All but .parquet may be compressed: .txt.gz. A conversation is a list of messages with `role` and `content`.
+    All but .parquet may be compressed: .txt.gz. `sparsellm.data.rows` has the forms of conversations. Empty rows are left out.
+    Of a .txt, .jsonl or .parquet file of more than `sparsellm.data.large_files.SHORT` bytes, only what is used later is read.
 
     Args:
         name_or_path: A name of `NAMES` or a path.
-        split: Split of a named text; a local file is used for both splits.
-        field: Field or column of a local file that holds the documents; None for "text", "messages", or the only column of a
-            .csv file.
+        split: Split of a named text, or of a folder with several; a local file is used for both splits.
+        field: Field or column of a local file that holds the documents; None for the first of `sparsellm.data.rows.FORMS`, or
+            the only column of a .csv file.
+        memory: Most bytes of a file that must be read whole; None for no limit.
 
     Raises:
         BadText: If the file is missing, empty, malformed or of an unknown type, or all documents are blank.
@@ -131,10 +139,14 @@ def read_text(name_or_path: str, split: Split, field: str | None = None) -> Text
         text = _read_demo(split)
     elif name_or_path in HUB:
         text = _read_from_hub(name_or_path, split)
+    elif is_saved(path := Path(name_or_path).expanduser()):
+        documents, conversations = read_data_set(open_saved(path, split), field, str(path))
+        text = Text(documents, JOINT, path.name, conversations=conversations)
     else:
-        text = _read_from_file(name_or_path, field)
-    if not text.conversations and not any(document.strip() for document in text.documents):
-        raise BadText(f"{text.source} holds no text: all of its {len(text.documents):,} documents are blank.")
+        text = _read_from_file(name_or_path, field, memory)
+    if not text.conversations and not any(document and document.strip() for document in text.documents):
+        count = len(text.documents) + text.empty
+        raise BadText(f"{text.source} holds no text: all of its {count:,} documents are blank.")
     return text
 
 
@@ -168,7 +180,8 @@ def _read_from_hub(name: str, split: Split) -> Text:
     documents: Sequence[str] = data[source.column]
     if split == "test" and source.test_documents:
         documents = documents[: source.test_documents]
-    return Text(documents, source.joint, f"{name} {part}", source.rows, source.test_windows if split == "test" else None)
+    windows = source.test_windows if split == "test" else None
+    return Text(documents, source.joint, f"{name} {part}", source.rows, windows, published=True)
 
 
 @contextmanager
@@ -189,13 +202,13 @@ def _silence_hub() -> Iterator[None]:
         yield
 
 
-def _read_from_file(name: str, field: str | None) -> Text:
+def _read_from_file(name: str, field: str | None, memory: int | None) -> Text:
     """Read a local file."""
     path = Path(name).expanduser()
     suffix, shown = suffix_of(path), _shortened(name)
     try:
         if path.is_dir():
-            raise BadText(f"{path} is a folder. Name one file in it ({SUFFIXES}).")
+            raise BadText(f"{path} is a folder. Name one file in it ({SUFFIXES}), or a folder that save_to_disk wrote.")
         if not path.exists():
             is_path = len(name.split()) == 1 and (suffix or "/" in name or os.sep in name)
             if suffix in READERS or is_path:
@@ -209,8 +222,16 @@ def _read_from_file(name: str, field: str | None) -> Text:
     except OSError as error:
         reason = "it is too long for a name" if error.errno == errno.ENAMETOOLONG else error.strerror
         raise BadText(f"{shown!r} cannot be read: {reason}. Give a path to {SUFFIXES}, or the name of a text.") from error
-    documents, conversations = read_documents(path, field)
-    return Text(tuple(documents), JOINT, path.name, rows=suffix == ".raw", conversations=conversations)
+    read, is_raw = read_documents(path, field, memory), suffix == ".raw"
+    return Text(
+        read.texts,
+        "" if read.pieces else JOINT,
+        path.name,
+        rows=is_raw or read.pieces,
+        conversations=read.conversations,
+        published=is_raw,
+        empty=read.empty,
+    )
 
 
 def _shortened(name: str) -> str:

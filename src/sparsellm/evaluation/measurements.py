@@ -49,14 +49,22 @@ class Perplexity:
     Attributes:
         value: At least 1; infinite if the exponential of the loss overflows.
         standard_error: Standard error of `value` over sequences; None for a single sequence or an infinite value.
+        length: Tokens of the longest sequence.
+        tokens: Tokens of all sequences.
     """
 
     value: float
     standard_error: float | None
     windows: int
     length: int
+    tokens: int
     source: str
     seconds: float
+
+    @property
+    def lengths(self) -> str:
+        """The length of the sequences, "256" or, where they differ, "up to 256"."""
+        return f"{'up to ' if self.tokens < self.windows * self.length else ''}{self.length}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Evaluation(Summarized):
     def summary(self) -> dict[str, str]:
         """Each perplexity and accuracy, with what it was measured on."""
         texts = (
-            f"{plus_minus(x)} on {x.windows} sequences of {x.length} tokens of {PurePath(name).name}"
+            f"{plus_minus(x)} on {x.windows} sequences of {x.lengths} tokens of {PurePath(name).name}"
             for name, x in self.perplexity.items()
         )
         tasks = (f"{plus_minus(x)} on {x.questions} questions of {name}" for name, x in self.accuracy.items())

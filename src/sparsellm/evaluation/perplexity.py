@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from sparsellm.activations.streams import CaptureRequest, Stream
 from sparsellm.activations.walk import walk
 from sparsellm.checkpoints.loading import compute_dtype
+from sparsellm.data.padding import count_tokens, sequence_lengths, unpadded_batches
 from sparsellm.errors import InvalidSetting, NonFinite
 from sparsellm.evaluation.measurements import Perplexity
 from sparsellm.models.blocks import blocks_of
@@ -45,15 +46,19 @@ def perplexity(
     batch: int | None = None,
     progress: Callable[[float, int], None] | None = None,
 ) -> Perplexity:
-    r"""Compute the perplexity $\exp(\frac1n \sum_i \ell_i)$, $\ell_i$ the mean loss of sequence $i$'s length − 1 predictions.
+    r"""Compute the perplexity, the exponential of the mean loss of all predictions: of each sequence's length − 1.
 
-    This is the protocol of SparseGPT, Wanda and SparseLLM. The standard error is that of the mean loss times the perplexity
-    (first order). The loss is computed in float32 for any model dtype. The model's training mode is restored. In a distributed
-    run, every process must call this function; each evaluates a shard of the batches.
+    This is the protocol of SparseGPT, Wanda and SparseLLM. With $n_i$ the predictions of sequence $i$ and $\ell_i$ their mean
+    loss, the mean is $m = \sum_i n_i \ell_i / \sum_i n_i$. Its standard error is that of a ratio estimator over sequences,
+    $\sqrt{\frac{k}{k-1} \sum_i n_i^2 (\ell_i - m)^2} / \sum_i n_i$ for $k$ sequences (Cochran, Sampling techniques, 1977,
+    chapter 6), times the perplexity for that of the perplexity (first order). The loss is computed in float32 for any model
+    dtype. The model's training mode is restored. In a distributed run, every process must call this function; each evaluates a
+    shard of the batches.
 
     Args:
         model: The model.
-        windows: Token ids, (sequences, length) int64 with length at least 2, on any device.
+        windows: Token ids, (sequences, length) int64 with length at least 2, on any device; `PADDING` after the end of shorter
+            sequences, which are each a batch.
         source: Name of the text, for the result.
         batch: Sequences per batch, which changes the result by rounding only; None for the largest number with at most 64 MiB
             of logits and 4,096 tokens.
@@ -68,8 +73,10 @@ def perplexity(
     batch = batch or default_batch_size(_vocabulary(model), length)
     started = time.perf_counter()
     local: list[list[float]] = []
+    batches = unpadded_batches(windows, batch)
+    batch = len(batches[0])
     with eval_mode(model):
-        for number, sequences in collectives.shard(list(enumerate(torch.split(windows, batch)))):
+        for number, sequences in collectives.shard(list(enumerate(batches))):
             local.append(_losses(model, sequences, first=number * batch))
             if progress is not None:
                 progress(min((number + 1) * batch, total), total)
@@ -92,7 +99,7 @@ def streamed_perplexity(
 
     Args:
         loaded: The model, with or without its weights in memory.
-        windows: Token ids, (sequences, length) int64 with length at least 2.
+        windows: Token ids as for `perplexity`.
         batch: Maximum number of sequences per batch; None as for `perplexity`.
         progress: As for `perplexity`; a sequence counts as done in part after each block.
     """
@@ -101,7 +108,8 @@ def streamed_perplexity(
     total, length = windows.shape
     batch = batch or default_batch_size(_vocabulary(model), length)
     batch = max(1, min(batch, total // collectives.world()))
-    batches = torch.split(windows, batch)
+    batches = unpadded_batches(windows, batch)
+    batch = len(batches[0])
     started, blocks = time.perf_counter(), blocks_of(model)
     local: list[list[float]] = []
 
@@ -244,11 +252,16 @@ def _sequence_losses(logits: Tensor, windows: Tensor, first: int) -> list[float]
 def _gather(local: list[list[float]], windows: Tensor, source: str, *, started: float) -> Perplexity:
     """The perplexity from this process's losses of the sequences of each batch, with those of all processes."""
     losses = torch.tensor([loss for batch in collectives.all_gather(local) for loss in batch], dtype=torch.float64)
-    value = float(losses.mean().exp())  # infinite past a loss of 709, where math.exp would raise
+    predictions = sequence_lengths(windows).to(losses).cpu() - 1
+    weights = predictions / predictions.mean()
+    mean = (weights * losses).mean()
+    value = float(mean.exp())  # infinite past a loss of 709, where math.exp would raise
     error = None
     if len(losses) > 1 and math.isfinite(value):
-        error = value * float(losses.std(correction=1)) / math.sqrt(len(losses))
-    return Perplexity(value, error, len(losses), windows.shape[1], source, time.perf_counter() - started)
+        variance = ((weights * (losses - mean)) ** 2).sum() / (len(losses) - 1)
+        error = value * math.sqrt(float(variance) / len(losses))
+    seconds = time.perf_counter() - started
+    return Perplexity(value, error, len(losses), windows.shape[1], count_tokens(windows), source, seconds)
 
 
 def _check(model: PreTrainedModel, windows: Tensor) -> None:

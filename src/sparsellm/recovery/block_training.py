@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.activations.walk import Activations
-from sparsellm.data.samples import unpadded_batches
+from sparsellm.data.padding import unpadded_batches
 from sparsellm.methods import TrainingResult
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import Block

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from sparsellm.data.samples import unpadded_batches
+from sparsellm.data.padding import unpadded_batches
 from sparsellm.methods import Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import Scales
 from sparsellm.models.blocks import blocks_of

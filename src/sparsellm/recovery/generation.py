@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsellm.data.samples import sequence_lengths
+from sparsellm.data.padding import sequence_lengths
 from sparsellm.models.contexts import compute_dtype_context, eval_mode
 from sparsellm.models.kv_cache import preallocate
 from sparsellm.runtime import collectives, devices
@@ -38,7 +38,8 @@ def generate_samples(
 
     Each sequence starts with a prompt, an eighth of a calibration sequence from a random position, and is continued by sampling
     from the model's predictions at temperature 1 (LLM-QAT, Liu et al., 2023, generates all of its data this way). With few
-    calibration sequences alone, training overfits.
+    calibration sequences alone, training overfits. Where all calibration sequences begin with the same token, as with BOS, so
+    does each prompt.
 
     Cost: a forward pass per token of a sequence, `AT_A_TIME` sequences in parallel.
 
@@ -62,6 +63,8 @@ def generate_samples(
     starts = torch.randint(length - prompt_length + 1, (count, 1), generator=generator)
     starts %= lengths[rows] - prompt_length + 1  # within the sequence, where it is shorter than the others
     prompts = windows[rows, starts + torch.arange(prompt_length)]
+    if samples > 1 and bool((windows[:, 0] == windows[0, 0]).all()):
+        prompts[:, 0] = windows[0, 0]
     token_generator = torch.Generator(device=model.device)
     local: list[list[list[int]]] = []  # this process's batches of sequences
     batches = list(enumerate(prompts.split(AT_A_TIME)))

@@ -29,8 +29,8 @@ SAME_TEXT = 0.01
 Table = tuple[list[str], list[list[str]]]
 """Head and lines of a table."""
 
-Sequences = tuple[str, int | None, int | None]
-"""What a perplexity was measured on: name of the text, number of sequences, tokens per sequence."""
+Sequences = tuple[str, int | None, int | None, int | None]
+"""What a perplexity was measured on: name of the text, number of sequences, tokens of the longest and of all."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ComparedRun:
     def perplexities(self) -> dict[Sequences, SavedPair]:
         """Dense and pruned perplexity, by what they were measured on."""
         return {
-            (PurePath(text).name, figure.windows, figure.length): pair
+            (PurePath(text).name, figure.windows, figure.length, figure.tokens): pair
             for text, pair in self.report.perplexity.items()
             if (figure := pair.pruned or pair.dense)
         }
@@ -99,10 +99,10 @@ class Comparison:
     def tables(self) -> dict[str, Table]:
         """The tables by title: all runs below the dense model, and the layers whose errors differ most."""
         columns = list(dict.fromkeys(key for run in self.runs for key in run.perplexities))
-        names = [text for text, _, _ in columns]
+        names = [text for text, *_ in columns]
         tasks = list(dict.fromkeys(task for run in self.runs for task in run.report.tasks))
         head = ["run", "method", "sparsity", "zeros"]
-        for text, windows, length in columns:
+        for text, windows, length, _ in columns:
             head += [text if names.count(text) == 1 else f"{text}, {windows} x {length}", "change"]
         figures = [run.figures for run in self.runs]
         dense = {key: figure.dense for by_key in reversed(figures) for key, figure in by_key.items() if figure.dense}
@@ -223,7 +223,7 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
     for text, keys in sequences.items():
         if len(keys) > 1:
             yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."
-    for (text, _, _), dense in values.items():
+    for (text, *_), dense in values.items():
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."
     ours = {

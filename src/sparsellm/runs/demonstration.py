@@ -79,7 +79,7 @@ def demonstrate(family: str, output: str | Path | None, observe: Observer) -> li
     name = DEMO + family
     observe(Stage(ESTIMATING))
     checkpoint = open_checkpoint(name)
-    tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length)
+    tests = test_windows(read_text("demo", "test"), checkpoint.tokenizer(), checkpoint.length).windows
     settings = {"model": name, "sparsity": SPARSITY, "samples": SAMPLES, "calibration": "demo"}
     recipes = {method: read_recipe(settings | {"method": method}) for method in reversed(METHODS)}
     observe(Schedule(lambda: _expected_runs(list(recipes.values()), written=output is not None)))

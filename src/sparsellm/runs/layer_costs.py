@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsellm.activations.backward import first_windows
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
+from sparsellm.data.padding import unpadded_batches
 from sparsellm.evaluation.measurements import LayerCosts
 from sparsellm.evaluation.perplexity import kl_divergence, last_block_outputs
 from sparsellm.methods import LayerResult
@@ -76,7 +77,7 @@ def dense_outputs(loaded: LoadedModel, ready: Prepared, report: Report, observer
     if report.recipe.allocation_rule != "fisher" or not ready.tests or not blocks_pruned:
         return None
     text, windows = next(iter(ready.tests.items()))
-    batches = first_windows(windows.split(1), max(TOKENS, SEQUENCES * windows.shape[1]))
+    batches = first_windows(unpadded_batches(windows, 1), max(TOKENS, SEQUENCES * windows.shape[1]))
     reason = ""
     if loaded.weights.on_disk:
         reason = "the model is read block by block"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.data.padding import count_tokens
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
 from sparsellm.evaluation.perplexity import measure as measure_perplexity
@@ -28,6 +29,7 @@ from sparsellm.runs.events import (
     READING_TEXTS,
     Advance,
     Measured,
+    Note,
     Observer,
     Schedule,
     Stage,
@@ -37,12 +39,13 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.fingerprint import DenseCache, cache_key
 from sparsellm.runs.loading import OpenedModel, Placement, check_runs, load, named_model, open_model
-from sparsellm.runs.preparation import Prepared, check_tokens, read_test, window_length
+from sparsellm.runs.preparation import Prepared
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recipe_file import read_recipe
 from sparsellm.runs.report import Report, When
 from sparsellm.runs.schedule import expected_evaluation
 from sparsellm.runs.settings import EvaluationSettings, recipe_keywords
+from sparsellm.runs.token_sequences import check_tokens, read_test, window_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -96,8 +99,11 @@ def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) 
     prepare_tasks(recipe.task, recipe.task_data)
     observer(Stage(READING_TEXTS))
     length = window_length(recipe, opened.source.length)
-    tests = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
-    check_tokens(opened.skeleton, *tests.values())
+    read = {name: read_test(recipe, opened.source, name, length=length) for name in recipe.evaluate}
+    tests = {name: sequences.windows for name, sequences in read.items()}
+    check_tokens(opened, *tests.values())
+    for note in dict.fromkeys(note for sequences in read.values() for note in sequences.notes):
+        observer(Note(note))
     observer(Schedule(lambda: [expected_evaluation(recipe, opened, tests, length)]))
     observer(Stage(LOADING))
     loaded = load(recipe, opened, folder=Path(tempfile.gettempdir()))
@@ -137,7 +143,7 @@ def measure_checkpoint(
     for text, test in ready.tests.items():
         with phase(MEASURING_CHECKPOINT, report, observer, unit="sequence") as advance:
             known = report.before(text)
-            if known is None or (known.windows, known.length) != tuple(test.shape):
+            if known is None or (known.windows, known.length, known.tokens) != (*test.shape, count_tokens(test)):
                 loaded = loaded or load(report.recipe, opened, folder=folder, placement=placement)
                 known = measure_perplexity(loaded, test, text, progress=advance)
             results[text] = known

@@ -19,12 +19,13 @@ from sparsellm.runs.costs import Cost, Work, rates, work
 from sparsellm.runs.estimates import PeakEstimate, RunPlan, StageEstimate, free_disk
 from sparsellm.runs.events import RECOVERING, TRAINING, Note, Observer
 from sparsellm.runs.loading import SHARE, STREAMS_SHARE, Placement, choose_placement, open_model
-from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers, window_length
+from sparsellm.runs.preparation import Prepared, make_plan, prepare, recipe_layers
 from sparsellm.runs.recipe import Recipe, RunRecipe
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.stage_costs import block_stage, stage_costs
+from sparsellm.runs.token_sequences import window_length
 from sparsellm.runs.training_costs import state_bytes
 from sparsellm.runtime.memory import available, current_memory, human_bytes, release_free_memory
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.headers import dtype_name
-from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stored_form import StoredForm
-from sparsellm.data.in_memory import CalibrationData, read_in_memory
-from sparsellm.data.samples import PADDING, calibration_windows, sequence_lengths, test_windows
-from sparsellm.data.texts import Text, read_text
-from sparsellm.errors import BadText, InvalidSetting, UnsupportedModel, plural
+from sparsellm.data.in_memory import CalibrationData
+from sparsellm.data.padding import count_tokens
+from sparsellm.errors import UnsupportedModel, plural
 from sparsellm.evaluation.zeroshot import prepare_tasks
 from sparsellm.methods import BlockMethod, Plan
 from sparsellm.methods.algorithm1 import PublishedSparseLLM
@@ -35,17 +32,10 @@ from sparsellm.runs.recipe_fields import RULES
 from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import BlockRecovery
 from sparsellm.runs.report import Report
+from sparsellm.runs.token_sequences import check_tokens, more_text, read_tokens, window_length
 from sparsellm.runs.training import check_memory
 from sparsellm.solvers.patterns import Unstructured
 from sparsellm.solvers.statistics import Gram
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Value = TypeVar("Value")
-
-USUAL_LENGTH = 2048
-"""Tokens per sequence where the model allows it, as in the papers."""
 
 TOKENS_A_BATCH = 2048
 """Tokens per batch: enough for efficient matrix products; the activations of twice as many no longer fit the cache."""
@@ -58,7 +48,7 @@ class Prepared(OpenedModel):
     Attributes:
         windows: Calibration token ids, (samples, length), `PADDING` after the end of shorter sequences; empty where the method
             needs none.
-        tests: Token ids to measure perplexity on, (sequences, length), by text.
+        tests: Token ids to measure perplexity on, (sequences, length), by text, `PADDING` after the end of shorter sequences.
     """
 
     method: BlockMethod
@@ -96,25 +86,28 @@ def prepare(
             add_note(text, report, observer)
     prepare_tasks(recipe.task, recipe.task_data)
     length = window_length(recipe, source.length)
-    windows, tests, report.calibration = _read_tokens(recipe, source, length, given=given, shared=shared)
-    check_tokens(skeleton, windows, *tests.values())
+    calibration, read = read_tokens(recipe, source, length, given=given, shared=shared)
+    windows, report.calibration = calibration.windows, calibration.description
+    tests = {text: sequences.windows for text, sequences in read.items()}
+    check_tokens(opened, windows, *tests.values())
+    for text in dict.fromkeys(note for sequences in (calibration, *read.values()) for note in sequences.notes):
+        add_note(text, report, observer)
     if recipe.calibration in recipe.evaluate and "." in str(recipe.calibration):
         add_note(f"{recipe.calibration} is both calibration and test text: its perplexity is too low", report, observer)
     if (limit := recipe.evaluate_limit) and tests:
         add_note(f"perplexity is measured on the first {limit} sequences of {length} tokens of each text", report, observer)
     widest = max(block.layer(name).in_features for block in blocks for name in block.layers if block.full_name(name) in plan)
-    tokens = int(sequence_lengths(windows).sum()) if windows.numel() else 0
-    if issubclass(method.needs, Gram) and tokens < widest:
+    if issubclass(method.needs, Gram) and calibration.distinct < widest:
         add_note(
-            f"{tokens:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram matrix "
-            f"is singular without damping. Use at least {-(-widest // windows.shape[1])} samples of this length.",
+            f"{calibration.distinct:,} calibration tokens are fewer than the {widest:,} inputs of the widest layer: its Gram "
+            f"matrix is singular without damping. {more_text(calibration, widest)}.",
             report,
             observer,
         )
     samples = len(windows) and len(windows) + recipe.calibration_written
     all_windows = windows.new_empty(samples, windows.shape[-1], device="meta") if samples else windows
     batch = _batch_size(recipe, method, all_windows, length=length, observer=observer)
-    if batch > 1 and tokens < windows.numel():
+    if batch > 1 and count_tokens(windows) < windows.numel():
         batch = 1
         if recipe.batch_size:
             observer(Note("1 sequence per batch, since the sequences differ in length"))
@@ -144,34 +137,6 @@ def _source_notes(form: StoredForm, source: Checkpoint, report: Report) -> Itera
         yield f"{plural(len(form.computed), 'buffer')} that the model computes itself, {first} first, {verb} left out"
     if note := source.documents((*ANEW, LOG)).note():
         yield note
-
-
-def _read_tokens(
-    recipe: RunRecipe,
-    source: Checkpoint | InMemoryModel,
-    length: int,
-    *,
-    given: CalibrationData | None,
-    shared: DenseCache | None,
-) -> tuple[Tensor, dict[str, Tensor], str]:
-    """The calibration sequences, the test sequences by text, and a sentence on how the former were drawn."""
-
-    def recall(find: Callable[[], Value], *settings: object) -> Value:
-        if shared is None or isinstance(source, InMemoryModel):
-            return find()
-        return shared.in_memory((source.folder, length, recipe.text_field, *settings), find)
-
-    windows, description = recall(
-        partial(draw_windows, recipe, source, length, given=given),
-        recipe.reads_text and (recipe.calibration if given is None else id(given)),  # some data can be read only once
-        recipe.samples,
-        recipe.seed,
-    )
-    tests = {
-        text: recall(partial(read_test, recipe, source, text, length=length), text, recipe.evaluate_limit)
-        for text in recipe.evaluate
-    }
-    return windows, tests, description
 
 
 def make_plan(recipe: Recipe, opened: OpenedModel) -> tuple[BlockMethod, Plan]:
@@ -218,62 +183,6 @@ def _selection(recipe: Recipe, opened: OpenedModel) -> dict[str, Any]:
     head = output_head(opened.skeleton, len(opened.blocks)) if recipe.include else None
     blocks, chosen = [*opened.blocks, *filter(None, [head])], select_blocks(recipe.blocks, len(opened.blocks))
     return {"blocks": blocks, "chosen": chosen, "include": recipe.include, "exclude": recipe.exclude}
-
-
-def window_length(recipe: RunRecipe, longest: int) -> int:
-    """Tokens per sequence. Raises InvalidSetting for more than the model's maximum, `longest`."""
-    if recipe.sequence_length is not None and recipe.sequence_length > longest:
-        raise InvalidSetting(
-            f"`sequence_length` is {recipe.sequence_length}, but {recipe.model} takes at most {longest} tokens."
-        )
-    return recipe.sequence_length or min(USUAL_LENGTH, longest)
-
-
-def draw_windows(
-    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: CalibrationData | None = None
-) -> tuple[Tensor, str]:
-    """Draw the calibration sequences.
-
-    Returns:
-        Token ids as `Prepared.windows`, and a sentence on how they were drawn; both empty for a run that needs no text.
-
-    Raises:
-        BadText: `given` has no form that can be read, or the text is too short.
-    """
-    if not recipe.reads_text:
-        return torch.empty(0, dtype=torch.long), ""
-    text: Text | Tensor
-    if given is None:
-        text = read_text(str(recipe.calibration), "calibration", recipe.text_field)
-    else:
-        text = read_in_memory(given, recipe.text_field, samples=recipe.samples, seed=recipe.seed)
-    if isinstance(text, Tensor):
-        if text.shape[1] > source.length:
-            raise BadText(
-                f"Calibration sequences have {text.shape[1]} tokens, but {source.name} takes at most {source.length}."
-            )
-        shortest = int(sequence_lengths(text).min())
-        lengths = f"{shortest} to {text.shape[1]}" if shortest < text.shape[1] else f"{shortest}"
-        return text, f"{len(text)} sequences of {lengths} tokens, given in memory"
-    drawn = calibration_windows(text, source.tokenizer(), samples=recipe.samples, sequence_length=length, seed=recipe.seed)
-    return drawn.windows, drawn.description
-
-
-def check_tokens(skeleton: PreTrainedModel, *windows: Tensor) -> None:
-    """Raise BadText for token ids that the model has no embedding for."""
-    embeddings = skeleton.get_input_embeddings().num_embeddings
-    for padded in windows:
-        tokens = padded[padded != PADDING]
-        if tokens.numel() and not (int(tokens.min()) >= 0 and int(tokens.max()) < embeddings):
-            raise BadText(
-                f"Token ids must lie in [0, {embeddings}), got {int(tokens.min())} to {int(tokens.max())}. "
-                "The tokenizer may belong to another model."
-            )
-
-
-def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int) -> Tensor:
-    """Read a test text as token ids, (sequences, length)."""
-    return test_windows(read_text(text, "test", recipe.text_field), source.tokenizer(), length, limit=recipe.evaluate_limit)
 
 
 def _batch_size(recipe: RunRecipe, method: BlockMethod, windows: Tensor, *, length: int, observer: Observer) -> int:

@@ -105,7 +105,18 @@ class RunFields(BaseModel):
         None, "Calibration text: c4, wikitext2, ptb, demo, or a .txt, .csv, .json, .jsonl, .parquet or .gz file."
     )
     text_field: str | None = _data(
-        None, "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.", "text, or else messages"
+        None,
+        "Field that holds the texts or chats in .csv, .json, .jsonl and .parquet files.",
+        "text, messages, conversations, prompt with completion, or instruction with output",
+    )
+    documents: Literal["auto", "whole", "joined"] = _data(
+        "auto",
+        "Sequences are whole documents, cut at the length, or cut from all documents joined; auto is whole for chats.",
+    )
+    bos: Literal["auto", "yes", "no"] = _data(
+        "auto",
+        "Begin each sequence with the tokenizer's BOS token; auto is where it adds one, but for c4, wikitext2 and ptb with OPT"
+        " and LLaMA, which are divided as in the papers.",
     )
     samples: int = _option(128, "Number of calibration sequences.", gt=0)
     sequence_length: int | None = _option(None, "Tokens per sequence.", "2048, or the model's maximum if smaller", gt=1)

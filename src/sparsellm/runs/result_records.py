@@ -42,6 +42,7 @@ class SavedFigure(Record):
     metric: str = "acc"  # of an accuracy
     windows: int | None = None
     length: int | None = None
+    tokens: int | None = None
 
 
 class SavedValidation(Record):

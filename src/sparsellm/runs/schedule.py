@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from sparsellm.data.padding import count_tokens
 from sparsellm.errors import SparseLLMError
 from sparsellm.evaluation.measurements import TOKENS
 from sparsellm.methods import planned_layers
@@ -159,9 +160,9 @@ def _measurements(
     when: str, recipe: RunRecipe, ready: Prepared, placement: Placement, *, seconds: Mapping[str, float]
 ) -> Iterator[ExpectedStage]:
     """The measurements of the dense or the pruned model."""
-    total = sum(windows.numel() for windows in ready.tests.values())
+    total = sum(map(count_tokens, ready.tests.values()))
     for windows in ready.tests.values():
-        yield ExpectedStage(f"{MEASURING} {when}", seconds[MEASURING] / 2 * windows.numel() / total, MEASURING)
+        yield ExpectedStage(f"{MEASURING} {when}", seconds[MEASURING] / 2 * count_tokens(windows) / total, MEASURING)
     if recipe.task:
         yield ExpectedStage(f"{ANSWERING} {when}", None, f"{ANSWERING} {recipe.model}")  # how many answers, only lm-eval knows
     for _ in recipe.prompt:
@@ -175,7 +176,7 @@ def _layer_costs(
     """The measurement of the layers that cost most: passes of the dense or the pruned model over a few sequences."""
     head = blocks_and_head(ready.skeleton, ready.plan)[-1].is_head
     if recipe.allocation_rule == "fisher" and ready.tests and not placement.streamed and not head:
-        total = sum(windows.numel() for windows in ready.tests.values())
+        total = sum(map(count_tokens, ready.tests.values()))
         tokens = max(layer_costs.TOKENS, layer_costs.SEQUENCES * ready.length)
         yield ExpectedStage(LAYERS, seconds[MEASURING] / 2 * passes * tokens / total, LAYERS)
 

@@ -21,6 +21,8 @@ class MeasurementSettings(TypedDict, total=False):
     trust_remote_code: bool
     architecture: str | None
     text_field: str | None
+    documents: Literal["auto", "whole", "joined"]
+    bos: Literal["auto", "yes", "no"]
     sequence_length: int | None
     evaluate_limit: int | None
     task: str | Sequence[str]

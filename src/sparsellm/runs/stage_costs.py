@@ -8,6 +8,7 @@ from dataclasses import replace
 from sparsellm.activations.fisher import TOKENS as FISHER_TOKENS
 from sparsellm.activations.fisher import WINDOWS as FISHER_WINDOWS
 from sparsellm.activations.sensitivity import sampled_tokens
+from sparsellm.data.padding import count_tokens
 from sparsellm.evaluation.perplexity import batch_to_measure
 from sparsellm.methods import planned_layers
 from sparsellm.models.output_head import blocks_and_head
@@ -62,7 +63,7 @@ def stage_costs(recipe: RunRecipe, ready: Prepared, placement: Placement, *, bat
     yield block_stage(recipe), _pruning_cost(recipe, ready, placement, shapes=shapes, model=model, non_block=non_block)
 
     if ready.tests:
-        lengths = [windows.numel() for windows in ready.tests.values()]
+        lengths = list(map(count_tokens, ready.tests.values()))
         tokens = min(shapes.length * batch_to_measure(vocabulary, shapes.length, placement.memory), max(lengths))
         logits, memory = 2 * tokens * vocabulary * shapes.itemsize, tokens * shapes.forward_bytes
         done = work(2 * vocabulary * shapes.width * sum(lengths)) + depth * shapes.forward(sum(lengths))

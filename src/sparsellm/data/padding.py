@@ -1,0 +1,51 @@
+"""Sequences of different lengths in one tensor, and batches of them without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sparsellm.errors import BadText
+
+PADDING = -1
+"""Stands in place of a token after the end of a sequence that is shorter than others of its tensor; no model receives it."""
+
+
+def pad(sequences: Sequence[Tensor]) -> Tensor:
+    """Stack sequences of token ids, (tokens,) each, to (samples, longest), with `PADDING` after the end of shorter ones.
+
+    Raises:
+        BadText: If a sequence has fewer than two tokens.
+    """
+    short = next((number for number, sequence in enumerate(sequences, 1) if len(sequence) < 2), None)
+    if short is not None:
+        raise BadText(f"Calibration sequence {short} has {len(sequences[short - 1])} tokens; at least 2 are needed.")
+    return pad_sequence(list(sequences), batch_first=True, padding_value=PADDING)
+
+
+def sequence_lengths(windows: Tensor) -> Tensor:
+    """Number of tokens of each sequence, (samples,), without padding."""
+    return (windows != PADDING).sum(1)
+
+
+def count_tokens(windows: Tensor) -> int:
+    """Number of tokens of all sequences, (samples, length), without padding."""
+    return int((windows != PADDING).sum())
+
+
+def unpadded_batches(windows: Tensor, batch: int) -> tuple[Tensor, ...]:
+    """Divide sequences into batches without padding, so that no forward pass and no statistic ever contains it.
+
+    Args:
+        windows: Token ids, (samples, seq), `PADDING` after the end of shorter sequences.
+        batch: Maximum number of sequences in a batch. Where any sequence is shorter, every sequence is a batch of its own.
+
+    Returns:
+        Token ids, (batch, seq), in the same order.
+    """
+    lengths = sequence_lengths(windows).tolist()
+    if all(length == windows.shape[1] for length in lengths):
+        return tuple(windows.split(batch))
+    return tuple(window[:, :length] for window, length in zip(windows.split(1), lengths, strict=True))

@@ -1,0 +1,137 @@
+"""The token sequences of a run: those that it is calibrated on, and those that perplexity is measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.data.in_memory import CalibrationData, read_in_memory
+from sparsellm.data.padding import PADDING, count_tokens, sequence_lengths
+from sparsellm.data.samples import Sequences, calibration_windows, test_windows
+from sparsellm.data.texts import Split, Text, read_text
+from sparsellm.errors import BadText, InvalidSetting
+from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.loading import OpenedModel
+from sparsellm.runs.recipe import RunRecipe
+from sparsellm.runtime.memory import available
+
+Value = TypeVar("Value")
+
+USUAL_LENGTH = 2048
+"""Tokens per sequence where the model allows it, as in the papers."""
+
+
+def read_tokens(
+    recipe: RunRecipe,
+    source: Checkpoint | InMemoryModel,
+    length: int,
+    *,
+    given: CalibrationData | None,
+    shared: DenseCache | None,
+) -> tuple[Sequences, dict[str, Sequences]]:
+    """Read the calibration sequences, and the test sequences by text.
+
+    Args:
+        given: Data that replaces the recipe's calibration text, in a form of `sparsellm.data.in_memory`.
+        shared: Keeps the sequences for other runs of this process.
+    """
+
+    def recall(find: Callable[[], Value], *settings: object) -> Value:
+        if shared is None or isinstance(source, InMemoryModel):
+            return find()
+        form = (recipe.text_field, recipe.documents, recipe.bos)
+        return shared.in_memory((source.folder, length, *form, *settings), find)
+
+    calibration = recall(
+        partial(draw_windows, recipe, source, length, given=given),
+        recipe.reads_text and (recipe.calibration if given is None else id(given)),  # some data can be read only once
+        recipe.samples,
+        recipe.seed,
+    )
+    tests = {
+        text: recall(partial(read_test, recipe, source, text, length=length), text, recipe.evaluate_limit)
+        for text in recipe.evaluate
+    }
+    return calibration, tests
+
+
+def window_length(recipe: RunRecipe, longest: int) -> int:
+    """Tokens per sequence. Raises InvalidSetting for more than the model's maximum, `longest`."""
+    if recipe.sequence_length is not None and recipe.sequence_length > longest:
+        raise InvalidSetting(
+            f"`sequence_length` is {recipe.sequence_length}, but {recipe.model} takes at most {longest} tokens."
+        )
+    return recipe.sequence_length or min(USUAL_LENGTH, longest)
+
+
+def draw_windows(
+    recipe: RunRecipe, source: Checkpoint | InMemoryModel, length: int, *, given: CalibrationData | None = None
+) -> Sequences:
+    """Draw the calibration sequences; none for a run that needs no text.
+
+    Raises:
+        BadText: `given` has no form that can be read, or the text is too short.
+    """
+    if not recipe.reads_text:
+        return Sequences(torch.empty(0, dtype=torch.long), "")
+    text: Text | Tensor
+    if given is None:
+        text = _read_text(recipe, str(recipe.calibration), "calibration")
+    else:
+        text = read_in_memory(given, recipe.text_field, samples=recipe.samples, seed=recipe.seed)
+    if isinstance(text, Tensor):
+        if text.shape[1] > source.length:
+            raise BadText(
+                f"Calibration sequences have {text.shape[1]} tokens, but {source.name} takes at most {source.length}."
+            )
+        shortest = int(sequence_lengths(text).min())
+        lengths = f"{shortest} to {text.shape[1]}" if shortest < text.shape[1] else f"{shortest}"
+        description = f"{len(text)} sequences of {lengths} tokens, given in memory"
+        return Sequences(text, description, distinct=count_tokens(text.unique(dim=0)))
+    drawn = _form(recipe, source) | {"samples": recipe.samples, "sequence_length": length, "seed": recipe.seed}
+    return calibration_windows(text, source.tokenizer(), **drawn)
+
+
+def read_test(recipe: RunRecipe, source: Checkpoint | InMemoryModel, text: str, *, length: int) -> Sequences:
+    """Read a test text as token ids."""
+    read = _read_text(recipe, text, "test")
+    return test_windows(read, source.tokenizer(), length, limit=recipe.evaluate_limit, **_form(recipe, source))
+
+
+def _read_text(recipe: RunRecipe, text: str, split: Split) -> Text:
+    return read_text(text, split, recipe.text_field, memory=recipe.memory_bytes or available(torch.device("cpu")))
+
+
+def _form(recipe: RunRecipe, source: Checkpoint | InMemoryModel) -> dict[str, Any]:
+    """How the documents of a text become sequences, as arguments of `calibration_windows` and `test_windows`."""
+    config = source.model.config if isinstance(source, InMemoryModel) else source.config
+    return {"documents": recipe.documents, "bos": recipe.bos, "family": config.model_type}
+
+
+def check_tokens(opened: OpenedModel, *windows: Tensor) -> None:
+    """Raise BadText for token ids that the model has no embedding for; the message names the first."""
+    embeddings = opened.skeleton.get_input_embeddings().num_embeddings
+    for padded in windows:
+        strange = padded[(padded != PADDING) & ((padded < 0) | (padded >= embeddings))]
+        if not strange.numel():
+            continue
+        token, name = int(strange[0]), ""
+        if not isinstance(opened.source, InMemoryModel) or opened.source.own_tokenizer is not None:
+            name = f" ({opened.source.tokenizer().convert_ids_to_tokens(token)!r})" if token >= 0 else ""
+        raise BadText(
+            f"The text has token {token:,}{name}, but {opened.source.name} has embeddings for {embeddings:,} tokens. "
+            "The tokenizer may belong to another model, or have tokens added to it that the model was not trained with."
+        )
+
+
+def more_text(calibration: Sequences, tokens: int) -> str:
+    """What to do about too few tokens of calibration text."""
+    samples = len(calibration.windows)
+    if calibration.distinct < count_tokens(calibration.windows):
+        return f"The text has no more: take a longer one, of at least {tokens:,} tokens"
+    return f"Use at least {-(-tokens * samples // max(1, calibration.distinct))} samples of this length"
