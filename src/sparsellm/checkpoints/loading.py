@@ -35,6 +35,7 @@ from sparsellm.checkpoints.files import (
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.packed_files import METHOD, is_packed
 from sparsellm.checkpoints.tensor_index import stored_dtype
+from sparsellm.checkpoints.tokenizers import load_tokenizer
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
@@ -158,17 +159,8 @@ class Checkpoint:
         return describe((model if device is None else model.to(device)).eval(), self.architecture)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer. Raises BadCheckpoint if there is none, or it cannot be loaded."""
-        from transformers import AutoTokenizer
-
-        try:
-            with silence_transformers(), folder_for_transformers(self.folder) as folder:
-                return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=self.trusted)
-        except Exception as error:  # transformers raises many kinds of errors, including ImportError
-            raise BadCheckpoint(
-                f"{self.name} has no tokenizer that loads ({first_line(error)}). "
-                "Copy the model's tokenizer files into the folder."
-            ) from error
+        """Load the tokenizer, as `load_tokenizer`."""
+        return load_tokenizer(self.name, self.folder, trusted=self.trusted)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,14 @@ NO_KERNELS = (
 )
 """pip would install a wheel that it built without a compiler again, if it kept one."""
 
-EXTRAS = {"plots": "matplotlib", "eval": "lm-eval", "frame": "pandas", "train": "peft", "compressed": "compressed-tensors"}
+EXTRAS = {
+    "plots": "matplotlib",
+    "eval": "lm-eval",
+    "frame": "pandas",
+    "train": "peft",
+    "compressed": "compressed-tensors",
+    "sentencepiece": "sentencepiece",
+}
 """The extras of pyproject.toml for users, each with the package that it brings."""
 
 

@@ -15,7 +15,8 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.stored_form import StoredForm
 from sparsellm.checkpoints.tensor_index import NotStreamable
-from sparsellm.errors import BadCheckpoint, InvalidSetting, TooLarge, UnsupportedModel
+from sparsellm.checkpoints.tokenizers import NoTokenizer
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, TooLarge, UnsupportedModel, first_line
 from sparsellm.methods import Plan
 from sparsellm.models.architecture_file import describe, read_architecture
 from sparsellm.models.blocks import Block, blocks_of
@@ -52,6 +53,7 @@ class OpenedModel:
     Attributes:
         skeleton: The model without weights, or a model in memory itself.
         coverage: Fraction of the blocks' matrix weights that can be pruned.
+        no_text: Why no text can be tokenized; empty if one can.
     """
 
     source: Checkpoint | InMemoryModel
@@ -59,6 +61,7 @@ class OpenedModel:
     skeleton: PreTrainedModel
     blocks: Sequence[Block]
     coverage: Coverage
+    no_text: str
 
 
 def named_model(
@@ -118,11 +121,11 @@ def open_model(recipe: RunRecipe, source: Checkpoint | InMemoryModel | None = No
         if source.packed and not packed:
             raise UnsupportedModel(f"The weights of {source.name} are packed. Decode them first: model.dequantize().")
     skeleton = source.skeleton()
-    check_vocabulary(skeleton, source)
+    no_text = check_vocabulary(skeleton, source, needed=bool(recipe.evaluate or recipe.task or recipe.prompt))
     blocks = blocks_of(skeleton)
     coverage = coverage_of(skeleton, blocks)
     check_coverage(skeleton, coverage)
-    return OpenedModel(source, device, skeleton, blocks, coverage)
+    return OpenedModel(source, device, skeleton, blocks, coverage, no_text)
 
 
 def check_names(form: StoredForm, source: Checkpoint, *, blocks: Sequence[Block], plan: Plan) -> None:
@@ -140,20 +143,37 @@ def check_names(form: StoredForm, source: Checkpoint, *, blocks: Sequence[Block]
         )
 
 
-def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel) -> None:
-    """Raise BadCheckpoint for a tokenizer that does not load, or that has more tokens than the model has embeddings.
+def check_vocabulary(skeleton: PreTrainedModel, source: Checkpoint | InMemoryModel, *, needed: bool) -> str:
+    """Check that the model has an embedding for each token of its tokenizer.
 
     The tokenizer is loaded even for methods without calibration text, since every output includes its files. Added tokens may
     lie beyond the embeddings, as in some published models; `check_tokens` rejects a text that contains one.
+
+    Args:
+        needed: Whether a text will be tokenized in any case.
+
+    Returns:
+        Why no text can be tokenized; empty if one can.
+
+    Raises:
+        BadCheckpoint: The tokenizer does not load, or has more tokens than the model has embeddings; or it is missing and
+            `needed`.
+        MissingPackage: The tokenizer needs a package that is not installed, and is `needed`.
     """
     if isinstance(source, InMemoryModel) and source.own_tokenizer is None:
-        return
-    embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
+        return ""
+    try:
+        embeddings, tokens = skeleton.get_input_embeddings().num_embeddings, source.tokenizer().vocab_size
+    except (NoTokenizer, MissingPackage) as error:
+        if needed:
+            raise
+        return first_line(error)
     if tokens > embeddings:
         raise BadCheckpoint(
             f"The tokenizer of {source.name} has {tokens:,} tokens, but the model has embeddings for {embeddings:,}. "
             "Copy the model's own tokenizer files into the folder."
         )
+    return ""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.tensor_index import NotStreamable
-from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
@@ -227,10 +227,9 @@ def _check_tokenizers(recipe: RecoveryRecipe, pruned: Checkpoint, source: Checkp
     if not recipe.has_teacher or (isinstance(source, InMemoryModel) and source.own_tokenizer is None):
         return
     try:
-        tokens = pruned.tokenizer().get_vocab()
-    except BadCheckpoint:  # the pruned folder has none, and the dense model's is used
+        tokens, dense_tokens = (model.tokenizer().get_vocab() for model in (pruned, source))
+    except (BadCheckpoint, MissingPackage):  # of the dense model if that one is needed, and then refused where a text is read
         return
-    dense_tokens = source.tokenizer().get_vocab()
     if tokens != dense_tokens:
         first = min(token for token in {**tokens, **dense_tokens} if tokens.get(token) != dense_tokens.get(token))
         raise InvalidSetting(
