@@ -44,10 +44,14 @@ class Documents:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def note(self) -> str:
-        """Name the files that are left out, grouped by the reason; empty if there are none."""
+        """Name the files that are left out, grouped by the reason; empty if there are none.
+
+        An adapter beside the weights is not among them: it is told where the checkpoint is opened.
+        """
         groups: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
-            groups.setdefault(reason, []).append(name)
+            if not ADAPTER.fullmatch(name):
+                groups.setdefault(reason, []).append(name)
         parts = (f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({reason})" for reason, names in groups.items())
         return f"not copied: {'; '.join(parts)}" if groups else ""
 

@@ -23,16 +23,9 @@ from sparsellm.checkpoints.configuration import (
     silence_transformers,
 )
 from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
-from sparsellm.checkpoints.files import (
-    DEMO,
-    Origin,
-    card_terms,
-    check_files,
-    check_within,
-    find_checkpoint,
-    is_hub_name,
-)
+from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
+from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import METHOD, is_packed
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
@@ -245,9 +238,7 @@ def open_checkpoint(
         Unreachable: The hub cannot be reached.
         UnsupportedModel: The model cannot be pruned.
     """
-    folder = find_checkpoint(name, revision, trusted)
-    if not name.startswith(DEMO):  # installers may link the files of a package
-        check_within(name, folder)
+    folder = open_folder(name, revision, trusted)
     fields = read_fields(name, folder)
     if found_packed := is_packed(name, fields):
         if not packed:

@@ -20,6 +20,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.errors import MAX_MESSAGE, SparseLLMError, printable
 
 stderr = Console(stderr=True, emoji=False, markup=False)
@@ -28,9 +29,10 @@ stdout = Console(emoji=False, markup=False)
 
 @contextmanager
 def report_errors(context: typer.Context) -> Iterator[None]:
-    """Turn errors into one message and exit status 1; with --debug, raise them."""
+    """Turn errors into one message and exit status 1, or raise them with --debug; print remarks on checkpoints once each."""
     try:
-        yield
+        with remarks_to(lambda text, is_new: print_note(text, context) if is_new else None):
+            yield
     except KeyboardInterrupt as interrupt:
         notes = getattr(interrupt, "__notes__", ["nothing was written"])
         print_line(stderr, in_options("; ".join(["interrupted", *(note.removesuffix(".") for note in notes)]), context))
@@ -109,6 +111,17 @@ def print_error(text: str, context: typer.Context) -> None:
         print(json.dumps({"error": text}), file=stderr.file, flush=True)
     else:
         stderr.print(Text(f"error: {text}", style="red"), soft_wrap=True)
+
+
+def print_note(text: str, context: typer.Context) -> None:
+    """Print a note as a run displays its own; of the processes of a launcher the first one prints."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    text = in_options(text, context)
+    if context.params.get("progress") == "json":
+        print(json.dumps({"note": text}), file=stderr.file, flush=True)
+    else:
+        stderr.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
 
 def table(columns: list[str], rows: list[list[str]], title: str | None = None, *, words: bool = False) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.data.padding import count_tokens
 from sparsellm.errors import InvalidSetting, nearest
 from sparsellm.evaluation.measurements import Accuracy, Evaluation, Perplexity, generate_text, measure_of
@@ -89,7 +91,10 @@ def evaluate(
     if not (recipe.evaluate or recipe.task):
         raise InvalidSetting("There is nothing to measure on: name a `text` or a `task`.")
     with Display("auto" if progress else "off") as display:
-        return _evaluate(recipe, source, combine_observers(display, observe))
+        observer = combine_observers(display, observe)
+        is_observed = progress or observe is not None  # otherwise a remark is a warning of Python
+        with remarks_to(lambda text, is_new: observer(Note(text)) if is_new else None) if is_observed else nullcontext():
+            return _evaluate(recipe, source, observer)
 
 
 def _evaluate(recipe: Recipe, source: InMemoryModel | None, observer: Observer) -> Evaluation:

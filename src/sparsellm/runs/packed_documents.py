@@ -10,8 +10,9 @@ from typing import Any
 from sparsellm import __version__
 from sparsellm.checkpoints.configuration import read_fields
 from sparsellm.checkpoints.documents import Documents, copy_documents, documents_of
-from sparsellm.checkpoints.files import DEMO, check_files, check_within, find_checkpoint
+from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
+from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import parts_of
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest
@@ -45,9 +46,7 @@ class Source:
             raise InvalidSetting(
                 f"A folder or hub name is needed, got {type(name).__name__}. Save the model, and name the folder."
             )
-        folder = find_checkpoint(str(name))
-        if not str(name).startswith(DEMO):
-            check_within(str(name), folder)
+        folder = open_folder(str(name))
         return cls(str(name), folder, read_fields(str(name), folder), check_files(str(name), folder))
 
     @property

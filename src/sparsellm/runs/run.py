@@ -14,6 +14,7 @@ import torch
 
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
+from sparsellm.checkpoints.remarks import remarks_to
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import NonFinite
 from sparsellm.evaluation.measurements import Perplexity
@@ -82,9 +83,26 @@ def run(
     Raises:
         SparseLLMError: See `sparsellm.errors`.
     """
-    started, log = time.perf_counter(), EventLog()
+    log, report = EventLog(), Report(recipe)
     observer = combine_observers(log, observe)
-    report = Report(recipe)
+    with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
+        return _run(recipe, report, observer, log, given=given, source=source, work=work, shared=shared, name=name)
+
+
+def _run(
+    recipe: Recipe | RecoveryRecipe,
+    report: Report,
+    observer: Observer,
+    log: EventLog,
+    *,
+    given: CalibrationData | None,
+    source: Checkpoint | InMemoryModel | None,
+    work: WorkDirectory | None,
+    shared: DenseCache | None,
+    name: str | None,
+) -> Result:
+    """Run a recipe, as `run`, with a log that is one of the observers."""
+    started = time.perf_counter()
     method: BlockMethod
     with phase(OPENING, report, observer):
         opened = open_model(recipe, source)
