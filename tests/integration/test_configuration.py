@@ -113,7 +113,8 @@ def test_a_field_of_another_type_never_ends_in_another_error(field: str, value: 
 
 def test_lengths_and_token_numbers_may_be_of_any_size(model: Path) -> None:
     """A long context, a large base and what a training recorded are no sizes of tensors."""
-    changed(model, max_position_embeddings=10_485_760, rope_theta=500_000_000, eos_token_id=10**7, training_tokens=15 * 10**12)
+    changed(model, max_position_embeddings=10_485_760, eos_token_id=10**7, training_tokens=15 * 10**12)
+    changed(model, rope_parameters={"rope_type": "default", "rope_theta": 500_000_000})
     assert open_checkpoint(str(model)).length == 10_485_760
 
 

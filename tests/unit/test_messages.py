@@ -28,7 +28,7 @@ KEYWORDS |= {"allow_dense", "max_perplexity_increase", "max_size", "min_accuracy
 KEYWORDS |= {"from", "stages", "step", "threads", "to", "tokens", "values"}
 """Arguments of public functions that messages name, besides the fields of recipes."""
 
-OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "digests", "files", "messages", "role", "content"}
+OF_FILES = {"model_type", "tie_word_embeddings", "weight_map", "metadata", "digests", "files", "messages", "role", "content"}
 OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 """Entries of JSON files and of batches. Keys of YAML files, some of which are called like settings, end with a colon."""
 

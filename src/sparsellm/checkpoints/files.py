@@ -201,6 +201,8 @@ def _shards(index: Path) -> list[Path]:
                 f"{index.name} names {name[:80]!r}, which is not a {suffix} file in its folder. "
                 "Get a sound copy of the checkpoint."
             )
+    if not isinstance(content.get("metadata"), dict):  # without which transformers does not load the files
+        raise BadCheckpoint(f"{index.name} is damaged: it has no `metadata`. Download it again.")
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise BadCheckpoint(f"it lacks {len(missing)} of {len(files)} weight files, {missing[0]} among them.")

@@ -22,6 +22,7 @@ from sparsellm.checkpoints.configuration import (
     read_fields,
     silence_transformers,
 )
+from sparsellm.checkpoints.contradictions import check_doubles, check_fields, check_index
 from sparsellm.checkpoints.documents import Documents, documents_of, folder_for_transformers
 from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_name
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
@@ -253,8 +254,12 @@ def open_checkpoint(
     check_dtypes(name, headers)
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
+    check_fields(name, fields, config)
     checkpoint = Checkpoint(name, folder, config, trusted, architecture, found_packed)
-    check_tensors(name, checkpoint.skeleton(), files=files, headers=headers)
+    skeleton = checkpoint.skeleton()
+    check_tensors(name, skeleton, files=files, headers=headers)
+    check_doubles(name, files)
+    check_index(name, folder, skeleton, files=files, headers=headers)
     return checkpoint
 
 

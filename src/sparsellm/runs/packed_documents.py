@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsellm import __version__
 from sparsellm.checkpoints.configuration import read_fields
+from sparsellm.checkpoints.contradictions import check_doubles
 from sparsellm.checkpoints.documents import Documents, copy_documents, documents_of
 from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
@@ -47,7 +48,9 @@ class Source:
                 f"A folder or hub name is needed, got {type(name).__name__}. Save the model, and name the folder."
             )
         folder = open_folder(str(name))
-        return cls(str(name), folder, read_fields(str(name), folder), check_files(str(name), folder))
+        files = check_files(str(name), folder)
+        check_doubles(str(name), files)
+        return cls(str(name), folder, read_fields(str(name), folder), files)
 
     @property
     def vocabulary(self) -> int | None:

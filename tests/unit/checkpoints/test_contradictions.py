@@ -1,0 +1,66 @@
+"""Configurations that say two things of the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparsellm.checkpoints.contradictions import check_fields
+from sparsellm.errors import BadCheckpoint
+
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+
+
+def check(kind: str, **fields: Any) -> None:
+    """Check the fields of a configuration."""
+    from transformers import AutoConfig
+
+    check_fields("m", {"model_type": kind, **fields}, AutoConfig.for_model(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype 'float32' and torch_dtype 'bfloat16'"),
+        ("llama", {"rope_theta": 1e4, "rope_parameters": ROPE}, "rope_theta 10000.0 and rope_parameters.rope_theta 500000.0"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_parameters": ROPE}, "rope_scaling.type 'linear'"),
+        ("llama", {"rope_scaling": {"factor": 4.0}, "rope_parameters": ROPE}, "4.0 and rope_parameters.factor 8.0"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {"rope_theta": 1e4}}, "rope_type 'default'"),
+        ("gpt2", {"n_layer": 3, "num_hidden_layers": 2}, "num_hidden_layers 2 and n_layer 3"),
+        ("gpt2", {"n_head": 3, "num_attention_heads": 2}, "num_attention_heads 2 and n_head 3"),
+        ("gemma3", {"text_config": {"dtype": "float32", "torch_dtype": "float16"}}, "text_config.dtype 'float32'"),
+    ],
+)  # fmt: skip
+def test_two_names_of_a_field(kind: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(
+        BadCheckpoint, match=r"m: config\.json says .*, two names of the same, .* Remove the wrong one\."
+    ) as found:
+        check(kind, **fields)
+    assert said in str(found.value)
+
+
+def test_the_class_of_another_type() -> None:
+    with pytest.raises(
+        BadCheckpoint, match=r"says model_type 'llama', and the class MistralForCausalLM .* is that of 'mistral'"
+    ):
+        check("llama", architectures=["MistralForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"dtype": "float32", "torch_dtype": "torch.float32", "architectures": ["LlamaForCausalLM"]}),
+        ("llama", {"dtype": "float32", "torch_dtype": None, "architectures": None}),
+        ("llama", {"rope_theta": 500000, "rope_scaling": {"type": "llama3", "factor": 8}, "rope_parameters": ROPE}),
+        ("llama", {"rope_theta": 1e4, "rope_scaling": None}),
+        ("llama", {"architectures": ["SomeoneElsesForCausalLM"]}),
+        ("llama", {"architectures": ["MistralForCausalLM"], "auto_map": {}}),  # code of its own
+        ("gpt2", {"n_layer": 3, "num_hidden_layers": 3, "architectures": ["GPT2LMHeadModel"]}),
+        ("bart", {"encoder_layers": 3, "num_hidden_layers": 2}),  # not of the decoder
+        ("gemma3", {"rope_theta": 1.0, "rope_parameters": {"full_attention": {"rope_theta": 2.0}}}),
+        ("gemma3_text", {"architectures": ["Gemma3ForConditionalGeneration"]}),
+    ],
+)
+def test_what_is_no_contradiction(kind: str, fields: dict[str, Any]) -> None:
+    check(kind, **fields)
