@@ -87,14 +87,17 @@ def copy_documents(folder: Path, documents: Documents, target: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the regular files of a folder and its subfolders in sorted order, hidden ones and linked folders left out."""
-    for path in sorted(folder.iterdir()):
+    """Yield the files of a folder and its subfolders in sorted order, and links to folders; hidden ones are left out."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise BadCheckpoint(f"{folder} cannot be read ({error.strerror}). Make it readable, or remove it.") from None
+    for path in paths:
         if path.name.startswith("."):
             continue
-        if path.is_dir():
-            if not path.is_symlink():
-                yield from _files(path)
-        elif path.is_file():
+        if path.is_dir() and not path.is_symlink():
+            yield from _files(path)
+        else:
             yield path
 
 
@@ -110,6 +113,7 @@ def _left_out(name: Path, file: Path, *, trusted: bool, modules: Collection[str]
     """Return why a file does not go along; empty if it does."""
     inside = len(name.parts) > 1
     reasons = {
+        "a link to a folder": file.is_dir(),
         "": inside and name.parts[0] in modules,
         "an adapter, which is no part of the model": bool(ADAPTER.fullmatch(name.name)),
         "the state of a training": bool(TRAINING.fullmatch(name.name)),

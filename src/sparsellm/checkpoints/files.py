@@ -168,20 +168,28 @@ def check_within(name: str, folder: Path) -> None:
 
 
 def _check_pointer(name: str, file: Path) -> None:
-    """Raise BadCheckpoint for a pointer of Git LFS."""
-    with file.open("rb") as stream:
-        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise BadCheckpoint(f"{name}: {file.name} {IS_POINTER}.")
+    """Raise BadCheckpoint for a pointer of Git LFS. A file that cannot be read is refused where it is read or copied."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(LFS_POINTER))
+    except OSError:
+        return
+    if start == LFS_POINTER:
+        raise BadCheckpoint(f"{name}: {file.name} {IS_POINTER}.")
 
 
 def _check_link(prefix: str, file: Path, folder: Path) -> None:
     """Raise BadCheckpoint for a link to a file that is neither in a folder nor in the hub cache's blobs of that folder."""
+    try:
+        target = file.resolve()
+    except (OSError, RuntimeError):  # which Python 3.11 raises for a circle of links
+        raise BadCheckpoint(f"{prefix}{file.name} is a link to itself. Put the file in its place, or remove it.") from None
     resolved = folder.resolve()
     is_snapshot = resolved.parent.name == "snapshots" and resolved.parents[1].name.startswith("models--")
     parents = (resolved, resolved.parents[1] / "blobs") if is_snapshot else (resolved,)
-    if not any(file.resolve().is_relative_to(parent) for parent in parents):
+    if not any(target.is_relative_to(parent) for parent in parents):
         raise BadCheckpoint(
-            f"{prefix}{file.name} is a link to {file.resolve()}, outside the folder. "
+            f"{prefix}{file.name} is a link to {target}, outside the folder. "
             "Put a copy of the file in its place, or name the folder that holds the files."
         )
 

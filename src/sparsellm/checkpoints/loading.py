@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,8 +29,10 @@ from sparsellm.checkpoints.files import Origin, card_terms, check_files, is_hub_
 from sparsellm.checkpoints.headers import TensorHeader, check_dtypes, dtype_name, read_all_headers
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import METHOD, is_packed
+from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import stored_dtype
 from sparsellm.checkpoints.tokenizers import load_tokenizer
+from sparsellm.checkpoints.unmapped import read_unmapped
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, first_line
 from sparsellm.models.architecture_file import describe
 from sparsellm.models.architectures import Architecture
@@ -47,11 +50,13 @@ class Checkpoint:
         name: Its name as the user wrote it.
         architecture: The architecture as described by the user, if any.
         packed: Whether it is packed. Its configuration and its skeleton are those of the dense model.
+        stamps: Its files as they were when it was opened.
     """
 
     name: str
     folder: Path
     config: PretrainedConfig
+    stamps: Stamps
     trusted: bool = False
     architecture: Architecture | None = None
     packed: bool = False
@@ -124,8 +129,10 @@ class Checkpoint:
             BadCheckpoint: A weight is missing, not finite, or has the wrong shape, or a file cannot be read.
         """
         torch_dtype: Any = dtype if dtype == "auto" else getattr(torch, dtype)
+        stays = device is not None and torch.device(device).type == "cpu"  # another device has its own memory
+        reading = read_unmapped() if stays else nullcontext()
         try:
-            with silence_transformers(), folder_for_transformers(self.folder) as folder:
+            with silence_transformers(), reading, folder_for_transformers(self.folder) as folder:
                 model, loaded = auto_model(self.config).from_pretrained(
                     folder,
                     **({} if self.packed else {"config": self.config}),
@@ -247,6 +254,7 @@ def open_checkpoint(
         del fields["quantization_config"]
     check_kind(name, fields, trusted)
     files = check_files(name, folder)
+    stamps = Stamps.of(name, folder, files, documents_of(folder, weights=files, trusted=trusted))
     try:
         headers = read_all_headers(files)
     except BadCheckpoint as error:
@@ -255,7 +263,7 @@ def open_checkpoint(
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
     check_fields(name, fields, config)
-    checkpoint = Checkpoint(name, folder, config, trusted, architecture, found_packed)
+    checkpoint = Checkpoint(name, folder, config, stamps, trusted, architecture, found_packed)
     skeleton = checkpoint.skeleton()
     check_tensors(name, skeleton, files=files, headers=headers)
     check_doubles(name, files)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.checkpoints.packed_files import VERSION, FileWriter
+from sparsellm.checkpoints.stamps import SourceChanged, unchanged
 from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
@@ -60,11 +61,14 @@ def converted(
                     with FileWriter(finished / target) as writer, _named(source.name):
                         convert(file, writer)
             observe("reading back what was written")
-            with replacing(path) as work:
+            with replacing(path) as work, unchanged(source.stamps):
                 for target in source.targets():
                     (finished / target).rename(work / target)
                 write_index(work, source.targets())
                 yield work
+        except SourceChanged:
+            shutil.rmtree(finished, ignore_errors=True)
+            raise
         except BaseException as error:
             count = len(list(finished.glob("*.safetensors"))) if finished.is_dir() else 0
             if count:

@@ -17,6 +17,7 @@ from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.configuration import silence_transformers
 from sparsellm.checkpoints.documents import copy_documents, read_config_text, with_dtype, write_config
 from sparsellm.checkpoints.loading import Checkpoint
+from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.checkpoints.stored_form import StoredForm, shard_names, write_index, write_shard
 from sparsellm.checkpoints.tensor_index import read_stored
 from sparsellm.data.json_files import is_text, strict_json
@@ -51,6 +52,7 @@ class Result(Summarized):
         source: The checkpoint that was pruned; None for a model in memory, which has its tokenizer in `tokenizer`.
         weights: The weights of a model that is too large for memory, read block by block; None otherwise.
         log: The events of the run.
+        read: The files of each checkpoint that the model was made from, as they were when it was opened.
     """
 
     model: PreTrainedModel
@@ -59,6 +61,7 @@ class Result(Summarized):
     source: Checkpoint | None = None
     weights: DiskWeights | None = None
     log: EventLog | None = None
+    read: tuple[Stamps, ...] = ()
 
     @property
     def dense(self) -> Path | None:
@@ -83,13 +86,14 @@ class Result(Summarized):
             OutputExists: The folder exists.
             CannotResume: Another process is working on the folder.
             VerificationFailed: The files differ from the model or the report.
+            SourceChanged: A checkpoint that the model was made from was changed since it was opened.
         """
         path = collectives.on_main(lambda: self._save(check_output(folder, overwrite, self.dense)))
         return path or Path(folder)
 
     def _save(self, path: Path) -> Path:
         """Write the files to a folder that has been checked, and return its path."""
-        with raise_system_errors(path), replacing(path) as work:
+        with raise_system_errors(path), replacing(path) as work, unchanged(*self.read, ignored=(*ANEW, LOG)):
             if self.source is None:
                 self._save_from_memory(work)
             else:

@@ -15,6 +15,7 @@ from sparsellm.checkpoints.files import check_files
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.checkpoints.opening import open_folder
 from sparsellm.checkpoints.packed_files import parts_of
+from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.stored_form import shard_names
 from sparsellm.checkpoints.tensor_index import TensorDigest
 from sparsellm.errors import InvalidSetting
@@ -33,12 +34,14 @@ class Source:
         folder: Its folder.
         fields: The fields of its config.json.
         files: Its weight files.
+        stamps: Its files as they were when it was opened.
     """
 
     name: str
     folder: Path
     fields: dict[str, Any]
     files: Sequence[Path]
+    stamps: Stamps
 
     @classmethod
     def open(cls, name: str | Path) -> Source:
@@ -49,8 +52,9 @@ class Source:
             )
         folder = open_folder(str(name))
         files = check_files(str(name), folder)
+        stamps = Stamps.of(str(name), folder, files, documents_of(folder, weights=files, trusted=True))
         check_doubles(str(name), files)
-        return cls(str(name), folder, read_fields(str(name), folder), files)
+        return cls(str(name), folder, read_fields(str(name), folder), files, stamps)
 
     @property
     def vocabulary(self) -> int | None:

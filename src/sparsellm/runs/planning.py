@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.checkpoints.loading import InMemoryModel
+from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import TooLarge
 from sparsellm.models.output_head import blocks_and_head
@@ -90,6 +90,7 @@ def estimate(
     held = isinstance(ready.source, InMemoryModel)
     resident = libraries - placement.model * (held and device == "cpu") + host + min(int(FREED_SHARE * host), FREED_BYTES)
     written = placement.model * (1 if placement.streamed or held else 2)  # finished blocks, and the output
+    written += ready.source.stamps.document_bytes if isinstance(ready.source, Checkpoint) else 0
     state, disk_free = state_bytes(recipe, ready), free_disk(output or Path())
     # While a new state of the training is written, the one before is there; the last one is still there with the output.
     files = max(stage.files for stage in stages)

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsellm.activations.walk import Activations
 from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
+from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
 from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
@@ -62,6 +63,7 @@ class BlockRecovery:
         targets: Full names of the layers that "lora" trains; None for all pruned ones.
         scales: By full name of a rounded layer, its scales, which are trained with its integers.
         store: Makes the store of the training of a block, by the block's name.
+        stamps: The files of the pruned checkpoint as they were when it was opened.
     """
 
     training: MaskedAdam
@@ -72,6 +74,7 @@ class BlockRecovery:
     scales: Mapping[str, Scales] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = field(default=(), repr=False)
     store: Callable[[str], TrainingStore] | None = field(default=None, repr=False)
+    stamps: Stamps | None = field(default=None, repr=False)
 
     @property
     def needs(self) -> type[TokenCount]:
@@ -185,6 +188,7 @@ def recovery_plan(
         targets=lora_targets(recipe, blocks_of(source.skeleton()), plan),
         scales=scales,
         outside=tuple(sorted(output.report.changed_outside)),
+        stamps=pruned.stamps,
     )
     kept = {name: output.content[name] for name in KEPT if name in output.content} | {"digest": output.digests.report}
     return method, plan, kept

@@ -149,7 +149,7 @@ def _run(
     report.parameters, report.zeros = loaded.weights.size()
     report.peak_memory = peak_memory()
     observer(Ended(report.totals(), report.seconds["total"]))
-    return _result(loaded, ready.source, report=report, log=log)
+    return _result(loaded, ready.source, method, report=report, log=log)
 
 
 def _measure_before(
@@ -252,8 +252,11 @@ def _prune(
         loaded = reload()
 
 
-def _result(loaded: LoadedModel, source: Checkpoint | InMemoryModel, *, report: Report, log: EventLog) -> Result:
+def _result(
+    loaded: LoadedModel, source: Checkpoint | InMemoryModel, method: BlockMethod, *, report: Report, log: EventLog
+) -> Result:
     """Collect everything that `Result.save_pretrained` writes."""
+    stamps = (source.stamps if isinstance(source, Checkpoint) else None, getattr(method, "stamps", None))
     return Result(
         loaded.model,
         report,
@@ -261,4 +264,5 @@ def _result(loaded: LoadedModel, source: Checkpoint | InMemoryModel, *, report: 
         source=source if isinstance(source, Checkpoint) else None,
         weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
         log=log,
+        read=tuple(x for x in stamps if x is not None),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.errors import CannotResume, SparseLLMError
 from sparsellm.pruning.journal import JOURNAL, Journal
 from sparsellm.runs.records import REPORT, TRAINING_STATE, WHOLE_MODEL, WORK
@@ -220,7 +221,8 @@ def _clean_up(work: WorkDirectory, error: BaseException, resumable: bool) -> Non
     """
     finished = len(work.journal.block_files()) if work.journal else 0
     trained = work.journal.fact(TRAINING_STATE) if work.journal else None
-    if finished or trained or (resumable and work.journal is None):
+    is_kept = finished or trained or (resumable and work.journal is None)
+    if is_kept and not isinstance(error, SourceChanged):  # whose blocks belong to no model
         count = "1 block is" if finished == 1 else f"{finished} blocks are"
         state = f"{count} finished and kept" if finished else "blocks that were finished before are kept"
         if trained and (not finished or trained["value"]["training"] == WHOLE_MODEL):

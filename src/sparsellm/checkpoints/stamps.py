@@ -1,0 +1,106 @@
+"""The files of a checkpoint as they were when it was opened: readable, and unchanged when its output is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsellm.checkpoints.documents import CONFIG, Documents
+from sparsellm.errors import BadCheckpoint
+
+
+class SourceChanged(BadCheckpoint):
+    """A checkpoint whose files were changed while something was made from it."""
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Size and time of modification of the files that an output is made from.
+
+    Attributes:
+        name: The checkpoint's name as the user wrote it.
+        weights: Of the weight files, by path.
+        documents: Of config.json and the files that go along, by path.
+    """
+
+    name: str
+    weights: Mapping[Path, tuple[int, int]]
+    documents: Mapping[Path, tuple[int, int]]
+
+    @classmethod
+    def of(cls, name: str, folder: Path, weights: Collection[Path], documents: Documents) -> Stamps:
+        """Take the stamps of files that are about to be read.
+
+        Raises:
+            BadCheckpoint: A file cannot be read.
+        """
+        copied = [folder / CONFIG, *(folder / file for file in documents.copied)]
+        for file in (*weights, *copied):
+            _check_readable(name, folder, file)
+        return cls(name, {file: _stamp(file) for file in weights}, {file: _stamp(file) for file in copied})
+
+    @property
+    def document_bytes(self) -> int:
+        """Bytes of the files besides the weights."""
+        return sum(size for size, _ in self.documents.values())
+
+    def check(self, ignored: Collection[str] = ()) -> None:
+        """Raise SourceChanged if a file was changed or removed since, other than those of these names."""
+        for file, stamp in {**self.weights, **self.documents}.items():
+            try:
+                is_same = file.name in ignored or _stamp(file) == stamp
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise SourceChanged(
+                    f"{self.name} was changed during the run: {file.name} is no longer the file that was opened. "
+                    "Run it again when nothing writes to the folder, or on a copy of it."
+                )
+
+
+@contextmanager
+def unchanged(*sources: Stamps, ignored: Collection[str] = ()) -> Iterator[None]:
+    """Make something from checkpoints: what fails because one was changed is reported as that, and so is what does not fail.
+
+    Args:
+        ignored: Names of files that do not matter.
+
+    Raises:
+        SourceChanged: A checkpoint was changed before the end.
+    """
+
+    def check() -> None:
+        for source in sources:
+            source.check(ignored)
+
+    check()
+    try:
+        yield
+    except Exception:
+        check()
+        raise
+    check()
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """Size and time of modification of a file, in bytes and nanoseconds."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _check_readable(name: str, folder: Path, file: Path) -> None:
+    """Raise BadCheckpoint unless a file can be copied."""
+    shown = file.relative_to(folder)
+    if not file.exists():
+        raise BadCheckpoint(
+            f"{name}: {shown} is a link to {file.readlink()}, which is not there. Put the file in its place, or remove it."
+        )
+    if not file.is_file():
+        raise BadCheckpoint(f"{name}: {shown} is a pipe, a socket or a device, which cannot be copied. Remove it.")
+    try:
+        with file.open("rb") as stream:
+            stream.read(1)
+    except OSError as error:
+        raise BadCheckpoint(f"{name}: {shown} cannot be read ({error.strerror}). Make it readable, or remove it.") from None
