@@ -17,6 +17,7 @@ from sparsellm import prune
 from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.checkpoints.stamps import SourceChanged
 from sparsellm.runs import conversion, export, packing
+from sparsellm.runs import run as runs
 
 if TYPE_CHECKING:
     from typer.testing import Result
@@ -80,6 +81,17 @@ def test_a_model_changed_during_a_run(
     name = {"weights": "model.safetensors", "weights cut off": "model.safetensors", "config": "config.json"}
     refused(ran, f"was changed during the run: {name.get(change, 'notes.txt')} is no longer the file that was opened")
     assert "--resume" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_changed_while_they_are_read(
+    offload: bool, dense: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails as a consequence is reported as the change."""
+    before(runs, "prune_model", lambda: (dense / "model.safetensors").write_bytes(b"cut off"), monkeypatch)
+    ran = command("prune", dense, tmp_path / "out", "--method", "magnitude", *(("--offload",) if offload else ()))
+    refused(ran, "was changed during the run: model.safetensors is no longer the file that was opened")
     assert not (tmp_path / "out").exists()
 
 

@@ -24,6 +24,10 @@ SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 """Fields that have another name in some families. Aliases of other fields have a meaning of their own in some checkpoints."""
 
 
+ROPE_TYPES = {"mrope": "default", "su": "longrope"}
+"""Older names of types of position embeddings."""
+
+
 def check_fields(name: str, fields: Mapping[str, Any], config: PretrainedConfig) -> None:
     """Raise BadCheckpoint if config.json has a field twice, by its name of today and an older one, with different values.
 
@@ -69,7 +73,7 @@ def _doubles(part: Mapping[str, Any], config: Any) -> Iterator[tuple[tuple[str, 
     scaling = given.get("rope_scaling")
     for key, value in scaling.items() if isinstance(scaling, dict) else ():
         today = "rope_type" if key == "type" else key
-        if today in positions:
+        if today in positions and not (today == "rope_type" and ROPE_TYPES.get(value) == positions[today]):
             yield (f"rope_scaling.{key}", value), (f"rope_parameters.{today}", positions[today])
 
 

@@ -15,6 +15,7 @@ import torch
 from sparsellm.checkpoints.block_loader import DiskWeights
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel
 from sparsellm.checkpoints.remarks import remarks_to
+from sparsellm.checkpoints.stamps import Stamps, unchanged
 from sparsellm.data.in_memory import CalibrationData
 from sparsellm.errors import NonFinite
 from sparsellm.evaluation.measurements import Perplexity
@@ -45,7 +46,7 @@ from sparsellm.runs.measuring import measure_checkpoint, measure_into
 from sparsellm.runs.outputs import changed_before
 from sparsellm.runs.preparation import Prepared, make_plan, prepare
 from sparsellm.runs.recipe import Recipe
-from sparsellm.runs.records import LOG
+from sparsellm.runs.records import ANEW, LOG
 from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
@@ -127,6 +128,30 @@ def _run(
     restored = len(journal.block_files()) if journal else 0
     estimate = partial(expected_stages, recipe, ready, placement, batch=batch, restored=restored, written=work is not None)
     observer(Schedule(lambda: [estimate()]))
+    with unchanged(*_stamps(ready), ignored=(*ANEW, LOG)):
+        loaded = _measure_and_prune(
+            ready, placement, batch, report=report, observer=observer, journal=journal, work=work, shared=shared
+        )
+    report.seconds["total"] = time.perf_counter() - started
+    report.parameters, report.zeros = loaded.weights.size()
+    report.peak_memory = peak_memory()
+    observer(Ended(report.totals(), report.seconds["total"]))
+    return _result(loaded, ready, report=report, log=log)
+
+
+def _measure_and_prune(
+    ready: Prepared,
+    placement: Placement,
+    batch: int,
+    *,
+    report: Report,
+    observer: Observer,
+    journal: Journal | None,
+    work: WorkDirectory | None,
+    shared: DenseCache | None,
+) -> LoadedModel:
+    """Measure the dense model, prune it or recover the pruned one, and measure the result."""
+    recipe = report.recipe
     load_model = partial(load, recipe, ready, folder=work.folder if work else None, placement=placement)
     before = _measure_before(ready, placement, report=report, observer=observer, work=work)
     loaded = _load(load_model, ready, report=report, observer=observer)
@@ -136,8 +161,8 @@ def _run(
     dense = dense_outputs(loaded, ready, report, observer)
     ready = _add_generated(ready, loaded, report=report, observer=observer, shared=shared)
     loaded = _prune(loaded, ready, batch, report=report, observer=observer, journal=journal, shared=shared, reload=load_model)
-    report.add_changes(changed_before(opened.source.folder))
-    for text in report.warnings(damping=getattr(getattr(method, "solver", None), "damping", None)):
+    report.add_changes(changed_before(ready.source.folder))
+    for text in report.warnings(damping=getattr(getattr(ready.method, "solver", None), "damping", None)):
         add_note(text, report, observer)
     try:
         measure_into(report, "pruned", loaded, ready=ready, observer=observer)
@@ -145,11 +170,13 @@ def _run(
             measure_layers(report, loaded, ready, dense=dense, observer=observer)
     except NonFinite as error:  # the pruned model is still written
         add_note(f"the pruned model was not measured: {error}", report, observer)
-    report.seconds["total"] = time.perf_counter() - started
-    report.parameters, report.zeros = loaded.weights.size()
-    report.peak_memory = peak_memory()
-    observer(Ended(report.totals(), report.seconds["total"]))
-    return _result(loaded, ready.source, method, report=report, log=log)
+    return loaded
+
+
+def _stamps(ready: Prepared) -> tuple[Stamps, ...]:
+    """The files of the checkpoints that a run reads, as they were when it opened them."""
+    found = (getattr(ready.source, "stamps", None), getattr(ready.method, "stamps", None))
+    return tuple(stamps for stamps in found if stamps is not None)
 
 
 def _measure_before(
@@ -159,7 +186,8 @@ def _measure_before(
     recipe = report.recipe
     if not isinstance(recipe, RecoveryRecipe) or not ready.tests:
         return {}
-    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None}))
+    unread = {"evaluate": (), "task": (), "prompt": ()}  # its texts are tokens already
+    opened = open_model(recipe.model_copy(update={"model": recipe.pruned, "revision": None, **unread}))
     folder = work.folder if work else None
     before = measure_checkpoint(report, opened, ready=ready, placement=placement, observer=observer, folder=folder)
     gc.collect()  # frees the checkpoint's weights
@@ -252,11 +280,9 @@ def _prune(
         loaded = reload()
 
 
-def _result(
-    loaded: LoadedModel, source: Checkpoint | InMemoryModel, method: BlockMethod, *, report: Report, log: EventLog
-) -> Result:
+def _result(loaded: LoadedModel, ready: Prepared, *, report: Report, log: EventLog) -> Result:
     """Collect everything that `Result.save_pretrained` writes."""
-    stamps = (source.stamps if isinstance(source, Checkpoint) else None, getattr(method, "stamps", None))
+    source = ready.source
     return Result(
         loaded.model,
         report,
@@ -264,5 +290,5 @@ def _result(
         source=source if isinstance(source, Checkpoint) else None,
         weights=loaded.weights if isinstance(loaded.weights, DiskWeights) else None,
         log=log,
-        read=tuple(x for x in stamps if x is not None),
+        read=_stamps(ready),
     )

@@ -54,6 +54,7 @@ def test_the_class_of_another_type() -> None:
         ("llama", {"dtype": "float32", "torch_dtype": None, "architectures": None}),
         ("llama", {"rope_theta": 500000, "rope_scaling": {"type": "llama3", "factor": 8}, "rope_parameters": ROPE}),
         ("llama", {"rope_theta": 1e4, "rope_scaling": None}),
+        ("llama", {"rope_scaling": {"type": "mrope"}, "rope_parameters": {"rope_theta": 1e4}}),
         ("llama", {"architectures": ["SomeoneElsesForCausalLM"]}),
         ("llama", {"architectures": ["MistralForCausalLM"], "auto_map": {}}),  # code of its own
         ("gpt2", {"n_layer": 3, "num_hidden_layers": 3, "architectures": ["GPT2LMHeadModel"]}),
