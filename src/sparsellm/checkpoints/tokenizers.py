@@ -185,8 +185,8 @@ def _check_added(name: str, folder: Path, tokenizer: PreTrainedTokenizerBase) ->
         return
     vocabulary = tokenizer.get_vocab()
     for number, token in added.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if text in vocabulary and vocabulary[text] != int(number):
+        text = str(token.get("content") if isinstance(token, dict) else token)
+        if number.isdecimal() and text in vocabulary and vocabulary[text] != int(number):
             raise BadCheckpoint(
                 f"{name}: {CONFIG} gives the token {text!r} the number {number}, and the tokenizer's other files give it "
                 f"{vocabulary[text]}. Copy the model's own tokenizer files into the folder."
