@@ -140,7 +140,7 @@ def verify(
         counts = [(result.files, "file"), (result.tensors, "tensor"), (result.layers, "pruned layer")]
         files, tensors, layers = (plural(count, noun) for count, noun in counts)
         changed = f"; the run also changed {plural(result.changed, 'tensor')}" if result.changed else ""
-        dense = f"; all other tensors equal those of {against}" if against else ""
+        dense = f"; {result.compared()}" if against else ""
         print_line(stdout, f"{output}: {files}, {tensors} and {layers} match its report{changed}{dense}.")
 
 
