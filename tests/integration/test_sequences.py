@@ -89,6 +89,15 @@ def test_documents_too_short() -> None:
         calibrate(Text(["1", "2"], " ", "short"), without_bos(), documents="whole")
 
 
+def test_parts_of_one_text_are_no_documents(tmp_path: Path) -> None:
+    """Rows of a .raw file and pieces of a large .txt file; a small one is one document."""
+    raw, small = (read_text(written(tmp_path, name, "1 2 3\n4 5 6\n"), "test") for name in ("a.raw", "a.txt"))
+    for text in (raw, read_text(written(tmp_path, "large.txt", "1 2 3\n" * 2**19), "test")):
+        with pytest.raises(BadText, match=r"is one text, of which `documents='whole'` would take parts. Leave it out, or take"):
+            test_windows(text, without_bos(), 8, documents="whole")
+    assert rows(test_windows(small, without_bos(), 8, documents="whole")) == [[11, 12, 13, 14, 15, 16]]
+
+
 def test_a_note_where_most_documents_are_shorter() -> None:
     """For joined documents; not for the papers' texts, rows of one text, or a single document."""
     text = Text([counting(10 * number, 7) for number in range(30)], " ", "records")
@@ -200,7 +209,7 @@ def test_each_sequence_begins_with_bos_where_the_tokenizer_adds_it() -> None:
 @pytest.mark.parametrize("family", ["opt", "llama", "gemma2", "qwen3"])
 def test_the_papers_windows_are_those_of_their_models(family: str) -> None:
     """c4, wikitext2 and ptb with OPT and LLaMA: special tokens where a text begins, and nowhere else, as in their code."""
-    papers = Text(NUMBERS.documents, " ", "wikitext2 test", published=True)
+    papers = Text([document for document in NUMBERS.documents if document], " ", "wikitext2 test", published=True)
     found = test_windows(papers, tokenizer(), 6, family=family)
     if family in ("opt", "llama"):
         assert found.windows.flatten().tolist() == [BOS, *STREAM][: (len(STREAM) + 1) // 6 * 6]
@@ -426,6 +435,8 @@ def test_folders_that_save_to_disk_wrote(tiny: dict[str, Path], tmp_path: Path, 
     DatasetDict(other=data, more=data).save_to_disk(tmp_path / "others")
     assert list(read_text(str(tmp_path / "one"), "test").documents) == texts
     assert list(read_text(str(tmp_path / "splits"), "calibration").documents) == texts[:20]
+    every = test_windows(read_text(str(tmp_path / "one"), "test"), byte_tokenizer(), 8, documents="whole")
+    assert every.notes == ("8 rows of one are left out: 8 empty",)
     assert list(read_text(str(tmp_path / "splits"), "test").documents) == texts[20:]
     with pytest.raises(BadText, match=r"has the splits 'other', 'more', none of them 'train'. Name the folder of one split"):
         read_text(str(tmp_path / "others"), "calibration")

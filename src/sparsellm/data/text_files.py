@@ -35,7 +35,7 @@ class FileDocuments:
 
     Attributes:
         texts: None for an empty row of a large file.
-        empty: Number of empty rows that are left out; those of a large file are not counted.
+        empty: Number of empty rows that are left out; those of a large file are counted when they are drawn.
         pieces: Whether the texts are parts of one text.
     """
 

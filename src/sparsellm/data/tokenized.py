@@ -50,11 +50,11 @@ class TokenizedText:
     Attributes:
         whole: Whether each document is a sequence.
         begin: (0,) or (1,) The BOS token that stands before each sequence cut from the stream.
-        refused: Number of conversations that the chat template refused so far, and the reason of the first.
 
     Raises:
         InvalidSetting: The tokenizer has no BOS token, and `bos` is yes.
-        BadText: The tokenizer has no chat template for conversations.
+        BadText: The tokenizer has no chat template for conversations, or the documents are parts of one text and `documents` is
+            whole.
     """
 
     def __init__(
@@ -68,7 +68,13 @@ class TokenizedText:
     ) -> None:
         self.text, self._tokenizer, self._bos = text, tokenizer, bos
         self.whole = documents == "whole" or (documents == "auto" and bool(text.conversations))
-        self.refused: tuple[int, str] = (0, "")
+        self._empty: set[int] = set()
+        self._refused: dict[int, str] = {}
+        if self.whole and text.rows:
+            raise BadText(
+                f"{text.source} is one text, of which `documents='whole'` would take parts. Leave it out, or take a file with "
+                "several documents, such as a .jsonl file."
+            )
         if text.conversations and tokenizer.chat_template is None:
             raise BadText(
                 f"{text.source} holds chat messages, but the tokenizer has no chat template to write them with. "
@@ -88,17 +94,16 @@ class TokenizedText:
 
     def document(self, number: int) -> str | None:
         """A document; a conversation as the chat template writes it. None for an empty row, and for one that is refused."""
-        if not self.text.conversations:
-            document = self.text.documents[number]
-            return document if document is None or document.strip() or self.text.rows else None
-        conversation = self.text.conversations[number]
-        if conversation is None:
+        document = (self.text.conversations or self.text.documents)[number]
+        if document is None or (isinstance(document, str) and not document.strip() and not self.text.rows):
+            self._empty.add(number)
             return None
+        if isinstance(document, str):
+            return document
         try:
-            return write_conversation(conversation, self._tokenizer)
+            return write_conversation(document, self._tokenizer)
         except DoesNotFit as error:
-            count, reason = self.refused
-            self.refused = (count + 1, reason or f"row {number + 1}: {error}")
+            self._refused[number] = f"row {number + 1}: {error}"
             return None
 
     @cached_property
@@ -109,6 +114,11 @@ class TokenizedText:
         if sizes is not None:
             return sizes
         return np.array([0 if x is None else len(x) if isinstance(x, str) else len(str(x.messages)) for x in documents])
+
+    @cached_property
+    def _ends(self) -> Sizes:
+        """(documents,) Sums of `sizes`."""
+        return np.cumsum(self.sizes)
 
     @cached_property
     def is_long(self) -> bool:
@@ -187,8 +197,9 @@ class TokenizedText:
 
     def check_refused(self) -> None:
         """Raise BadText if there are conversations that the chat template refused, where none is left."""
-        if self.refused[0]:
-            raise BadText(f"{self.text.source}: no conversation fits the tokenizer's chat template ({self.refused[1]}).")
+        if self._refused:
+            reason = next(iter(self._refused.values()))
+            raise BadText(f"{self.text.source}: no conversation fits the tokenizer's chat template ({reason}).")
 
     def _stream_pieces(self) -> Iterator[str]:
         """The stream as one string; in pieces of whole documents if the text is long."""
@@ -217,9 +228,8 @@ class TokenizedText:
         Returns:
             The tokens and about how many characters they take; None where the stream ends before.
         """
-        ends = np.cumsum(self.sizes)
-        first = int(np.searchsorted(ends, place, side="right"))
-        shift = (place - int(ends[first]) + int(self.sizes[first])) / max(1, int(self.sizes[first]))
+        first = int(np.searchsorted(self._ends, place, side="right"))
+        shift = (place - int(self._ends[first]) + int(self.sizes[first])) / max(1, int(self.sizes[first]))
         characters = CHARACTERS * (count + MARGIN)
         while True:
             piece, ended = self._piece(first, shift, characters)
@@ -257,10 +267,11 @@ class TokenizedText:
             yield f"sequences of {self.text.source} are cut as in the papers' code, so that few begin with {token}: see `bos`"
         elif len(self.begin) and self._bos == "auto":
             yield f"each sequence begins with {token}, as the tokenizer begins a text; `bos='no'` leaves it out"
-        if rows := self.text.empty + self.refused[0]:
-            reasons = [f"{self.text.empty:,} empty"] if self.text.empty else []
-            if self.refused[0]:
-                reasons.append(f"{self.refused[0]:,} that the chat template refuses ({self.refused[1]})")
-            verb = "is" if rows == 1 else "are"
-            yield f"{plural(rows, 'row')} of {self.text.source} {verb} left out: {' and '.join(reasons)}"
+        empty, refused = self.text.empty + len(self._empty), len(self._refused)
+        if empty + refused:
+            reasons = [f"{empty:,} empty"] if empty else []
+            if refused:
+                reasons.append(f"{refused:,} that the chat template refuses ({next(iter(self._refused.values()))})")
+            verb = "is" if empty + refused == 1 else "are"
+            yield f"{plural(empty + refused, 'row')} of {self.text.source} {verb} left out: {' and '.join(reasons)}"
         yield from unknown_notes(self._tokenizer, windows, self.text.source)
