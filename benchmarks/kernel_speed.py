@@ -22,7 +22,7 @@ from measuring import MEASURED, markdown_table, measure_or_show, read_figures, w
 from torch import Tensor
 
 from sparsellm.solvers.quantization import default_group_size, round_to_nearest
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernels, memory_reads
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.quantization import QuantizedBitmask
 
@@ -45,7 +45,7 @@ def measure() -> None:
         torch.set_num_threads(threads)
         x, seconds = torch.randn(tokens, COLUMNS).bfloat16(), defaultdict[str, list[float]](list)
         for _ in range(ROUNDS):
-            seconds["reading"].append(kernels.read_seconds(dense))
+            seconds["reading"].append(memory_reads.read_seconds(dense))
             seconds["torch"].append(time_of(lambda weight, x=x: x @ weight.T, dense))
             seconds["dense"].append(time_of(lambda weight, x=x: kernels.dense_matmul(x, weight), dense))
             for (sparsity, form), copies in packed.items():

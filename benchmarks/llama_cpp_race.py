@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.runs.decoding import step_weights
-from sparsellm.sparse import kernels
+from sparsellm.sparse import memory_reads
 
 ROUNDS = 5
 NAMES = {
@@ -123,7 +123,7 @@ def decode(
             if llama_cpp.llama_decode(context, step):
                 raise RuntimeError("llama.cpp could not decode")
         seconds.append(time.perf_counter() - started)
-        reads.append(sum(kernels.read_seconds(weights) for _ in range(tokens)))
+        reads.append(sum(memory_reads.read_seconds(weights) for _ in range(tokens)))
     llama_cpp.llama_batch_free(step)
     llama_cpp.llama_free(context)
     return median(seconds[1:]), median(reads[1:])

@@ -19,7 +19,7 @@ from sparsellm.runs import speed
 from sparsellm.runs.decoding import CEILING, KERNEL, PACKED, TORCH, Speed
 from sparsellm.runs.packed_card import record_speed
 from sparsellm.runs.speed_record import Bench
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernels, memory_reads
 from tests.integration.test_decoding import packed_model
 
 Command = Callable[..., Result]
@@ -31,7 +31,7 @@ def folder(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(speed, "load", packed_model)
     monkeypatch.setattr(kernels, "available", lambda: "avx512")
     monkeypatch.setattr(kernels, "dense_matmul", lambda x, weight: x @ weight.T)
-    monkeypatch.setattr(kernels, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
+    monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     return str(tiny["opt"])
 
 
@@ -82,7 +82,7 @@ def test_speeds_are_recorded_in_the_report_and_the_card(
     outputs: dict[str, Path], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only if asked; a second time in place of the first. The folder still verifies, and unpacks to what it was."""
-    monkeypatch.setattr(kernels, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
+    monkeypatch.setattr(memory_reads, "read_seconds", lambda weights: sum(weight.nbytes for weight in weights) / 1e10)
     packed, run = tmp_path / "packed", ("--threads", "1", "--tokens", "2")
     sparsellm.pack(outputs["opt"], packed)
     before = {file.name: file.read_bytes() for file in packed.iterdir()}

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from sparsellm.cli import doctor
 from sparsellm.cli.app import app
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernels, memory_reads
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def bandwidth() -> object:
-    with mock.patch.object(kernels, "stream_bandwidth", return_value=12.34e9):
+    with mock.patch.object(memory_reads, "stream_bandwidth", return_value=12.34e9):
         yield
 
 

@@ -22,7 +22,7 @@ from sparsellm.runs.decoding import (
     weight_bytes,
     with_own_kernel,
 )
-from sparsellm.sparse import kernels, linear
+from sparsellm.sparse import kernels, linear, memory_reads
 from sparsellm.sparse.linear import PackedLinear
 
 READ = 1000
@@ -61,7 +61,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, nn.Module], list[t
     clock, calls = [0.0], list[tuple[str, int, int]]()
     monkeypatch.setattr(decoding.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(
-        kernels, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
+        memory_reads, "read_seconds", lambda weights: sum(x.nbytes for x in weights) / (READ * torch.get_num_threads())
     )
     return {TORCH: Timed(TORCH, 4, clock, calls), PACKED: Timed(PACKED, 1, clock, calls)}, calls
 

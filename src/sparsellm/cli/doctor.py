@@ -55,7 +55,7 @@ def _examine() -> dict[str, Any]:
 
     from sparsellm.runs.compute_dtype import SPEEDUP, bf16_speedup
     from sparsellm.runtime import devices
-    from sparsellm.sparse import kernels
+    from sparsellm.sparse import kernels, memory_reads
 
     speedup = bf16_speedup(torch.device("cpu"))
     memory = psutil.virtual_memory()
@@ -72,7 +72,7 @@ def _examine() -> dict[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "bfloat16": {"speedup": speedup, "used": speedup >= SPEEDUP},
-        "memory": {"total": memory.total, "available": memory.available, "bandwidth": kernels.stream_bandwidth()},
+        "memory": {"total": memory.total, "available": memory.available, "bandwidth": memory_reads.stream_bandwidth()},
         "accelerators": [
             {"device": str(device), "name": devices.name_of(device), "available": devices.free_bytes(device)}
             for device in accelerators

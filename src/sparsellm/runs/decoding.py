@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsellm.errors import plural
 from sparsellm.models.contexts import eval_mode
-from sparsellm.sparse import kernels
+from sparsellm.sparse import kernels, memory_reads
 from sparsellm.sparse.linear import DenseLinear, PackedLinear
 
 TORCH, KERNEL, PACKED, CEILING = "dense, torch", "dense, own kernel", "packed", "ceiling"
@@ -89,7 +89,7 @@ def measure_speeds(
                     for form, model in models.items():
                         outputs[form], elapsed = _decode(model, outputs[form], tokens)
                         seconds[form].append(elapsed)
-                    reads.extend(kernels.read_seconds(weights) for _ in range(tokens))
+                    reads.extend(memory_reads.read_seconds(weights) for _ in range(tokens))
                 for form, (_, elapsed) in started.items():
                     decode = batch * tokens / median(seconds[form])
                     speeds.append(Speed(form, count, batch, decode, batch * prompt / elapsed))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsellm.errors import InvalidSetting
-from sparsellm.runtime.memory import available as available_memory
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_library, warn_missing
 from sparsellm.sparse.quantization import QuantizedBitmask
@@ -21,12 +17,6 @@ MAX_TOKENS = 16
 
 TILE = 2**20
 """Weights decoded at once: in 16 bits 2 MiB, which stay in a processor's cache for the product."""
-
-PIECE = 2**24
-"""Bytes that are read for one measurement of the bandwidth: less than a millisecond, in which few programs are interrupted."""
-
-PAGE = 4096
-"""Bytes of a page, as in kernels.c: reads are of whole pages."""
 
 
 def available() -> str | None:
@@ -202,25 +192,6 @@ def decode(
         dense.data_ptr(),
     )
     return dense
-
-
-def read_seconds(tensors: Iterable[Tensor]) -> float:
-    """Seconds that all threads together take to read contiguous tensors once, as fast as memory delivers them."""
-    library, threads = load_library(), torch.get_num_threads()
-    started = time.perf_counter()
-    for tensor in tensors:
-        if library is None:
-            tensor.sum()
-        else:
-            library.read(library.number, threads, tensor.data_ptr(), tensor.nbytes // PAGE)
-    return time.perf_counter() - started
-
-
-def stream_bandwidth() -> float:
-    """Measure how fast all threads together read memory, in bytes per second, in about a tenth of a second."""
-    size = max(PIECE, min(2**28, available_memory(torch.device("cpu")) // 4) // PIECE * PIECE)  # larger than caches
-    pieces = torch.ones(size // 4).split(PIECE // 4)
-    return PIECE / median(read_seconds([piece]) for piece in pieces * 4)
 
 
 def _call(

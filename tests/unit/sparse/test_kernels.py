@@ -294,12 +294,6 @@ def test_library_of_another_version_is_not_used() -> None:
     assert kernels.available() == kernels.instruction_sets()[-1]
 
 
-def test_bandwidth_is_that_of_memory() -> None:
-    assert 1e8 < kernels.stream_bandwidth() < 1e13
-    with mock.patch.object(kernels, "load_library", return_value=None):
-        assert 1e8 < kernels.stream_bandwidth() < 1e13
-
-
 def test_values_are_padded_for_the_widest_read() -> None:
     """A kernel reads 64 bytes at once."""
     assert PADDING * 2 >= 64
