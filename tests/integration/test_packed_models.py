@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from typer.testing import Result
@@ -24,7 +25,7 @@ import sparsellm
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel
 from sparsellm.runs.decoding import weight_bytes
 from sparsellm.runs.packing import pack, unpack
-from sparsellm.sparse import transformers_quantizer
+from sparsellm.sparse import transformers_quantizer, weight_converter
 from sparsellm.sparse.experts import PackedExperts
 from sparsellm.sparse.linear import PackedLinear
 from sparsellm.sparse.quantized_linear import QuantizedLinear
@@ -478,3 +479,49 @@ def test_dense_weights_are_not_put_into_a_quantized_layer(packed_models: Callabl
     rounded, folder = packed_models("llama", torch.float32, values="int4")
     with pytest.raises(InvalidSetting, match="integers of 4 bits"):
         sparsellm.load(folder).load_state_dict(AutoModelForCausalLM.from_pretrained(rounded).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*take dense memory")
+@pytest.mark.parametrize(("family", "values"), [("llama", None), ("llama", "int8"), ("gpt2", "int4"), ("mixtral", None)])
+def test_stored_tensors_with_names_of_buffers_are_refused(
+    packed_models: Callable[..., tuple[Path, Path]], tmp_path: Path, family: str, values: str | None
+) -> None:
+    """Plain ones of every dtype, with and without the model's prefix, and packed ones: only decoding sets buffers."""
+    folder = packed_models(family, torch.bfloat16, values=values)[1]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors, entries = load_file(folder / "model.safetensors"), json.loads(metadata["sparsellm"])
+    model = sparsellm.load(folder)
+    path, layer = next((path, x) for path, x in model.named_modules() if isinstance(x, PackedLinear))
+    prefix = f"{model.base_model_prefix}."
+    changed = shutil.copytree(folder, tmp_path / "changed")
+
+    def refused(key: str, tensor: Tensor, listed: dict[str, Any] = entries) -> None:
+        save_file(tensors | {key: tensor.clone()}, changed / "model.safetensors", metadata | {"sparsellm": json.dumps(listed)})
+        for load in (sparsellm.load, AutoModelForCausalLM.from_pretrained):
+            with pytest.raises((BadCheckpoint, UnsupportedModel), match=re.escape(key)):
+                load(changed)
+        with pytest.raises(BadCheckpoint, match=re.escape(f"would replace what is decoded for the packed layer {path}")):
+            AutoModelForCausalLM.from_pretrained(changed)
+
+    for name in layer.running:
+        buffer = getattr(layer, name)
+        for tensor in (buffer, buffer.long(), buffer.bool(), buffer.to(torch.int16)):
+            refused(f"{path}.{name}", tensor)
+    refused(f"{path.removeprefix(prefix)}.mask", layer.mask)
+    stored = next(key for key in entries if key.endswith("weight") and "embed" not in key)
+    refused(f"{path}.mask", tensors[stored], entries | {f"{path}.mask": entries[stored]})
+
+
+def test_layers_that_were_loaded_wrongly_are_refused(
+    packed_models: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever sets the buffers while transformers loads a model, they are checked before it is returned."""
+    running_form = weight_converter.PackedConverter._running_form
+
+    def wrong(*arguments: Any) -> dict[str, Tensor]:
+        return {name: part + 1 if name.endswith("row_starts") else part for name, part in running_form(*arguments).items()}
+
+    monkeypatch.setattr(weight_converter.PackedConverter, "_running_form", wrong)
+    with pytest.raises(BadCheckpoint, match=r"model\.layers\.0\.\S+_proj: `row_starts` of a packed matrix has 1 at row 0"):
+        AutoModelForCausalLM.from_pretrained(packed_models()[1])

@@ -91,7 +91,7 @@ def read_all_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
     return {key: entry for file in files for key, entry in read_headers(file).items()}
 
 
-def check_dtypes(name: str, headers: Mapping[str, TensorHeader]) -> None:
+def check_dtypes(name: str, headers: Mapping[str, TensorHeader], *, packed: bool = False) -> None:
     """Raise UnsupportedModel for weights that are not floating-point numbers of at least 16 bits.
 
     Integer tensors that are not weights, such as masks and positions in older files, are accepted.
@@ -99,9 +99,10 @@ def check_dtypes(name: str, headers: Mapping[str, TensorHeader]) -> None:
     for key, header in headers.items():
         weight = "weight" in key.rpartition(".")[2] or (header.dtype in ("int8", "uint8") and len(header.shape) in (2, 3))
         if header.dtype not in FLOATS and (weight or header.dtype.startswith(("float", "complex"))):
+            verb = "packed. Get a sound copy" if packed else "pruned. Prune the plain checkpoint that it was made from"
             raise UnsupportedModel(
                 f"{name} holds {key[:200]} in {header.dtype}, and only weights in {', '.join(FLOATS[:-1])} or {FLOATS[-1]} can "
-                "be pruned. Prune the plain checkpoint that it was made from."
+                f"be {verb}."
             )
 
 

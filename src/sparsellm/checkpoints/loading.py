@@ -259,7 +259,7 @@ def open_checkpoint(
         headers = read_all_headers(files)
     except BadCheckpoint as error:
         raise BadCheckpoint(f"{name}: {error}") from None
-    check_dtypes(name, headers)
+    check_dtypes(name, headers, packed=found_packed)
     config = read_configuration(name, folder, trusted=trusted, fields=fields, headers=headers)
     vars(config).pop("quantization_config", None)  # of a packed checkpoint
     check_fields(name, fields, config)

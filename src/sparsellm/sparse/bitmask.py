@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,4 +91,8 @@ def unpack_bits(mask: Tensor, columns: int) -> Tensor:
 
 def count_bits(mask: Tensor) -> Tensor:
     """Count the set bits of each row of a mask: (out,) int64."""
+    if mask.is_cpu:
+        words = mask.numpy()
+        words = words.view(np.uint64) if words.flags.c_contiguous and words.shape[1] % 8 == 0 else words
+        return torch.from_numpy(np.bitwise_count(words).sum(1, dtype=np.int64))
     return _POPCOUNT.to(mask.device)[mask.long()].sum(1, dtype=torch.int64)

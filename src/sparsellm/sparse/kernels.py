@@ -10,7 +10,9 @@ from torch import Tensor
 from sparsellm.errors import InvalidSetting
 from sparsellm.sparse.bitmask import Bitmask
 from sparsellm.sparse.kernel_library import INSTRUCTION_SETS, TYPES, Library, load_library, warn_missing
+from sparsellm.sparse.parts import DTYPES
 from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.running_form import check_layout, check_tensor
 
 MAX_TOKENS = 16
 """Tokens up to which the kernels multiply, in passes of 8. From there on, torch's product with decoded rows takes less time."""
@@ -86,8 +88,6 @@ def packed_linear(
 ) -> Tensor:
     """Multiply tokens by a matrix that is given by its parts, as `matmul` does with them together.
 
-    Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
-
     Args:
         x: (..., in) float32, bfloat16 or float16.
         mask: The bits of a `Bitmask` or a `QuantizedBitmask`.
@@ -100,6 +100,29 @@ def packed_linear(
 
     Returns:
         (..., out) of x's dtype.
+
+    Raises:
+        InvalidSetting: A shape, dtype or device does not match, or a gradient is asked for.
+    """
+    if not torch.compiler.is_compiling():
+        check_layout(_matrix((len(mask), columns), (mask, values, row_starts), scales, group_size))
+    return multiply(x, mask, values, row_starts, columns=columns, scales=scales, group_size=group_size, bias=bias)
+
+
+def multiply(
+    x: Tensor,
+    mask: Tensor,
+    values: Tensor,
+    row_starts: Tensor,
+    *,
+    columns: int,
+    scales: Tensor | None = None,
+    group_size: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply as `packed_linear` does, by parts that passed `check_numbers`, which is not repeated.
+
+    Within `torch.compile` this is the operator `sparsellm::packed_linear`; outside, the call saves torch's dispatch.
     """
     if torch.compiler.is_compiling():
         operator = torch.ops.sparsellm.packed_linear
@@ -109,17 +132,17 @@ def packed_linear(
     shape = x.shape
     if shape[-1] != columns:
         raise InvalidSetting(f"x has {shape[-1]} columns, and the packed matrix {columns}.")
+    if x.device != mask.device:
+        raise InvalidSetting(f"x is on {x.device}, and the packed matrix on {mask.device}. Move one to the other.")
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidSetting("Packed matrices have no gradients: use torch.no_grad(), or train the unpacked model.")
-    rows = len(row_starts) - 1
+    rows = len(mask)
+    if bias is not None and (bias.shape != (rows,) or bias.device != x.device):
+        raise InvalidSetting(f"The bias has the shape {tuple(bias.shape)} on {bias.device}; ({rows},) on {x.device} is needed.")
     tokens = shape.numel() // columns if columns else shape[:-1].numel()
     library = load_library()
     if library is None or not 0 < tokens <= MAX_TOKENS or not x.is_cpu:
-        weight: Bitmask | QuantizedBitmask = Bitmask((rows, columns), mask, values, row_starts)
-        if scales is not None:
-            bits = 8 if values.dtype is torch.int8 else 4
-            weight = QuantizedBitmask((rows, columns), mask, values, row_starts, scales, bits, group_size)
-        return _multiply_tiles(x, weight, bias)
+        return _multiply_tiles(x, _matrix((rows, columns), (mask, values, row_starts), scales, group_size), bias)
     scales_at = None if scales is None else scales.data_ptr()
     parts = (mask.data_ptr(), values.data_ptr(), TYPES[values.dtype], row_starts.data_ptr(), scales_at, group_size)
     return _call(library, x, parts, shape=(rows, columns), bias=bias)
@@ -137,12 +160,9 @@ def dense_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """
     library = load_library()
     rows, columns = weight.shape
-    if library is None or len(x) > MAX_TOKENS:
+    if library is None or len(x) > MAX_TOKENS or not x.is_cpu:
         return (x @ weight.to(x.dtype).T).to(x.dtype)
-    if weight.dtype is not torch.bfloat16 or not weight.is_contiguous() or x.shape[-1] != weight.shape[1]:
-        raise InvalidSetting(
-            f"A contiguous bfloat16 weight of {x.shape[-1]} columns is needed, got {weight.dtype}, {weight.shape}."
-        )
+    check_tensor("The dense weight", weight, (torch.bfloat16,), (rows, x.shape[-1]), device=x.device)
     return _call(library, x, (None, weight.data_ptr(), TYPES[weight.dtype], None, None, 0), shape=(rows, columns))
 
 
@@ -165,11 +185,21 @@ def decode(
 
     Returns:
         (stop - start, in).
+
+    Raises:
+        InvalidSetting: The rows, the dtype or `out` do not fit the matrix.
     """
+    check_layout(weight)
     library = load_library()
     stop = weight.shape[0] if stop is None else stop
+    if not 0 <= start <= stop <= weight.shape[0]:
+        raise InvalidSetting(f"Rows {start} to {stop} are not within the {weight.shape[0]} rows of the packed matrix.")
     scales, group_size = (weight.scales, weight.group_size) if isinstance(weight, QuantizedBitmask) else (None, 0)
     dtype = weight.values.dtype if scales is None else dtype or torch.float32
+    if dtype not in DTYPES:
+        raise InvalidSetting(f"`dtype` got {dtype}; float32, bfloat16 or float16 is needed.")
+    if out is not None:
+        check_tensor("`out`", out, (dtype,), (stop - start, weight.shape[1]), device=weight.mask.device)
     if library is None or not weight.values.is_cpu:
         dense = (
             weight.to_dense(start, stop, dtype=dtype) if isinstance(weight, QuantizedBitmask) else weight.to_dense(start, stop)
@@ -205,7 +235,7 @@ def _call(
         raise InvalidSetting(f"x is {dtype}; float32, bfloat16 or float16 is needed.")
     if bias is not None and bias.dtype is not x.dtype:
         raise InvalidSetting(f"The bias is {bias.dtype}, and x {dtype}.")
-    x = x.contiguous()
+    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     rows, columns = shape
     out = x.new_empty((*x.shape[:-1], rows))
     tokens = x.shape[:-1].numel()
@@ -224,6 +254,15 @@ def _call(
     if failed:
         raise MemoryError(f"no memory for {tokens} tokens of {columns} numbers")
     return out if dtype is x.dtype else out.to(dtype)
+
+
+def _matrix(
+    shape: tuple[int, int], parts: tuple[Tensor, Tensor, Tensor], scales: Tensor | None, group_size: int
+) -> Bitmask | QuantizedBitmask:
+    """Return the matrix of a mask, values and positions of rows, and of scales if the values are integers."""
+    if scales is None:
+        return Bitmask(shape, *parts)
+    return QuantizedBitmask(shape, *parts, scales, 8 if parts[1].dtype is torch.int8 else 4, group_size)
 
 
 def _multiply_tiles(x: Tensor, weight: Bitmask | QuantizedBitmask, bias: Tensor | None) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
+from sparsellm.errors import InvalidSetting
 from sparsellm.sparse import csr_triton
 from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.kernels import decode as decode_rows
-from sparsellm.sparse.kernels import dense_matmul, matmul, packed_linear
+from sparsellm.sparse.kernels import dense_matmul, matmul, multiply
 from sparsellm.sparse.parts import PARTS
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.running_form import check_numbers
 
 RUNNING = ("mask", "values", "row_starts")
 """Names of the buffers of a `PackedLinear`: the parts of a `Bitmask`."""
@@ -31,7 +35,9 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight is a `Bitmask`. The weight is not trained; gradients pass through the layer.
 
     The buffers have the running form, which follows the module to a device and to a dtype. `state_dict` returns the stored form
-    (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or a dense weight.
+    (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or a dense weight, but no buffers. Kernels find values by
+    the numbers in the buffers: whatever sets a buffer, these are checked before the next product. Numbers that are written into
+    a buffer in place are not checked.
 
     Args:
         in_features: Number of inputs.
@@ -48,6 +54,8 @@ class PackedLinear(nn.Module):
     row_starts: Tensor
     running: tuple[str, ...] = RUNNING
     """Names of the buffers of the weight."""
+    _checked = False
+    """Whether the buffers passed `check` since one of them was set."""
 
     def __init__(
         self,
@@ -87,6 +95,7 @@ class PackedLinear(nn.Module):
     @property
     def bitmask(self) -> Bitmask:
         """The weight, (out, in)."""
+        self.check()
         return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
 
     @property
@@ -99,6 +108,22 @@ class PackedLinear(nn.Module):
         """Return the decoded weight in a dtype, (out, in)."""
         return decode_rows(self.bitmask).to(dtype)
 
+    def check(self) -> None:
+        """Check the buffers, if one was set since this was done. Raises InvalidSetting if they are none of a weight."""
+        if not self._checked and not self.values.is_meta:
+            check_numbers(self._unchecked())
+            self._checked = True
+
+    def _unchecked(self) -> Bitmask | QuantizedBitmask:
+        """Return the weight, of which nothing may be read before it is checked."""
+        return Bitmask((self.out_features, self.in_features), self.mask, self.values, self.row_starts)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Buffers are checked before they are read."""
+        super().__setattr__(name, value)
+        if name in self.running:
+            self._checked = False
+
     def product(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) without the bias."""
         return matmul(x, self.bitmask)
@@ -106,6 +131,7 @@ class PackedLinear(nn.Module):
     def assign(self, weight: Bitmask) -> None:
         """Replace the weight by one of the same shape."""
         self.mask, self.values, self.row_starts = weight.mask, weight.values, weight.row_starts
+        self.check()
 
     def to_dense(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return the layer as an `nn.Linear`, or as transformers' `Conv1D` if `transposed`, in its own dtype by default."""
@@ -127,7 +153,9 @@ class PackedLinear(nn.Module):
         is_plain = x.is_cuda and x.dtype is self.values.dtype and not torch.compiler.is_compiling()
         if is_plain and csr_triton.is_available(x.device):
             return self._multiply_compressed(x)
-        return packed_linear(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
+        if not self._checked:
+            self.check()
+        return multiply(x, self.mask, self.values, self.row_starts, columns=self.in_features, bias=self.bias)
 
     def _multiply_compressed(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) with the weight in the form for its GPU, made at the first call after it changed."""
@@ -141,13 +169,25 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         """Describe the layer."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        if not (size := self.in_features * self.out_features) or self.values.is_meta:
+        if not (size := self.in_features * self.out_features) or not self._checked:
             return text
         return f"{text}, sparsity={1 - self.bitmask.kept / size:.2%}"
 
     def packed_entry(self) -> PackedEntry:
         """Return what the metadata of a weight file say of the weight."""
         return PackedEntry.of(self.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Move the module. What `to_empty` leaves in the buffers is refused at the next product."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._check_moved()
+        return self
+
+    def _check_moved(self) -> None:
+        """Check the buffers now rather than within `torch.compile`. If they are wrong, a weight may yet be loaded."""
+        self._checked = False
+        with suppress(InvalidSetting):
+            self.check()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Write the bias and the parts of the stored form; on the meta device, those of the running form."""
@@ -158,7 +198,12 @@ class PackedLinear(nn.Module):
             destination |= {prefix + name: part for name, part in self._encode().items()}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Read the bias, and the stored form or a dense weight."""
+        """Read the bias, and the stored form or a dense weight. The running form is refused."""
+        if named := [prefix + name for name in self.running if prefix + name in state_dict]:
+            raise InvalidSetting(
+                f"The state has {named[0]}, a buffer that a packed layer makes of its weight. Remove it, and give the weight "
+                "as `state_dict` of a packed layer does, or dense."
+            )
         parts = {name: state_dict[prefix + name] for name in PARTS if prefix + name in state_dict}
         if "weight" in parts:
             self._decode(parts)
@@ -166,6 +211,7 @@ class PackedLinear(nn.Module):
                 name: tensor for name, tensor in state_dict.items() if name.removeprefix(prefix) not in parts
             }
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._check_moved()
 
     def _encode(self) -> dict[str, Tensor]:
         """Return the parts of the stored form."""
@@ -177,7 +223,12 @@ class PackedLinear(nn.Module):
         dense = parts["weight"]
         if dense.shape != shape:
             dense = decode(parts, shape, self.dtype).to_dense()
-        self.assign(Bitmask.from_dense((dense.T if self.transposed else dense).to(self.values)))
+        dense = (dense.T if self.transposed else dense).to(self._place(dense), self.dtype)
+        self.assign(Bitmask.from_dense(dense))
+
+    def _place(self, part: Tensor) -> torch.device:
+        """Return where a weight is loaded to: the layer's device, or that of a stored part if the layer has no memory yet."""
+        return part.device if self.values.is_meta else self.values.device
 
 
 class Product(torch.autograd.Function):

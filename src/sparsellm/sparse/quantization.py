@@ -70,7 +70,7 @@ class QuantizedBitmask:
                 f"A matrix of {shape} in groups of {group_size} has {group_count(columns, group_size)} scales a row, "
                 f"got {tuple(scales.shape)}."
             )
-        counts = count_bits(mask) if bits == 8 else _word_bytes(mask).sum(1)
+        counts = count_bits(mask) if bits == 8 else count_bytes(mask)
         row_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         if bits == 8:
             values = torch.cat([integers, integers.new_zeros(PADDING)])
@@ -131,10 +131,10 @@ def exact_form(weight: Tensor, scales: Tensor, *, bits: int, group_size: int) ->
     return QuantizedBitmask.from_integers(integers, scales, bits=bits, group_size=group_size, keep=keep)
 
 
-def _word_bytes(mask: Tensor) -> Tensor:
-    """Count the bytes that the kept numbers of each 64 columns take with two in a byte: (out, ceil(in / 64)) int64."""
+def count_bytes(mask: Tensor) -> Tensor:
+    """Count the bytes that the kept numbers of each row take with two in a byte, from a new byte in each 64 columns: (out,)."""
     words = mask.view(-1, GROUP // 8)
-    return ((count_bits(words) + 1) // 2).view(len(mask), -1)
+    return ((count_bits(words) + 1) // 2).view(len(mask), mask.shape[1] * 8 // GROUP).sum(1)
 
 
 def _occupied(mask: Tensor) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsellm.checkpoints.packed_files import PackedEntry
 from sparsellm.errors import InvalidSetting
 from sparsellm.solvers.quantization import group_count
 from sparsellm.sparse.bitmask import PADDING
 from sparsellm.sparse.kernels import decode as decode_rows
-from sparsellm.sparse.kernels import packed_linear
+from sparsellm.sparse.kernels import multiply
 from sparsellm.sparse.linear import RUNNING, PackedLinear, Product
 from sparsellm.sparse.quantization import QuantizedBitmask
 from sparsellm.sparse.quantized_encoding import decode_quantized, encode_quantized
@@ -87,6 +88,11 @@ class QuantizedLinear(PackedLinear):
     @property
     def quantized(self) -> QuantizedBitmask:
         """The weight, (out, in)."""
+        self.check()
+        return self._unchecked()
+
+    def _unchecked(self) -> QuantizedBitmask:
+        """Return the weight, of which nothing may be read before it is checked."""
         shape = self.out_features, self.in_features
         return QuantizedBitmask(
             shape, self.mask, self.values, self.row_starts, self.scales, bits=self.bits, group_size=self.group_size
@@ -95,6 +101,7 @@ class QuantizedLinear(PackedLinear):
     def assign_quantized(self, weight: QuantizedBitmask) -> None:
         """Replace the weight by one of the same shape and format."""
         self.mask, self.values, self.row_starts, self.scales = weight.mask, weight.values, weight.row_starts, weight.scales
+        self.check()
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded weight in a dtype, (out, in)."""
@@ -113,23 +120,27 @@ class QuantizedLinear(PackedLinear):
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Map (..., in) to (..., out) by the kernels."""
+        if not self._checked:
+            self.check()
         options = {"columns": self.in_features, "group_size": self.group_size}
-        return packed_linear(x, self.mask, self.values, self.row_starts, scales=self.scales, bias=bias, **options)
+        return multiply(x, self.mask, self.values, self.row_starts, scales=self.scales, bias=bias, **options)
 
     def extra_repr(self) -> str:
         """Describe the layer."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         text = f"{text}, bits={self.bits}, group_size={self.group_size}"
-        if not (size := self.in_features * self.out_features) or self.values.is_meta:
+        if not (size := self.in_features * self.out_features) or not self._checked:
             return text
         return f"{text}, sparsity={1 - self.quantized.kept / size:.2%}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move the module. Another dtype is that of `weight`: the scales keep theirs, in which kernels read them."""
         scales = self.scales
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse)
         self._dtype = fn(torch.empty(0, dtype=self._dtype, device=scales.device)).dtype
-        self.scales = self.scales.bfloat16() if self.scales.is_meta else scales.to(self.scales.device)
+        is_empty = scales.is_meta or self.scales.is_meta
+        self.scales = self.scales.bfloat16() if is_empty else scales.to(self.scales.device)
+        self._check_moved()
         return self
 
     def packed_entry(self) -> PackedEntry:
@@ -147,4 +158,6 @@ class QuantizedLinear(PackedLinear):
                 f"The layer has integers of {self.bits} bits, and the state has none. Load the state of such a layer."
             )
         shape = self.out_features, self.in_features
-        self.assign_quantized(decode_quantized(parts, shape, self.dtype, bits=self.bits, group_size=self.group_size))
+        weight = decode_quantized(parts, shape, self.dtype, bits=self.bits, group_size=self.group_size)
+        place = self._place(parts["weight"])
+        self.assign_quantized(replace(weight, **{name: getattr(weight, name).to(place) for name in self.running}))

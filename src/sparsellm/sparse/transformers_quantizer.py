@@ -106,8 +106,16 @@ class SparseLLMQuantizer(HfQuantizer):  # type: ignore[misc]
         return name == "values" and isinstance(model.get_submodule(path), PackedLinear)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **keywords: Any) -> PreTrainedModel:
-        """Let dense layers use the kernels, and keep what transformers did with the stored tensors, which saving reverts."""
-        for module in model.modules():
+        """Check packed layers, let dense ones use the kernels, and keep what transformers did with the stored tensors.
+
+        Saving reverts it.
+        """
+        for path, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                try:
+                    module.check()
+                except InvalidSetting as error:
+                    raise BadCheckpoint(f"{path}: {error}") from None
             if type(module) is nn.Linear and kernels.available():
                 module.__class__ = DenseLinear
         self._conversions, model._weight_conversions = model._weight_conversions, []

@@ -160,16 +160,18 @@ def plan_conversion(
         transforms: What transformers does with the stored tensors.
         packed: The packed tensors of the checkpoint, by stored name.
         dense: The stored names of its other tensors.
+
+    Raises:
+        BadCheckpoint: A packed weight has another shape than the model's, or a stored tensor the name of a layer's buffer.
     """
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
+    dense = set(dense)
     sources: dict[str, list[tuple[str, str | None]]] = {}
     for key in sorted({*packed, *dense}, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state:
-            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        name, pattern = _name_of(key, model, state, transforms=(renamings, converters))
         sources.setdefault(name, []).append((key, pattern))
     targets: dict[str, Target] = {}
     names = {}
@@ -179,6 +181,7 @@ def plan_conversion(
         pattern = pieces[0][1]
         target = Target(name, tuple(pieces), state[name].dtype, converter=by_pattern[pattern] if pattern else None)
         if len(pieces) == 1 and pattern is None:
+            _check_shape(name, packed[pieces[0][0]], tuple(state[name].shape))
             target = _replace_linear(model, target, packed[pieces[0][0]])
         targets[target.name] = target
     targets = _replace_experts(model, targets, packed)
@@ -186,7 +189,46 @@ def plan_conversion(
         for key, _ in target.sources:
             for stored in packed[key].parts.values() if key in packed else (key,):
                 names[rename_source_key(stored, renamings, [])[0]] = target.name
+    everything = dense.union(*(tensor.parts.values() for tensor in packed.values()))
+    free = [key for key in sorted(everything) if rename_source_key(key, renamings, [])[0] not in names]
+    _check_names(model, free, transforms=(renamings, converters))
     return PackedConverter(packed, targets, names=names, scales={})
+
+
+def _name_of(
+    key: str,
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    *,
+    transforms: tuple[list[WeightRenaming], list[WeightConverter]],
+) -> tuple[str, str | None]:
+    """Return what transformers calls a stored tensor in a model of a state, and the pattern of its converter."""
+    name, pattern = rename_source_key(key, *transforms, model.base_model_prefix, state)
+    return (name, pattern) if name in state else rename_source_key(key, [], [], model.base_model_prefix, state)
+
+
+def _check_names(
+    model: PreTrainedModel, keys: Iterable[str], *, transforms: tuple[list[WeightRenaming], list[WeightConverter]]
+) -> None:
+    """Raise BadCheckpoint for stored tensors with names of buffers of packed layers, which only decoding may set."""
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    buffers = {f"{path}.{name}" for path, layer in layers.items() for name in layer.running}
+    state = model.state_dict()
+    for key in keys:
+        name = _name_of(key, model, state, transforms=transforms)[0]
+        if name in buffers:
+            raise BadCheckpoint(
+                f"The weight files hold {key[:200]}, which would replace what is decoded for the packed layer "
+                f"{name.rpartition('.')[0]}. Remove it from them, or get a sound copy of the checkpoint."
+            )
+
+
+def _check_shape(name: str, packed: PackedTensor, shape: tuple[int, ...]) -> None:
+    """Raise BadCheckpoint for a packed weight of another shape than the model's, before it is decoded."""
+    if packed.entry.shape != shape:
+        raise BadCheckpoint(
+            f"{name} is {packed.entry.shape}, but config.json calls for {shape}. It may belong to another model."
+        )
 
 
 def _replace_experts(
@@ -240,11 +282,6 @@ def _replace_linear(model: PreTrainedModel, target: Target, packed: PackedTensor
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     if name != "weight" or target.name in tied or not packed.is_sparse or not is_linear(module):
         return target
-    if packed.entry.shape != tuple(module.weight.shape):
-        raise BadCheckpoint(
-            f"{target.name} is {packed.entry.shape}, but config.json calls for {tuple(module.weight.shape)}. "
-            "It may belong to another model."
-        )
     transposed = type(module).__name__ == "Conv1D"
     if packed.entry.bits is not None and packed.entry.transposed != transposed:  # its groups are not along the inputs
         return target

@@ -1,0 +1,85 @@
+"""Checks of packed matrices before kernels read them: the layout of their parts at each call, their numbers once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.solvers.quantization import GROUP_UNIT, group_count
+from sparsellm.sparse.bitmask import GROUP, PADDING, Bitmask, count_bits
+from sparsellm.sparse.parts import DTYPES
+from sparsellm.sparse.quantization import QuantizedBitmask, count_bytes
+
+Dtypes = tuple[torch.dtype, ...]
+
+
+def check_layout(weight: Bitmask | QuantizedBitmask) -> None:
+    """Check what does not depend on the numbers in the parts. Takes a few microseconds.
+
+    Raises:
+        InvalidSetting: A part has another dtype, shape or device than kernels read, or is not contiguous.
+    """
+    rows, columns = weight.shape
+    kinds: Dtypes = DTYPES
+    if isinstance(weight, QuantizedBitmask):
+        kinds = (torch.int8,) if weight.bits == 8 else (torch.uint8,)
+    needed: list[tuple[str, Tensor, Dtypes, tuple[int, ...]]] = [
+        ("mask", weight.mask, (torch.uint8,), (rows, -(-columns // GROUP) * GROUP // 8)),
+        ("row_starts", weight.row_starts, (torch.int64,), (rows + 1,)),
+        ("values", weight.values, kinds, (max(weight.values.numel(), PADDING),)),
+    ]
+    if isinstance(weight, QuantizedBitmask):
+        if weight.group_size < 0 or weight.group_size % GROUP_UNIT:
+            raise InvalidSetting(
+                f"`group_size` must be a multiple of {GROUP_UNIT} columns, or 0 for whole rows, got {weight.group_size}."
+            )
+        needed.append(("scales", weight.scales, (torch.bfloat16,), (rows, group_count(columns, weight.group_size))))
+    for name, part, dtypes, shape in needed:
+        check_tensor(f"`{name}` of a packed matrix", part, dtypes, shape, device=weight.mask.device)
+
+
+def check_tensor(name: str, tensor: Tensor, dtypes: Dtypes, shape: tuple[int, ...], *, device: torch.device) -> None:
+    """Raise InvalidSetting unless a tensor that kernels read or write by its address is as they need it.
+
+    Args:
+        name: What it is, for the message.
+        tensor: The tensor.
+        dtypes: The dtypes that it may have.
+        shape: The shape that it must have.
+        device: The device on which it must be.
+    """
+    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.is_contiguous():
+        return
+    kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    strides = "" if tensor.is_contiguous() else f" with strides {tuple(tensor.stride())}"
+    got = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}{strides} on {tensor.device}"
+    raise InvalidSetting(f"{name} is {got}; contiguous {kinds} of shape {tuple(shape)} on {device} is needed.")
+
+
+def check_numbers(weight: Bitmask | QuantizedBitmask) -> None:
+    """Check the layout of a matrix, and that its mask, its positions of rows and the length of its values agree.
+
+    Reads the mask once.
+
+    Raises:
+        InvalidSetting: They do not agree: a kernel would read values that are another row's, or behind the last one.
+    """
+    check_layout(weight)
+    columns, mask = weight.shape[1], weight.mask
+    behind = mask[:, -(-columns // 8) :].any() or (columns % 8 and (mask[:, columns // 8] >> columns % 8).any())
+    if behind:
+        raise InvalidSetting(f"`mask` of a packed matrix keeps columns behind the last one of {columns}: it is damaged.")
+    counts = count_bytes(mask) if isinstance(weight, QuantizedBitmask) and weight.bits != 8 else count_bits(mask)
+    expected = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if not torch.equal(weight.row_starts, expected):
+        row = int((weight.row_starts != expected).nonzero()[0])
+        raise InvalidSetting(
+            f"`row_starts` of a packed matrix has {int(weight.row_starts[row])} at row {row}, where its mask calls for "
+            f"{int(expected[row])}: it is damaged. Load the weight again."
+        )
+    if len(weight.values) != int(expected[-1]) + PADDING:
+        raise InvalidSetting(
+            f"`values` of a packed matrix has {len(weight.values):,} elements, where its mask calls for "
+            f"{int(expected[-1]) + PADDING:,}: it is damaged. Load the weight again."
+        )

@@ -1,0 +1,214 @@
+"""Parts of a packed matrix that kernels would read wrongly are refused: by every function of the kernels, and by layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsellm.errors import InvalidSetting
+from sparsellm.sparse import kernels
+from sparsellm.sparse.bitmask import PADDING, Bitmask
+from sparsellm.sparse.csr_triton import CompressedRows
+from sparsellm.sparse.linear import PackedLinear
+from sparsellm.sparse.quantization import QuantizedBitmask
+from sparsellm.sparse.quantized_linear import QuantizedLinear
+from sparsellm.sparse.running_form import check_layout, check_numbers
+
+Weight = Bitmask | QuantizedBitmask
+ROWS, COLUMNS = 5, 70
+FORMS = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 3)
+"""The dtype of a `Bitmask`, or the bits of a `QuantizedBitmask`."""
+
+
+def packed(form: torch.dtype | int) -> Weight:
+    """A matrix of a form with zeros, an empty row and, at its end, a kept weight."""
+    torch.manual_seed(0)
+    keep = torch.rand(ROWS, COLUMNS) < 0.5
+    keep[1], keep[-1, -1] = False, True
+    if isinstance(form, torch.dtype):
+        return Bitmask.from_dense((torch.ones(ROWS, COLUMNS) * keep).to(form))
+    integers = keep.to(torch.int8)
+    return QuantizedBitmask.from_integers(integers, torch.ones(ROWS, 2).bfloat16(), bits=form, group_size=64, keep=keep)
+
+
+def layer_of(weight: Weight) -> PackedLinear:
+    """A layer with a weight."""
+    if isinstance(weight, QuantizedBitmask):
+        return QuantizedLinear.from_bitmask(weight, dtype=torch.float32)
+    return PackedLinear.from_dense(weight.to_dense())
+
+
+def strided(part: Tensor) -> Tensor:
+    """The same numbers with every second element of the memory."""
+    return torch.stack([part, part], dim=-1)[..., 0]
+
+
+LAYOUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "mask int64": ("mask", lambda part: part.long()),
+    "mask bool": ("mask", lambda part: part.bool()),
+    "mask strided": ("mask", strided),
+    "mask of fewer rows": ("mask", lambda part: part[:-1]),
+    "mask of fewer columns": ("mask", lambda part: part[:, :8].contiguous()),
+    "mask flat": ("mask", lambda part: part.flatten()),
+    "mask on another device": ("mask", lambda part: part.to("meta")),
+    "rows int32": ("row_starts", lambda part: part.int()),
+    "rows float": ("row_starts", lambda part: part.double()),
+    "rows strided": ("row_starts", strided),
+    "rows short": ("row_starts", lambda part: part[:-1]),
+    "rows on another device": ("row_starts", lambda part: part.to("meta")),
+    "values int64": ("values", lambda part: part.long()),
+    "values float64": ("values", lambda part: part.double()),
+    "values strided": ("values", strided),
+    "values without padding": ("values", lambda part: part[: PADDING - 1]),
+    "values of two dimensions": ("values", lambda part: part[None]),
+}
+NUMBERS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "rows far away": ("row_starts", lambda part: part + 2**40),
+    "a row far away": ("row_starts", lambda part: part.index_fill(0, torch.tensor(2), 2**40)),
+    "rows negative": ("row_starts", lambda part: part - 1),
+    "rows of the next row": ("row_starts", lambda part: part.index_copy(0, torch.tensor(1), part[2:3] + 1)),
+    "another mask": ("mask", lambda part: part | 255 >> 5),
+    "mask behind the last column": ("mask", lambda part: part | torch.tensor([0] * 8 + [64] + [0] * 7, dtype=torch.uint8)),
+    "mask behind the last byte": ("mask", lambda part: part | torch.tensor([0] * 15 + [1], dtype=torch.uint8)),
+    "values short": ("values", lambda part: part[:-1]),
+    "values long": ("values", lambda part: torch.cat([part, part])),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_sound_matrix_is_accepted(form: torch.dtype | int) -> None:
+    weight = packed(form)
+    check_numbers(weight)
+    layer = layer_of(weight)
+    for change in (copy.deepcopy, lambda x: x.to(torch.bfloat16), lambda x: x.float().requires_grad_(False)):
+        assert change(layer)._checked
+    assert layer_of(weight).to("meta")._checked is False
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_wrong_layouts_are_refused_by_every_function(name: str, form: torch.dtype | int) -> None:
+    part, change = LAYOUTS[name]
+    weight = packed(form)
+    wrong = replace(weight, **{part: change(getattr(weight, part))})
+    with pytest.raises(InvalidSetting, match=r"of a packed matrix is .* is needed"):
+        check_layout(wrong)
+    for tokens in (1, 20):
+        with pytest.raises(InvalidSetting):
+            kernels.matmul(torch.ones(tokens, COLUMNS), wrong)
+    with pytest.raises(InvalidSetting):
+        kernels.decode(wrong)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", [*LAYOUTS, *NUMBERS])
+@pytest.mark.filterwarnings("ignore")
+def test_layers_refuse_buffers_that_contradict_each_other(name: str, form: torch.dtype | int) -> None:
+    """However they are set: one at a time, in a module that is moved, or copied. With the right one a layer is of use again."""
+    part, change = (LAYOUTS | NUMBERS)[name]
+    layer, x = layer_of(packed(form)), torch.ones(1, COLUMNS)
+    right, expected = getattr(layer, part), layer(x)
+    wrong = change(right)
+    setattr(layer, part, wrong)
+    for use in (layer, layer.product, torch.nn.Sequential(copy.deepcopy(layer))):
+        with pytest.raises(InvalidSetting):
+            use(x)
+    with pytest.raises(InvalidSetting):
+        layer(x.clone().requires_grad_())
+    with pytest.raises(InvalidSetting):
+        _ = layer.weight
+    assert "in_features=70" in repr(layer)
+    setattr(layer, part, right)
+    assert torch.equal(layer(x), expected)
+    layer._apply(lambda tensor: change(tensor) if tensor is getattr(layer, part) else tensor)
+    with pytest.raises(InvalidSetting):
+        layer(x)
+
+
+@pytest.mark.parametrize("form", [torch.float32, 8, 4], ids=str)
+def test_memory_that_was_never_written_is_not_read(form: torch.dtype | int) -> None:
+    """`to_empty` leaves what the memory held; weights may be loaded after it."""
+    layer, x = layer_of(packed(form)), torch.ones(2, COLUMNS)
+    state, expected = layer.state_dict(), layer(x)
+    for empty in (copy.deepcopy(layer), copy.deepcopy(layer).to("meta")):
+        empty.to_empty(device="cpu")
+        empty.row_starts.fill_(2**40)
+        empty._check_moved()
+        with pytest.raises(InvalidSetting, match="it is damaged"):
+            empty(x)
+        empty.load_state_dict(state)
+        assert torch.equal(empty(x), expected)
+    meta = copy.deepcopy(layer).to("meta")
+    with pytest.raises(InvalidSetting, match="x is on cpu, and the packed matrix on meta"):
+        meta(x)
+    meta.load_state_dict(state, assign=True)
+    assert torch.equal(meta(x), expected)
+
+
+@pytest.mark.parametrize("form", [torch.float32, 8, 4], ids=str)
+@pytest.mark.parametrize("options", [{}, {"strict": False}, {"strict": False, "assign": True}], ids=str)
+def test_states_with_buffers_are_refused(form: torch.dtype | int, options: dict[str, bool]) -> None:
+    layer = layer_of(packed(form))
+    parent, state = torch.nn.ModuleDict({"a": layer}), {f"a.{name}": part for name, part in layer.state_dict().items()}
+    for name in layer.running:
+        buffer = getattr(layer, name)
+        for others in ({}, state):
+            with pytest.raises(InvalidSetting, match=rf"The state has a\.{name}, a buffer that a packed layer makes"):
+                parent.load_state_dict(others | {f"a.{name}": torch.full_like(buffer, 1)}, **options)
+        assert getattr(layer, name) is buffer
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_biases_tokens_and_outputs_of_other_shapes_are_refused(form: torch.dtype | int, tokens: int) -> None:
+    weight = packed(form)
+    x = torch.ones(tokens, COLUMNS)
+    biases = [torch.ones(ROWS - 1), torch.ones(ROWS + 1), torch.ones(1), torch.ones(1, ROWS), torch.ones(ROWS, device="meta")]
+    for bias in biases:
+        with pytest.raises(InvalidSetting, match="The bias has the shape"):
+            kernels.matmul(x, weight, bias)
+    wide = torch.arange(2 * ROWS).float()
+    assert torch.equal(kernels.matmul(x, weight, wide[::2]), kernels.matmul(x, weight, wide[::2].clone()))
+    with pytest.raises(InvalidSetting, match="is on meta, and the packed matrix on cpu"):
+        kernels.matmul(x.to("meta"), weight)
+    for start, stop in ((-1, 2), (0, ROWS + 1), (3, 2), (ROWS + 1, None)):
+        with pytest.raises(InvalidSetting, match=f"are not within the {ROWS} rows"):
+            kernels.decode(weight, start, stop)
+    dtype = weight.values.dtype if isinstance(weight, Bitmask) else torch.float32
+    right = torch.empty(ROWS, COLUMNS, dtype=dtype)
+    for out in (right[:-1], right[:, :-1], right.double(), strided(right), right.flatten(), right.to("meta")):
+        with pytest.raises(InvalidSetting, match="`out` is"):
+            kernels.decode(weight, out=out)
+    assert kernels.decode(weight, out=right) is right
+
+
+def test_other_misuse_is_refused() -> None:
+    quantized: Any = packed(8)
+    for scales in (quantized.scales.float(), quantized.scales[:, :1], strided(quantized.scales), quantized.scales[:-1]):
+        with pytest.raises(InvalidSetting, match="`scales` of a packed matrix"):
+            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, scales=scales))
+    for size in (63, -64):
+        with pytest.raises(InvalidSetting, match="`group_size` must be a multiple of 64"):
+            kernels.matmul(torch.ones(1, COLUMNS), replace(quantized, group_size=size))
+    with pytest.raises(InvalidSetting, match="`values` of a packed matrix is int8"):
+        kernels.matmul(torch.ones(1, COLUMNS), Bitmask(quantized.shape, quantized.mask, quantized.values, quantized.row_starts))
+    with pytest.raises(InvalidSetting, match="`dtype` got torch"):
+        kernels.decode(quantized, dtype=torch.int8)
+    dense = torch.ones(3, 8).bfloat16()
+    for weight in (strided(dense), dense.to("meta"), dense.float(), dense[:, :-1].contiguous()):
+        with pytest.raises(InvalidSetting, match="The dense weight is"):
+            kernels.dense_matmul(torch.ones(1, 8), weight)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_rows_for_a_gpu_are_not_made_of_wrong_parts(name: str) -> None:
+    part, change = NUMBERS[name]
+    weight = packed(torch.float32)
+    with pytest.raises(InvalidSetting, match="of a packed matrix"):
+        CompressedRows.from_bitmask(replace(weight, **{part: change(getattr(weight, part))}))
