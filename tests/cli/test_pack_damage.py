@@ -8,15 +8,19 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 import sparsellm
+from sparsellm.checkpoints import tensor_index
 from sparsellm.checkpoints.headers import locate_all
 from sparsellm.errors import BadCheckpoint, InvalidSetting, OutputExists, SparseLLMError, UnsupportedModel, VerificationFailed
 from sparsellm.runs import conversion, packing
@@ -119,6 +123,46 @@ def test_a_packed_tensor_that_is_not_listed_is_refused(packed: Path, tmp_path: P
         (folder / "model.safetensors").write_bytes(len(changed).to_bytes(8, "little") + changed + content[end:])
         with pytest.raises(BadCheckpoint, match=re.escape(message)):
             sparsellm.unpack(folder, tmp_path / "new")
+
+
+@pytest.mark.parametrize("values", [None, "int8"])
+def test_shapes_are_compared_before_tensors_are_decoded(values: str | None, outputs: dict[str, Path], tmp_path: Path) -> None:
+    """With the bytes that hold them, with the report, and without one with config.json. Integers may have no mask."""
+    folder, new = tmp_path / "packed", tmp_path / "new"
+    sparsellm.pack(outputs["opt"], folder, values=values)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    tensors, entries = load_file(folder / "model.safetensors"), json.loads(metadata["sparsellm"])
+    key = next(name for name in entries if name.endswith("fc1.weight"))
+    right = entries[key]["shape"]
+
+    def write(shape: list[int]) -> None:
+        entries[key]["shape"] = shape
+        listed = metadata | {"sparsellm": json.dumps(entries)}
+        masks = (f"{key}_mask", f"{key}_groups") if values else ()
+        save_file({name: part for name, part in tensors.items() if name not in masks}, folder / "model.safetensors", listed)
+
+    for shape in ([2**40, 1], [1, 2**40], [2**62, 2**62]):
+        write(shape)
+        for read in (
+            partial(sparsellm.unpack, folder, new),
+            partial(sparsellm.inspect, folder),
+            partial(sparsellm.load, folder),
+        ):
+            with pytest.raises(BadCheckpoint, match=rf"{key} of shape \(.*\) cannot be in [\d,]+ bytes\. Get a sound copy"):
+                read()
+        with pytest.raises(VerificationFailed, match="cannot be in"):
+            sparsellm.verify(folder)
+    with mock.patch.object(tensor_index, "decode_tensor", side_effect=AssertionError("it was decoded")):
+        write([right[0] * 2, right[1]])
+        with pytest.raises(VerificationFailed, match=rf"1 difference: {key} has the shape .* where the report says"):
+            sparsellm.verify(folder)
+    with pytest.raises(VerificationFailed, match=f"{key} is not as it was when it was packed"):
+        sparsellm.unpack(folder, new)
+    (folder / "sparsellm.json").unlink()
+    with pytest.raises(BadCheckpoint, match=rf"{key} is \(.*\), but the configuration calls for"):
+        sparsellm.unpack(folder, new)
+    assert not new.exists()
 
 
 def test_changed_models_are_refused(outputs: dict[str, Path], tmp_path: Path) -> None:

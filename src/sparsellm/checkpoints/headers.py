@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsellm.checkpoints.packed_files import PackedEntry, parse_entries, parts_of
+from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE, PackedEntry, parse_entries, parts_of
 from sparsellm.errors import BadCheckpoint, UnsupportedModel
 
 KINDS = {
@@ -190,16 +190,22 @@ def _safetensors_headers(file: Path) -> dict[str, TensorHeader]:
 def _unpacked_headers(
     file: Path, headers: Mapping[str, TensorHeader], entries: Mapping[str, PackedEntry]
 ) -> dict[str, TensorHeader]:
-    """Return headers with those of packed tensors in place of those of their parts."""
+    """Return headers with those of packed tensors in place of those of their parts. Their sizes are what the parts can hold."""
     parts: set[str] = set()
     if "-of-" in file.name:  # transformers writes the list of all shards into each
         entries = {key: entry for key, entry in entries.items() if key in headers}
-    for key in entries:
+    for key, entry in entries.items():
         if key not in headers:
             raise BadCheckpoint(f"{file.name} is damaged: it lists the packed tensor {key[:80]}, which it does not hold.")
         names = parts_of(key, headers).values()
         if wrong := [name for name in names if headers[name].dtype != "uint8" or len(headers[name].shape) != 1]:
             raise BadCheckpoint(f"{file.name} is damaged: {wrong[0][:80]} is no part of a packed tensor.")
+        size = sum(headers[name].numel for name in names)
+        if math.prod(entry.shape) > NUMBERS_A_BYTE * size:
+            raise BadCheckpoint(
+                f"{file.name} is damaged: {key[:80]} of shape {entry.shape} cannot be in {size:,} bytes. "
+                "Get a sound copy of the file."
+            )
         parts |= set(names)
     if left := next((key for key in headers if key not in parts and len(parts_of(key, headers)) > 1), None):
         raise BadCheckpoint(f"{file.name} is damaged: it does not list {left[:80]}, of which it holds the parts.")

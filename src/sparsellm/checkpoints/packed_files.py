@@ -28,6 +28,10 @@ VERSION = 1
 QUANTIZED_BITS, GROUP_UNIT = (None, 3, 4, 8), 64
 """Bits of an integer of a tensor, None if it is not quantized; and the columns of which a group is a multiple."""
 
+NUMBERS_A_BYTE = 64
+"""Most numbers of a packed tensor for each of its stored bytes: a byte of the mask has the bits of eight numbers, and takes at
+least one bit when it is compressed by Huffman codes."""
+
 STORED_KINDS = {
     "float64": "F64",
     "float32": "F32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from sparsellm.checkpoints.documents import ADAPTER, read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
+from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored, tensor_digests
-from sparsellm.errors import BadCheckpoint, InvalidSetting
+from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.packed_card import dense_card, packed_card
@@ -23,7 +25,7 @@ from sparsellm.runs.quantization_file import stamp, stored_scales, write_scales
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import CARD
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
-from sparsellm.runs.verification import raise_if_any, tensor_differences
+from sparsellm.runs.verification import raise_if_any, shape_difference, tensor_differences
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.sparse.packed_tensors import SPARSE, encode_tensor, estimated_bytes, pack_quantized
 
@@ -185,10 +187,16 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         )
     path = check_output(model, overwrite, source.folder)
     report = report_of(source, None)
+    recorded = report.get("digests", {}).get("tensors")
+    difference = f"is not as it was when it was packed: {packed} is damaged or was changed. Get a sound copy."
+    if not recorded:
+        _check_configured(source)
 
     def convert(file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, decoded."""
-        for name in read_headers(file):
+        for name, header in read_headers(file).items():
+            if wrong := shape_difference(name, header.shape, recorded or {}):
+                raise VerificationFailed(f"{name} {difference}", (wrong,))
             writer.add(name, read_stored(TensorLocation(file, name)))
 
     with converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work:
@@ -198,8 +206,6 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         write_config(work, without_member(read_config_text(source.folder), "quantization_config"))
         if (source.folder / CARD).is_file():
             (work / CARD).write_text(dense_card((source.folder / CARD).read_text(encoding="utf-8")), encoding="utf-8")
-        recorded = report.get("digests", {}).get("tensors")
-        difference = f"is not as it was when it was packed: {packed} is damaged or was changed. Get a sound copy."
         finish(work, {key: value for key, value in report.items() if key != "packing"}, recorded, difference=difference)
     weights = [sum(file.stat().st_size for file in files) for files in (source.files, [path / x for x in source.targets()])]
     return Unpacked(str(model), *weights)
@@ -227,6 +233,12 @@ def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: b
             check_output(target, overwrite, output)
             targets[output] = target
     return targets
+
+
+def _check_configured(source: Source) -> None:
+    """Raise BadCheckpoint for tensors of other shapes than config.json calls for, if transformers has the model."""
+    with suppress(UnsupportedModel):
+        open_checkpoint(source.name, packed=True)
 
 
 def _read_digests(source: Source) -> dict[str, TensorDigest]:

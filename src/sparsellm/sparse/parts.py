@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import GROUP
 
@@ -26,8 +27,8 @@ _QUANTIZED = ("deflated", "scales", "scales_deflated")
 PARTS = ("weight", *(f"weight_{name}" for name in _MORE + _QUANTIZED))
 """Names of the parts of a weight."""
 
-_MOST = 2**40
-"""Most numbers of a weight, far more than any has. Damaged shapes beyond it would overflow sizes."""
+_INFLATED = 8
+"""Most bytes that a byte of Huffman codes becomes: the shortest code has one bit."""
 
 
 def stored_tensors(parts: Mapping[str, Bytes]) -> dict[str, Tensor]:
@@ -36,9 +37,12 @@ def stored_tensors(parts: Mapping[str, Bytes]) -> dict[str, Tensor]:
 
 
 def stored_bytes(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Bytes]:
-    """Return the bytes of parts by name. Raises BadCheckpoint for what is no part, or a shape or dtype that no weight has."""
-    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > _MOST:
-        raise BadCheckpoint(f"A packed weight cannot have the shape {tuple(shape)} in {dtype}: its metadata is damaged.")
+    """Return the bytes of parts by name. Raises BadCheckpoint for what is no part, or what they cannot hold."""
+    size = sum(part.numel() for part in parts.values())
+    if dtype not in DTYPES or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > NUMBERS_A_BYTE * size:
+        raise BadCheckpoint(
+            f"A packed weight cannot have the shape {tuple(shape)} in {dtype} and {size:,} bytes: its metadata is damaged."
+        )
     for name, part in parts.items():
         if name not in PARTS or part.dtype != torch.uint8 or part.dim() != 1:
             raise BadCheckpoint(f"{name[:80]} in {part.dtype} with {part.dim()} dimensions is no part of a packed weight.")
@@ -82,9 +86,9 @@ def read_part(stored: Mapping[str, Bytes], name: str, length: int, *, exact: boo
     part = stored.get(name, np.zeros(0, dtype=np.uint8))
     deflated = stored.get(f"{name}_deflated")
     if deflated is not None:
-        inflater = zlib.decompressobj()
+        inflater, most = zlib.decompressobj(), min(length, _INFLATED * len(deflated))
         try:
-            part = np.frombuffer(bytearray(inflater.decompress(deflated.tobytes(), length + 1)), dtype=np.uint8)
+            part = np.frombuffer(bytearray(inflater.decompress(deflated.tobytes(), most + 1)), dtype=np.uint8)
         except zlib.error as error:
             raise BadCheckpoint(f"{name}_deflated cannot be decompressed ({error}): the packed weight is damaged.") from None
         if name in stored or not inflater.eof or inflater.unused_data:

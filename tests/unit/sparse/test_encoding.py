@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sparsellm.checkpoints.packed_files import NUMBERS_A_BYTE
 from sparsellm.errors import BadCheckpoint
 from sparsellm.sparse.bitmask import PADDING, Bitmask, bits_of
 from sparsellm.sparse.encoding import decode, encode
 from sparsellm.sparse.packed_tensors import estimated_bytes
 from sparsellm.sparse.parts import DTYPES, PARTS
+from sparsellm.sparse.quantized_encoding import decode_quantized
 
 SPECIAL = {
     2: [0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x8001, 0x7C00, 0x7C01, 0xFC00, 0x3C00, 0x3F80],
@@ -219,3 +221,31 @@ def test_decompression_is_bounded() -> None:
     bomb = torch.frombuffer(bytearray(zlib.compress(bytes(10**8), 9)), dtype=torch.uint8)
     with pytest.raises(BadCheckpoint, match="more or fewer bytes"):
         decode({"weight": torch.zeros(0, dtype=torch.uint8), "weight_mask_deflated": bomb}, (2, 36), torch.bfloat16)
+
+
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99, 1.0])
+def test_stored_bytes_bound_the_numbers(archive: bool, sparsity: float) -> None:
+    """No weight has more numbers for its bytes than are accepted, not even one without any kept number."""
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1))
+    weight[torch.rand(weight.shape, generator=torch.Generator().manual_seed(2)) < sparsity] = 0
+    parts = encode(weight, archive)
+    assert weight.numel() <= NUMBERS_A_BYTE * size(parts)
+    assert torch.equal(decode(parts, (64, 4096), weight.dtype).to_dense(), weight)
+
+
+@pytest.mark.parametrize("shape", [(2**24, 1), (2**40, 1), (1, 2**40), (2**62, 2**62)])
+def test_shapes_are_compared_with_the_bytes_before_memory_is_used(shape: tuple[int, int]) -> None:
+    """Streams that become more than eight times as long are no Huffman codes; without a mask all integers are stored."""
+    stream = torch.frombuffer(bytearray(zlib.compress(bytes(2**21), 9)), dtype=torch.uint8)
+    bomb = {"weight": torch.zeros(0, dtype=torch.uint8), "weight_mask_deflated": stream}
+    integers = {"weight": torch.zeros(4, dtype=torch.uint8), "weight_scales": torch.zeros(8, dtype=torch.uint8)}
+    with pytest.raises(BadCheckpoint, match=r"cannot have the shape .* and 2,\d+ bytes: its metadata is damaged"):
+        decode(bomb, shape, torch.bfloat16)
+    for bits in (8, 4, 3):
+        with pytest.raises(BadCheckpoint, match="and 12 bytes: its metadata is damaged"):
+            decode_quantized(integers, shape, torch.bfloat16, bits=bits, group_size=0)
+    more = bomb | {"weight_exponents": torch.zeros(2**18, dtype=torch.uint8)}
+    if shape == (2**24, 1):
+        with pytest.raises(BadCheckpoint, match="weight_mask_deflated has more or fewer bytes than it should"):
+            decode(more, shape, torch.bfloat16)
