@@ -86,7 +86,7 @@ def packed_linear(
     group_size: int = 0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply tokens by a matrix that is given by its parts, as `matmul` does with them together.
+    """Multiply tokens by a matrix that is given by its parts. The numbers in them are not checked, as `check_numbers` does.
 
     Args:
         x: (..., in) float32, bfloat16 or float16.

@@ -37,7 +37,7 @@ class PackedLinear(nn.Module):
     The buffers have the running form, which follows the module to a device and to a dtype. `state_dict` returns the stored form
     (`sparsellm.sparse.encoding`), and `load_state_dict` accepts it, or a dense weight, but no buffers. Kernels find values by
     the numbers in the buffers: whatever sets a buffer, these are checked before the next product. Numbers that are written into
-    a buffer in place are not checked.
+    a buffer in place, or set by `torch.func.functional_call`, are not checked.
 
     Args:
         in_features: Number of inputs.
@@ -123,6 +123,11 @@ class PackedLinear(nn.Module):
         super().__setattr__(name, value)
         if name in self.running:
             self._checked = False
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Set a buffer. It is checked before it is read."""
+        super().register_buffer(name, tensor, persistent)
+        self._checked = False
 
     def product(self, x: Tensor) -> Tensor:
         """Map (..., in) to (..., out) without the bias."""

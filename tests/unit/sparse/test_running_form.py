@@ -124,6 +124,11 @@ def test_layers_refuse_buffers_that_contradict_each_other(name: str, form: torch
     with pytest.raises(InvalidSetting):
         _ = layer.weight
     assert "in_features=70" in repr(layer)
+    layer.register_buffer(part, right)
+    assert torch.equal(layer(x), expected)
+    layer.register_buffer(part, wrong)
+    with pytest.raises(InvalidSetting):
+        layer(x)
     setattr(layer, part, right)
     assert torch.equal(layer(x), expected)
     layer._apply(lambda tensor: change(tensor) if tensor is getattr(layer, part) else tensor)
