@@ -78,7 +78,8 @@ def test_a_model_in_memory_is_planned_like_its_folder(family: str, tiny: dict[st
     assert in_memory.peak.data_bytes == by_path.peak.data_bytes
     size = sum(tensor.nbytes for tensor in model.parameters())
     assert in_memory.placement.model == size
-    assert by_path.peak.disk_bytes - in_memory.peak.disk_bytes == size  # nothing is kept in files while it runs
+    documents = sum(file.stat().st_size for file in tiny[family].iterdir() if file.suffix != ".safetensors")
+    assert by_path.peak.disk_bytes - in_memory.peak.disk_bytes == size + documents  # no block is kept in a file while it runs
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     small = sparsellm.plan(model, **settings, tokenizer=tokenizer, max_memory="1MB")
     assert small.placement.memory == 10**6 + size

@@ -34,6 +34,7 @@ OF_FILES |= {"input_ids", "attention_mask", "quantization_config"}
 
 OF_FUNCTIONS = {"device_map", "family", "metrics", "report_to", "windows"}
 OF_FUNCTIONS |= {"adapter_names", "cpu_ram_efficient_loading", "fsdp", "init_lora_weights", "modules_to_save", "target_modules"}
+OF_FUNCTIONS |= {"mask", "out", "row_starts", "state_dict"}
 """Arguments of single functions that the command line does not have, or has under another name."""
 
 OTHER_PROGRAMS = {"hf auth login", "import sparsellm", "wandb login"} | {
