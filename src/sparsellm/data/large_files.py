@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def file_reader(path: Path) -> Read:
     return _Reader()
 
 
-class LargeRows:
+class LargeRows(ABC):
     """Rows that are read one at a time.
 
     Attributes:
@@ -57,8 +58,9 @@ class LargeRows:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @abstractmethod
     def __getitem__(self, number: int) -> Row:
-        raise NotImplementedError
+        """Read a row."""
 
 
 class JsonLines(LargeRows):
