@@ -43,15 +43,16 @@ class Documents:
     copied: list[Path] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
-    def note(self) -> str:
-        """Name the files that are left out, grouped by the reason; empty if there are none.
+    @property
+    def noted(self) -> dict[str, str]:
+        """The files that are left out, except an adapter, of which there is a note when the checkpoint is opened."""
+        return {name: reason for name, reason in self.left_out.items() if not ADAPTER.fullmatch(name)}
 
-        An adapter beside the weights is not among them: it is told where the checkpoint is opened.
-        """
+    def note(self) -> str:
+        """Name the files in `noted`, grouped by the reason; empty if there are none."""
         groups: dict[str, list[str]] = {}
-        for name, reason in self.left_out.items():
-            if not ADAPTER.fullmatch(name):
-                groups.setdefault(reason, []).append(name)
+        for name, reason in self.noted.items():
+            groups.setdefault(reason, []).append(name)
         parts = (f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({reason})" for reason, names in groups.items())
         return f"not copied: {'; '.join(parts)}" if groups else ""
 

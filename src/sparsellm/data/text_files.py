@@ -75,9 +75,8 @@ def suffix_of(path: Path) -> str:
     return inner if suffix == ".gz" and inner in READERS and inner != ".parquet" else suffix
 
 
-def _bytes(path: Path, memory: int | None) -> bytes:
-    """Read a file, decompressed, of at most `memory` bytes."""
-    limit = memory if memory is not None else None
+def _bytes(path: Path, limit: int | None) -> bytes:
+    """Read a file, decompressed, of at most `limit` bytes."""
     try:
         if limit is not None and path.stat().st_size > limit:
             raise _too_large(path, limit)

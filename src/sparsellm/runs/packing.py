@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsellm.checkpoints.documents import ADAPTER, read_config_text, with_member, without_member, write_config
+from sparsellm.checkpoints.documents import read_config_text, with_member, without_member, write_config
 from sparsellm.checkpoints.headers import read_headers
 from sparsellm.checkpoints.loading import open_checkpoint
 from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, PackedEntry, is_packed, metadata_of
@@ -147,7 +147,7 @@ def pack(
     with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
         sizes = matrix_sizes([work / x for x in source.targets()], digests, positive_zeros=positive_zeros)
         weights = sum(file.stat().st_size for file in source.files), sum((work / x).stat().st_size for x in source.targets())
-        skipped = tuple(name for name in copy_files(source, work).left_out if not ADAPTER.fullmatch(name))  # which is told
+        skipped = tuple(copy_files(source, work).noted)
         result = Packed(str(packed), form, *weights, sizes, skipped, rounded=values is not None)
         quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
         write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
