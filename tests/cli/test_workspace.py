@@ -22,6 +22,7 @@ from sparsellm.errors import TooLarge, VerificationFailed
 from sparsellm.methods import BlockResult
 from sparsellm.models.blocks import Block
 from sparsellm.pruning.journal import JOURNAL, Journal
+from sparsellm.runs.output_lock import EXPORT, REPLACED
 from sparsellm.runs.quantization_file import SCALES_FILE
 from sparsellm.runs.records import WORK
 from tests import processes
@@ -340,7 +341,10 @@ def test_a_crash_between_the_two_renames(
     base = (*rest, "--method", "wanda")
     ends(2, KeyboardInterrupt)
     assert command("prune", model, tmp_path / "out", *base).exit_code == 130
-    (tmp_path / "out").rename(tmp_path / ".out.0123abcd.old")
+    moved = tmp_path / ".out.0123abcd.old"
+    (tmp_path / "out" / WORK / EXPORT).mkdir()
+    (tmp_path / "out" / WORK / REPLACED).write_text(moved.name)
+    (tmp_path / "out").rename(moved)
     ends(-1, KeyboardInterrupt)
     refused(command("prune", model, tmp_path / "out", *base), "is unfinished")
     assert command("prune", model, tmp_path / "out", *base, "--resume").exit_code == 0

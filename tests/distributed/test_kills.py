@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsellm.runs.output_lock import EXPORT
 from sparsellm.runs.records import LOG, REPORT, WORK
-from sparsellm.runs.workspace import EXPORT
 from tests import processes
 
 QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")

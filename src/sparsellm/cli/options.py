@@ -277,8 +277,10 @@ OverwritePacked = Annotated[bool, typer.Option("--overwrite", help="Replace PACK
 OverwriteUnpacked = Annotated[bool, typer.Option("--overwrite", help="Replace MODEL if sparsellm wrote every file in it.")]
 
 Reported = Annotated[str, typer.Argument(metavar="RUN", help="Folder of a pruned model or of a sweep.")]
-Page = Annotated[str | None, typer.Option("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
-Figures = Annotated[str | None, typer.Option(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]
+Page = Annotated[str | None, _output("--output", help="HTML file to write.", show_default="RUN.html, beside RUN")]
+Figures = Annotated[str | None, _output(metavar="DIR", help="Also write each plot to this folder, as SVG and PNG.")]
+
+OverwriteFiles = Annotated[bool, _output("--overwrite", help="Replace files that sparsellm did not write.")]
 
 ComparedRuns = Annotated[
     list[str], typer.Argument(metavar="RUN", help="Folders of pruned models or of sweeps, of one dense model.")
@@ -297,4 +299,4 @@ SpeedPage = Annotated[str | None, _output(help="HTML file to write, with the tab
 RecordSpeed = Annotated[
     bool, typer.Option("--record", help="Write the speeds into PACKED's report and model card, in place of earlier ones.")
 ]
-ComparisonPage = Annotated[str | None, typer.Option("--output", help="HTML file to write.")]
+ComparisonPage = Annotated[str | None, _output("--output", help="HTML file to write.")]

@@ -168,6 +168,7 @@ def report(
     *,
     output: options.Page = None,
     figures: options.Figures = None,
+    overwrite: options.OverwriteFiles = False,
 ) -> None:
     """Write a report of a run or a sweep as one HTML file.
 
@@ -183,7 +184,7 @@ def report(
         if context.args:
             command = compare_command([run, *context.args])
             raise InvalidSetting(f"A report is of one run or sweep, got {1 + len(context.args)}. To compare them: {command}")
-        print_line(stdout, f"Wrote {write_report(run, output, figures=figures)}.")
+        print_line(stdout, f"Wrote {write_report(run, output, figures=figures, overwrite=overwrite)}.")
         if figures:
             print_line(stdout, f"Wrote its plots to {figures}, each as SVG and PNG.")
 
@@ -193,6 +194,7 @@ def compare(
     runs: options.ComparedRuns,
     *,
     output: options.ComparisonPage = None,
+    overwrite: options.OverwriteFiles = False,
     as_json: options.Json = False,
 ) -> None:
     """Compare pruned models and sweeps of one model.
@@ -204,7 +206,7 @@ def compare(
     with report_errors(context):
         from sparsellm.reports.interface import compare as compare_runs
 
-        comparison = compare_runs(runs, output)
+        comparison = compare_runs(runs, output, overwrite=overwrite)
         if as_json:
             print_json(comparison.to_dict())
             return
@@ -227,6 +229,7 @@ def bench(
     tokens: options.Decoded = 32,
     output: options.SpeedPage = None,
     record: options.RecordSpeed = False,
+    overwrite: options.OverwriteFiles = False,
     as_json: options.Json = False,
 ) -> None:
     """Measure how fast a packed model decodes on this machine's CPU.
@@ -250,6 +253,7 @@ def bench(
                 tokens=tokens,
                 output=output,
                 record=record,
+                overwrite=overwrite,
                 observe=status.update,
             )
         if as_json:

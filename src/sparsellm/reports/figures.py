@@ -78,9 +78,10 @@ class Plot:
 
     def save(self, file_format: Literal["svg", "png"]) -> bytes:
         """The figure as the content of an SVG file without background, or of a PNG file on white."""
-        options: dict[str, Any] = {"dpi": 200, "facecolor": "white"}
+        options: dict[str, Any] = {"dpi": 200, "facecolor": "white", "metadata": {"Software": "sparsellm"}}
         if file_format == "svg":  # without a date, so that the file is reproducible
-            options = {"transparent": True, "metadata": dict.fromkeys(("Date", "Creator", "Format", "Type"))}
+            metadata = dict.fromkeys(("Date", "Format", "Type")) | {"Creator": "sparsellm"}
+            options = {"transparent": True, "metadata": metadata}
         stream = io.BytesIO()
         with style():
             self.figure.savefig(stream, format=file_format, **options)

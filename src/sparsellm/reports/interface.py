@@ -17,7 +17,8 @@ from sparsellm.reports.commands import bench_command
 from sparsellm.reports.compare import Comparison, read_comparison
 from sparsellm.reports.comparison import write_tables
 from sparsellm.reports.figures import style
-from sparsellm.reports.page import comparison_page, page_name, report_page, write_figures
+from sparsellm.reports.output_files import check_files, write_files
+from sparsellm.reports.page import comparison_page, figure_files, page_name, report_page
 from sparsellm.reports.search import Search, read_search, search_sparsity
 from sparsellm.reports.speed_page import speed_page
 from sparsellm.reports.sweep_file import read_sweep
@@ -162,7 +163,13 @@ def search(
         return search_sparsity(recipe, output, target, step=distance, overwrite=overwrite, observe=observer)
 
 
-def report(run: str | Path | Result | Outcomes, output: str | Path | None = None, *, figures: str | Path | None = None) -> Path:
+def report(
+    run: str | Path | Result | Outcomes,
+    output: str | Path | None = None,
+    *,
+    figures: str | Path | None = None,
+    overwrite: bool = False,
+) -> Path:
     """Write a report of a run or a sweep: one HTML file with text, tables and plots, readable without network.
 
     Args:
@@ -170,12 +177,15 @@ def report(run: str | Path | Result | Outcomes, output: str | Path | None = None
         output: HTML file to write. Default: the folder's name with .html, beside the folder; for the result of a run, the
             model's name with -pruned.html, in the current folder.
         figures: Folder to write each plot to as well, as SVG and PNG.
+        overwrite: Replace files that sparsellm did not write. Its own pages and plots are always replaced.
 
     Returns:
         The HTML file.
 
     Raises:
-        InvalidSetting: The folder is the output of neither a run nor a sweep, several runs are given, or `output` is a folder.
+        InvalidSetting: The folder is the output of neither a run nor a sweep, several runs are given, or a file to write is a
+            folder or inside an output.
+        OutputExists: A file exists that sparsellm did not write.
         MissingPackage: matplotlib is not installed.
     """
     run = run.folder if isinstance(run, Outcomes) else run
@@ -183,35 +193,37 @@ def report(run: str | Path | Result | Outcomes, output: str | Path | None = None
         raise InvalidSetting(
             f"A report is of one run or sweep, got {len(run)}. Report each, or compare the folders: sparsellm.compare([...])."
         )
-    _check_page(output)
-    page, plots = report_page(run)
+    _check_page(output, overwrite=overwrite)
     # Beside the run's folder: inside it, `overwrite` would find a foreign file.
-    file = _write_page(page, output or f"{page_name(run)}.html")
-    if figures:
-        write_figures(plots, figures)
+    file = Path(output or f"{page_name(run)}.html")
+    check_files([file], overwrite=overwrite)
+    page, plots = report_page(run)
+    write_files({file: page.encode()} | (figure_files(plots, figures) if figures else {}), overwrite=overwrite)
     return file
 
 
-def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Comparison:
+def compare(runs: Sequence[str | Path], output: str | Path | None = None, *, overwrite: bool = False) -> Comparison:
     """Compare outputs and sweeps of one model: perplexity, accuracy, zeros, size, and errors by layer.
 
     Args:
         runs: Folders that `prune`, `recover` or `sweep` wrote, together with at least two finished runs.
         output: HTML file to write the tables to.
+        overwrite: Replace a file that sparsellm did not write.
 
     Returns:
         The runs; `tables()` has the tables by title, `to_dict()` all values.
 
     Raises:
         InvalidSetting: A folder holds neither, fewer than two runs are finished, the runs are of different models, or `output`
-            is a folder.
+            is a folder or inside an output.
+        OutputExists: `output` exists, and sparsellm did not write it.
     """
     if isinstance(runs, (str, Path)):
         raise InvalidSetting(f"A comparison is of a list of folders, got {runs}. Pass them as sparsellm.compare([...]).")
-    _check_page(output)
+    _check_page(output, overwrite=overwrite)
     comparison = read_comparison(runs)
     if output:
-        _write_page(comparison_page(comparison), output)
+        write_files({Path(output): comparison_page(comparison).encode()}, overwrite=overwrite)
     return comparison
 
 
@@ -224,6 +236,7 @@ def bench(
     tokens: int = 32,
     output: str | Path | None = None,
     record: bool = False,
+    overwrite: bool = False,
     observe: Callable[[str], object] = lambda _: None,
 ) -> Bench:
     """Measure how fast a packed model decodes on the CPU: beside the dense model, and beside what memory allows.
@@ -240,20 +253,22 @@ def bench(
         output: HTML file to write, with the tables and a chart.
         record: Write the speeds into the packed model's report, which `report` shows, and its model card, in place of
             earlier ones.
+        overwrite: Replace a file that sparsellm did not write.
         observe: Called with what is measured next.
 
     Returns:
         Speeds, ceilings and sizes; `describe()` has the packed model's in sentences, `to_dict()` all values.
 
     Raises:
-        InvalidSetting: A number is out of range, the dense model has other shapes, `output` is a folder, or `record` is given
-            and `pack` did not write the folder.
+        InvalidSetting: A number is out of range, the dense model has other shapes, `output` is a folder or inside an output, or
+            `record` is given and `pack` did not write the folder.
+        OutputExists: `output` exists, and sparsellm did not write it.
         BadCheckpoint: The folder is not packed, or damaged.
         VerificationFailed: The report to write into was changed since it was written.
         TooLarge: Both models do not fit in memory.
         MissingPackage: A page is asked for, and matplotlib is not installed.
     """
-    _check_page(output)
+    _check_page(output, overwrite=overwrite)
     if record:
         recordable(packed)  # before the measurement
     batches, counts = ((x,) if isinstance(x, int) else x for x in (batch, threads or torch.get_num_threads()))
@@ -261,22 +276,17 @@ def bench(
         measured = measure_bench(packed, against, batches=batches, threads=counts, tokens=tokens, observe=observe)
     if output:
         command = bench_command(packed, against, batches=batches, threads=counts, tokens=tokens)
-        _write_page(speed_page(measured, command), output)
+        write_files({Path(output): speed_page(measured, command).encode()}, overwrite=overwrite)
     if record:
         record_speed(packed, measured)
     return measured
 
 
-def _check_page(output: str | Path | None) -> None:
-    """Raise InvalidSetting for a folder, such as that of a second run."""
-    if output is not None and (not isinstance(output, (str, Path)) or Path(output).is_dir()):
+def _check_page(output: str | Path | None, *, overwrite: bool) -> None:
+    """Check that a page can be written, if there is to be one; a folder may be that of a second run."""
+    if output is None:
+        return
+    if not isinstance(output, (str, Path)) or Path(output).is_dir():
         got = f"the folder {output}" if isinstance(output, (str, Path)) else type(output).__name__
         raise InvalidSetting(f"`output` must name an HTML file, got {got}. Name a file to write; for several runs use compare.")
-
-
-def _write_page(page: str, output: str | Path) -> Path:
-    """Write a page, in a new folder if need be."""
-    file = Path(output)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page, encoding="utf-8")
-    return file
+    check_files([Path(output)], overwrite=overwrite)

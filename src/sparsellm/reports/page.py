@@ -8,7 +8,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -113,13 +113,10 @@ def _content(run: str | Path | Result) -> dict[str, Any]:
     return _run_content(report, path.resolve().name, verified=verified)
 
 
-def write_figures(plots: Sequence[Plot], folder: str | Path) -> None:
-    """Write each plot as SVG and as PNG."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    for plot in plots:
-        (path / f"{plot.name}.svg").write_bytes(plot.save("svg"))
-        (path / f"{plot.name}.png").write_bytes(plot.save("png"))
+def figure_files(plots: Sequence[Plot], folder: str | Path) -> dict[Path, bytes]:
+    """The content of each plot as SVG and as PNG, by file."""
+    formats: tuple[Literal["svg", "png"], ...] = ("svg", "png")
+    return {Path(folder, f"{plot.name}.{suffix}"): plot.save(suffix) for plot in plots for suffix in formats}
 
 
 def verdict(report: SavedReport, verified: bool) -> str:

@@ -19,7 +19,7 @@ from sparsellm.reports.sweep_file import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
 from sparsellm.reports.target import Point, Target, packed_size
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
-from sparsellm.runs.export import Result, check_output
+from sparsellm.runs.export import Result, claimed
 from sparsellm.runs.fingerprint import DenseCache, contents, environment, model_fingerprint
 from sparsellm.runs.loading import OpenedModel, open_model
 from sparsellm.runs.recipe import Recipe
@@ -27,7 +27,6 @@ from sparsellm.runs.recipe_fields import ALLOCATIONS
 from sparsellm.runs.recipe_file import read_fields, read_recipe, validated
 from sparsellm.runs.records import WORK, SavedReport
 from sparsellm.runs.report import Report
-from sparsellm.runs.workspace import locked
 from sparsellm.runtime import collectives
 from sparsellm.runtime.memory import human_bytes
 from sparsellm.solvers.patterns import Unstructured
@@ -98,8 +97,7 @@ def search_sparsity(
         raise InvalidSetting(ONE_PROCESS)
     grid = _sparsities(recipe, step)
     recipe = _with_measurements(recipe, target)
-    check_output(output, overwrite, recipe.model)
-    with locked(output) as path:
+    with claimed(output, overwrite, recipe.model) as path:
         if (path / WORK / JOURNAL).exists():
             raise CannotResume(
                 f"{output} is the unfinished output of a pruning run. Finish that run, or choose another output."

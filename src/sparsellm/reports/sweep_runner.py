@@ -23,11 +23,15 @@ from sparsellm.reports.sweep_file import Cell, Sweep
 from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
 from sparsellm.runs.run import run
 from sparsellm.runs.schedule import expected_runs
 from sparsellm.runs.workspace import work_directory
+
+CELLS = "cells"
+"""Subfolder of a sweep with a folder for each cell."""
 
 SWEEP = "sweep.json"
 """The file that marks the folder of a sweep and describes the sweep."""
@@ -69,7 +73,7 @@ class CellFolder:
         digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=4).hexdigest()
         self.cell = cell
         self.name = f"{folder.name}, {cell.name}"
-        self.folder = folder / "cells" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
+        self.folder = folder / CELLS / f"{re.sub(r'[^A-Za-z0-9.]+', '-', cell.name).strip('-')[:80]}-{digest}"
         self.result, self.failure, self.model = (self.folder / name for name in ("result.json", "failed.json", "model"))
 
     @contextmanager
@@ -241,6 +245,7 @@ def _open(folder: Path, sweep: Sweep) -> None:
     foreign = folder.exists() and (not folder.is_dir() or any(not x.name.startswith(f"{SWEEP}.") for x in folder.iterdir()))
     if foreign and not is_sweep(folder):
         raise OutputExists(f"{folder} exists and is not a sweep's folder. Choose another name.")
+    refuse_links(folder, folder / CELLS)
     if sweep.smoke != (saved_sweep(folder).smoke if is_sweep(folder) else sweep.smoke):
         raise InvalidSetting(f"{folder} holds the {'full' if sweep.smoke else 'small'} form of a sweep. Choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)

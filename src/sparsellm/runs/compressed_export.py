@@ -23,7 +23,7 @@ from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, Ve
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import Scales
 from sparsellm.runs.conversion import Observe, converted, finish
-from sparsellm.runs.export import check_output
+from sparsellm.runs.export import claimed
 from sparsellm.runs.packed_documents import Source, copy_files, report_of
 from sparsellm.runs.quantization_file import SCALES_FILE, read_scales
 from sparsellm.runs.records import CARD
@@ -123,17 +123,14 @@ def export(
     scales = read_scales(source.folder)
     _check_values(source, scales, values)
     layers, ignored = _linear_layers(source, scales)
-    path = check_output(output, overwrite, source.folder)
     shapes = {key: header.shape for file in source.files for key, header in read_headers(file).items() if key in layers}
     schemes = _schemes(shapes, scales, values)
 
     def quantize(key: str, weight: Tensor) -> Quantized:
         """The integers and scales of a layer."""
-        return (
-            _exact(source.name, key, weight, scales[key])
-            if key in scales
-            else round_to_nearest(weight, schemes[key].num_bits, 0 if values == "int8" else MAX_GROUP)
-        )
+        if key in scales:
+            return _exact(source.name, key, weight, scales[key])
+        return round_to_nearest(weight, schemes[key].num_bits, 0 if values == "int8" else MAX_GROUP)
 
     def convert(file: Path, writer: FileWriter) -> None:
         """Write the tensors of a file, those of the layers as integers."""
@@ -144,7 +141,10 @@ def export(
                 writer.add(name, part)
 
     settings = {"form": "compressed-tensors", "values": values}
-    with converted(source, path, convert, settings=settings, verb="exporting", observe=observe) as work:
+    with (
+        claimed(output, overwrite, source.folder) as path,
+        converted(source, path, convert, settings=settings, verb="exporting", observe=observe) as work,
+    ):
         zeros = 0
         for file, target in zip(source.files, source.targets(), strict=True):
             for key in (key for key in read_headers(file) if key in layers):
@@ -203,7 +203,6 @@ def _linear_layers(source: Source, scales: Mapping[str, Scales]) -> tuple[dict[s
 def _schemes(shapes: Mapping[str, Sequence[int]], scales: Mapping[str, Scales], values: str | None) -> dict[str, Scheme]:
     """The scheme of each layer by the stored name of its weight; the same for those that vLLM may fuse."""
     fused: dict[tuple[str, int], list[Scheme]] = {}
-
     keys = {name: (name.removesuffix(".weight").rpartition(".")[0], shape[1]) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if name in scales:

@@ -15,10 +15,10 @@ from sparsellm.checkpoints.stored_form import write_index
 from sparsellm.data.json_files import durable, read_json, strict_json
 from sparsellm.errors import BadCheckpoint, VerificationFailed
 from sparsellm.runs.export import raise_system_errors, set_default_permissions
+from sparsellm.runs.output_lock import locked, replacing
 from sparsellm.runs.packed_documents import Source
 from sparsellm.runs.records import REPORT, WORK
 from sparsellm.runs.verification import proven
-from sparsellm.runs.workspace import locked, replacing
 
 FINISHED = "weights"
 """Subfolder of the work folder with finished weight files."""

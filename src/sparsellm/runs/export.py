@@ -25,13 +25,13 @@ from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.evaluation.measurements import Summarized
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.runs.events import EventLog
+from sparsellm.runs.output_lock import aside, first_link, locked, recover_output, replacing
 from sparsellm.runs.outputs import foreign_file
 from sparsellm.runs.publication import Paths, clean_copies, clean_settings
 from sparsellm.runs.quantized_output import save_scales
 from sparsellm.runs.records import ANEW, CARD, LOG, REPORT, WORK
 from sparsellm.runs.report import Report
 from sparsellm.runs.verification import check_written, proven
-from sparsellm.runs.workspace import aside, replacing
 from sparsellm.runtime import collectives
 
 if TYPE_CHECKING:
@@ -88,12 +88,16 @@ class Result(Summarized):
             VerificationFailed: The files differ from the model or the report.
             SourceChanged: A checkpoint that the model was made from was changed since it was opened.
         """
-        path = collectives.on_main(lambda: self._save(check_output(folder, overwrite, self.dense)))
-        return path or Path(folder)
+        return collectives.on_main(lambda: self._save(folder, overwrite)) or Path(folder)
 
-    def _save(self, path: Path) -> Path:
-        """Write the files to a folder that has been checked, and return its path."""
-        with raise_system_errors(path), replacing(path) as work, unchanged(*self.read, ignored=(*ANEW, LOG)):
+    def _save(self, folder: str | Path, overwrite: bool) -> Path:
+        """Write the files, and return the folder's absolute path."""
+        with (
+            claimed(folder, overwrite, self.dense) as path,
+            raise_system_errors(path),
+            replacing(path) as work,
+            unchanged(*self.read, ignored=(*ANEW, LOG)),
+        ):
             if self.source is None:
                 self._save_from_memory(work)
             else:
@@ -136,8 +140,20 @@ def _document(work: Path, report: Report, log: EventLog | None) -> Report:
     return cleaned
 
 
+@contextmanager
+def claimed(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Iterator[Path]:
+    """Check that an output can be written as `check_output` does, and lock it as `locked` does.
+
+    Yields:
+        The absolute path of the folder.
+    """
+    with locked(check_output(output, overwrite, dense)) as path:
+        check_output(output, overwrite, dense)  # another command may have finished it before it was locked
+        yield path
+
+
 def check_output(output: str | Path, overwrite: bool = False, dense: str | Path | None = None) -> Path:
-    """Check that an output folder can be written.
+    """Check that an output folder can be written, after cleaning up what a killed process left of it.
 
     Args:
         overwrite: Allow a folder that is empty or that a run wrote.
@@ -149,6 +165,7 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
     Raises:
         OutputExists: The folder exists and may not be overwritten.
         InvalidSetting: The path is a link or mount point, not writable, or not a valid name.
+        CannotResume: Another process is writing it.
     """
     path = Path(output).expanduser().absolute()
     if path.is_symlink() or path.is_mount():
@@ -158,12 +175,15 @@ def check_output(output: str | Path, overwrite: bool = False, dense: str | Path 
         raise OutputExists(
             f"{output} is the folder of a model that is read, or contains it, and is never overwritten. Choose another output."
         )
+    recover_output(path)
     if path.exists():
         files = _relative_files(path) if path.is_dir() else {path.name}
         outside_work = {name for name in files if not name.startswith(f"{WORK}/")}
         if not overwrite and (outside_work or not files):
             raise OutputExists(f"{output} exists. Choose another name, or pass `overwrite=True` to replace it.")
-        if reason := foreign_file(path, outside_work):
+        link = first_link(path)
+        reason = f"{link.relative_to(path)}, which is a link" if link else foreign_file(path, outside_work)
+        if reason:
             raise OutputExists(f"{output} holds {reason}. Move it away yourself, or choose another output.")
     parent = next(folder for folder in path.parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -196,7 +216,7 @@ def is_finished(output: str | Path) -> bool:
 
 def _relative_files(folder: Path) -> set[str]:
     """Relative paths of all files in a folder and its subfolders."""
-    return {str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir()}
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_symlink() or not file.is_dir()}
 
 
 @contextmanager

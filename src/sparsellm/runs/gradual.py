@@ -13,6 +13,7 @@ from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import NOT_DECISIVE
 from sparsellm.runs.loading import open_model
+from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.outputs import Output, read_finished, read_output
 from sparsellm.runs.publication import Paths
 from sparsellm.runs.quantization_file import read_scales
@@ -24,7 +25,6 @@ from sparsellm.runs.recovery import recovery_plan
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.result_records import WHEN
-from sparsellm.runs.workspace import recover_output
 from sparsellm.solvers.patterns import Unstructured, parse_pattern
 
 STAGES = 4
@@ -94,6 +94,7 @@ class GradualPruning:
                 f"{self.output} is unfinished: {self.folder} holds its stages. "
                 "Pass `resume=True` to continue it, or `restart=True` to start over."
             )
+        refuse_links(self.folder.parent, self.folder)
         others = {path.name for path in self.folder.glob("[!.]*")} - {folder.name for folder in self.runs}
         if resume and unfinished and others:
             raise CannotResume(
@@ -108,7 +109,8 @@ class GradualPruning:
             elif isinstance(recipe, RecoveryRecipe):
                 self._check_same(folder, recipe)
         for folder, done in zip(self.runs, self.finished(), strict=True):
-            if resume and done:
+            if resume and done and isinstance(recipe := self.runs[folder], RecoveryRecipe):
+                check_output(recipe.pruned, overwrite=True, dense=self.recipe.pruned)
                 self.remove_input(folder)  # the run may have been killed just before
         if not any(resume and is_finished(folder) for folder in self.runs):
             recovery_plan(self.recipe, open_model(self.recipe).source)

@@ -17,7 +17,7 @@ from sparsellm.checkpoints.packed_files import METHOD, VERSION, FileWriter, Pack
 from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, read_stored, tensor_digests
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runs.conversion import Observe, converted, finish
-from sparsellm.runs.export import check_output, is_finished
+from sparsellm.runs.export import check_output, claimed, is_finished
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
 from sparsellm.runs.packed_values import Values, check_plain, values_of
@@ -132,31 +132,32 @@ def pack(
             f"{model} is packed already. To change its form, unpack it first: sparsellm unpack {model} FOLDER."
         )
     check_plain(source)
-    path = check_output(packed, overwrite, source.folder)
-    quantized = values_of(source, values, group_size)
-    observe(f"reading {model}")
-    digests = _read_digests(source)
-    report = report_of(source, digests)
-    raise_if_any(model, _differences(report, digests))
-    if not allow_dense and not quantized:
-        _check_zeros(source, digests, positive_zeros)
-    packing = _Form(archive, allow_dense, positive_zeros, quantized, digests, source.vocabulary)
-    form = "archive" if archive else "plain"
-    settings = {"form": form, "allow_dense": allow_dense, "positive_zeros": positive_zeros}
-    settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
-    with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
-        sizes = matrix_sizes([work / x for x in source.targets()], digests, positive_zeros=positive_zeros)
-        weights = sum(file.stat().st_size for file in source.files), sum((work / x).stat().st_size for x in source.targets())
-        skipped = tuple(copy_files(source, work).noted)
-        result = Packed(str(packed), form, *weights, sizes, skipped, rounded=values is not None)
-        quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
-        write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
-        if (source.folder / CARD).is_file():
-            (work / CARD).write_text(packed_card((source.folder / CARD).read_text(encoding="utf-8"), result), encoding="utf-8")
-        expected = {name: digests[name].to_dict() for name in digests.keys() - packing.changed()}
-        difference = "differs from the model's after writing. Check memory and disk."
-        finish(work, report | {"packing": result.to_dict()}, expected, difference=difference)
-    return result
+    with claimed(packed, overwrite, source.folder) as path:
+        quantized = values_of(source, values, group_size)
+        observe(f"reading {model}")
+        digests = _read_digests(source)
+        report = report_of(source, digests)
+        raise_if_any(model, _differences(report, digests))
+        if not allow_dense and not quantized:
+            _check_zeros(source, digests, positive_zeros)
+        packing = _Form(archive, allow_dense, positive_zeros, quantized, digests, source.vocabulary)
+        form = "archive" if archive else "plain"
+        settings = {"form": form, "allow_dense": allow_dense, "positive_zeros": positive_zeros}
+        settings |= {"values": values, "group_size": group_size, "scales": stamp(source.folder)}
+        with converted(source, path, packing.convert, settings=settings, verb="packing", observe=observe) as work:
+            written = [work / target for target in source.targets()]
+            sizes = matrix_sizes(written, digests, positive_zeros=positive_zeros)
+            before, after = (sum(file.stat().st_size for file in files) for files in (source.files, written))
+            skipped = tuple(copy_files(source, work).noted)
+            result = Packed(str(packed), form, before, after, sizes, skipped, rounded=values is not None)
+            quantization = {"quant_method": METHOD, "version": VERSION, "form": form}
+            write_config(work, with_member(read_config_text(source.folder), "quantization_config", quantization))
+            if (card := source.folder / CARD).is_file():
+                (work / CARD).write_text(packed_card(card.read_text(encoding="utf-8"), result), encoding="utf-8")
+            expected = {name: digests[name].to_dict() for name in digests.keys() - packing.changed()}
+            difference = "differs from the model's after writing. Check memory and disk."
+            finish(work, report | {"packing": result.to_dict()}, expected, difference=difference)
+        return result
 
 
 def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, observe: Observe = lambda text: None) -> Unpacked:
@@ -185,7 +186,6 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
         raise InvalidSetting(
             f"{packed} is not packed: its config.json has no `quantization_config` of sparsellm. Use it as it is."
         )
-    path = check_output(model, overwrite, source.folder)
     report = report_of(source, None)
     recorded = report.get("digests", {}).get("tensors")
     difference = f"is not as it was when it was packed: {packed} is damaged or was changed. Get a sound copy."
@@ -199,7 +199,10 @@ def unpack(packed: str | Path, model: str | Path, *, overwrite: bool = False, ob
                 raise VerificationFailed(f"{name} {difference}", (wrong,))
             writer.add(name, read_stored(TensorLocation(file, name)))
 
-    with converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work:
+    with (
+        claimed(model, overwrite, source.folder) as path,
+        converted(source, path, convert, settings={"form": "dense"}, verb="unpacking", observe=observe) as work,
+    ):
         copy_files(source, work)
         if scales := stored_scales(source.files):
             write_scales(work, scales)

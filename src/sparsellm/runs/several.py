@@ -14,12 +14,13 @@ from sparsellm.runs.events import WRITING, NextRun, Observer, Stage
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.gradual import GradualPruning
+from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.report import Report
 from sparsellm.runs.run import run
-from sparsellm.runs.workspace import recover_output, work_directory
+from sparsellm.runs.workspace import work_directory
 from sparsellm.runtime import collectives
 
 Folders = Mapping[Path, Recipe | RecoveryRecipe]
@@ -70,6 +71,7 @@ def check_outputs(
         return
     if len(folders) > 1:
         path = Path(output).expanduser()
+        refuse_links(path, path / WORK)
         unfinished = (path / WORK).exists()
         entries = [*path.glob("*"), path / WORK / JOURNAL] if path.is_dir() else [path]
         if files := sorted(str(entry.relative_to(path.parent)) for entry in entries if entry.is_file()):
@@ -146,6 +148,8 @@ def _run_into(
     """
     name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:
+        # Another command may have finished it since the command checked it.
+        collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
         result = run(recipe, observe, work=work, shared=shared, name=name)
         if gradual and collectives.is_main():
             gradual.record(folder, result.report)
