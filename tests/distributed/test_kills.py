@@ -1,9 +1,10 @@
-"""Runs killed by SIGKILL at random moments: each goes on to the bytes of an unbroken run, and nothing is left beside it."""
+"""Runs killed at random moments go on to the bytes of an unbroken one; of two commands on one output, one wins."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -14,20 +15,40 @@ from pathlib import Path
 
 import pytest
 
+import sparsellm
 from sparsellm.runs.output_lock import EXPORT
 from sparsellm.runs.records import LOG, REPORT, WORK
 from tests import processes
 
-QUICK = ("--sparsity", "60%", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
-RECIPES: dict[str, tuple[str, ...]] = {
-    "sparsegpt": ("--method", "sparsegpt"),
-    "wanda, streamed": ("--method", "wanda", "--offload"),
-    "alps, streamed": ("--method", "alps", "--offload"),
-    "sparsellm": ("--method", "sparsellm"),
-    "as published": ("--as-published", "--epochs", "3"),
+DRAWN = ("--calibration", "{text}", "--samples", "24", "--sequence-length", "64", "--batch-size", "4")
+QUICK = ("prune", "{dense}", "{out}", *DRAWN, "--sparsity")
+TRAINED = ("recover", "{pruned}", "{out}", "--against", "{dense}", *DRAWN, "--steps", "6")
+TARGET = ("--max-perplexity-increase", "1000%", "--step", "25%")
+LINES: dict[str, tuple[str, ...]] = {
+    "sparsegpt": (*QUICK, "60%", "--method", "sparsegpt"),
+    "wanda, streamed": (*QUICK, "60%", "--method", "wanda", "--offload"),
+    "alps, streamed": (*QUICK, "60%", "--method", "alps", "--offload"),
+    "sparsellm": (*QUICK, "60%", "--method", "sparsellm"),
+    "as published": (*QUICK, "60%", "--as-published", "--epochs", "3"),
+    "bits": ("prune", "{dense}", "{out}", *DRAWN, "--bits", "3.5", "--method", "sparsegpt"),
+    "several": (*QUICK, "60%,70%,80%", "--method", "wanda", "--evaluate", "{text}"),
+    "recover": TRAINED,
+    "recover, streamed": (*TRAINED, "--offload", "--scope", "block"),
+    "gradual": (*TRAINED, "--from", "60%", "--to", "80%", "--stages", "2"),
+    "search": ("search", "{dense}", "{out}", *DRAWN, "--method", "wanda", "--evaluate", "{text}", *TARGET),
+    "sweep": ("sweep", "{sweep}", "{out}"),
+    "pack": ("pack", "{pruned}", "{out}"),
+    "unpack": ("unpack", "{packed}", "{out}"),
+    "export": ("export", "{pruned}", "{out}", "--values", "int8"),
 }
-RANDOM_KILLS = 4
-"""Of each recipe, at moments of the run; one more comes while the output is exported."""
+RESUMED = ("prune", "recover")
+"""Commands that go on with --resume; the others go on by themselves."""
+
+RANDOM_KILLS = int(os.environ.get("RANDOM_KILLS", "4"))
+"""Of each line, at moments of the run; one more comes while an output is exported."""
+
+RESULT = "result.json"
+"""The result of a cell of a sweep."""
 
 TIMED = ("seconds", "peak_memory_bytes", "time", "total")
 """Keys of the report whose values no two runs have in common."""
@@ -37,7 +58,7 @@ def kill(process: ForkServerProcess, out: Path, moment: float | None) -> bool:
     """Kill a run after so many seconds, or when it has begun to export; whether it was still there to be killed."""
     deadline = time.monotonic() + (moment or 60)
     while process.is_alive() and time.monotonic() < deadline:
-        if moment is None and any((out / WORK / EXPORT).glob("*")):
+        if moment is None and any(out.parent.rglob(f"{WORK}/{EXPORT}/*")):
             break
         time.sleep(0.002)
     process.kill()
@@ -46,7 +67,7 @@ def kill(process: ForkServerProcess, out: Path, moment: float | None) -> bool:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """A digest of every file, but of times and of the log, which is full of them."""
+    """A digest of every file, but of times: logs, tables and the journal of a sweep are full of them."""
 
     def timeless(value: object) -> object:
         if isinstance(value, dict):
@@ -55,41 +76,106 @@ def contents(folder: Path) -> dict[str, str]:
 
     found = {}
     for file in sorted(folder.rglob("*")):
-        if file.is_file() and file.name != LOG:
+        if file.is_file() and not file.match("*.jsonl") and not file.match("results.*"):
             data = file.read_bytes()
-            if file.name == REPORT:
-                report = timeless(json.loads(data))
-                del report["digests"]["files"][LOG], report["digests"]["report"]  # of what holds times
-                data = json.dumps(report).encode()
+            if file.name in (REPORT, RESULT):
+                report = json.loads(data)
+                for digests in (report.get("digests"), report.get("pruned")):  # of what holds times
+                    if digests:
+                        digests.pop("report" if "files" in digests else "digest", None)
+                        digests.get("files", {}).pop(LOG, None)
+                data = json.dumps(timeless(report)).encode()
             found[str(file.relative_to(folder))] = hashlib.sha256(data).hexdigest()
     return found
 
 
+@pytest.fixture(scope="module")
+def places(tiny: dict[str, Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the lines name: a dense model, a pruned one, the same packed, a text, and the file of a sweep."""
+    folder = tmp_path_factory.mktemp("places")
+    sparsellm.prune(tiny["llama"], "magnitude", "60%").save_pretrained(folder / "pruned")
+    sparsellm.pack(folder / "pruned", folder / "packed")
+    recipe = {"model": str(tiny["llama"]), "method": "wanda", "calibration": str(text_file), "samples": 8}
+    axes = {"sparsity": ["50%", "70%"]}
+    sweep = {"recipe": {**recipe, "sequence_length": 64, "evaluate": [str(text_file)]}, "axes": axes, "keep": True}
+    (folder / "sweep.yaml").write_text(json.dumps(sweep))
+    made = {name: folder / name for name in ("pruned", "packed")}
+    return {**made, "dense": tiny["llama"], "text": text_file, "sweep": folder / "sweep.yaml"}
+
+
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server, and SIGKILL")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_killed_at_random_moments(
-    recipe: str, server: ForkServerContext, tiny: dict[str, Path], text_file: Path, tmp_path: Path
-) -> None:
-    """Five kills of each recipe: four at random moments of the run, one as soon as there is something exported."""
-    generator = random.Random(recipe)
-    said, outputs = tmp_path / "said.txt", tmp_path / "outputs"
-    outputs.mkdir()
+@pytest.mark.parametrize("name", LINES)
+def test_killed_at_random_moments(name: str, server: ForkServerContext, places: dict[str, Path], tmp_path: Path) -> None:
+    """Kills of each line: some at random moments of the run, one as soon as there is something exported."""
+    generator = random.Random(name)
+    said = tmp_path / "said.txt"
 
-    def words(out: Path) -> list[str]:
-        return ["prune", str(tiny["llama"]), str(out), "--calibration", str(text_file), *QUICK, *RECIPES[recipe]]
+    def words(out: Path, *further: str) -> list[str]:
+        return [*(word.format(out=out, **places) for word in LINES[name]), *further]
 
-    whole = tmp_path / "whole"
+    def folder(number: int | str) -> Path:
+        made = tmp_path / str(number) / "out"
+        made.parent.mkdir()
+        return made
+
+    whole = folder("whole")
     seconds = processes.finished(server, words(whole), said)
-    wanted = contents(whole)
+    wanted = contents(whole.parent)
+    resume = ["--resume"] if LINES[name][0] in RESUMED else []
     for number in range(RANDOM_KILLS + 1):
-        out = outputs / "out"
+        out = folder(number)
         moment = generator.uniform(0.05, 0.95) * seconds if number < RANDOM_KILLS else None
         while not kill(processes.started(server, words(out), said), out, moment):
-            shutil.rmtree(out)  # it came to its end before that moment: this machine is not equally fast at all times
+            shutil.rmtree(out.parent)  # it came to its end before: this machine is not equally fast at all times
+            out.parent.mkdir()
             moment = moment / 2 if moment else None
-        processes.finished(server, [*words(out), "--resume"], said)
-        assert contents(out) == wanted
-        assert [file.name for file in outputs.iterdir()] == ["out"]
-        out.rename(tmp_path / f"done-{number}")
+        processes.finished(server, words(out, *resume), said)
+        assert contents(out.parent) == wanted, (number, moment, seconds)
+        assert [file.name for file in out.parent.iterdir()] == [file.name for file in whole.parent.iterdir()]
     assert "Traceback" not in said.read_text()
+
+
+RACES = int(os.environ.get("RACES", "1"))
+"""Of each command with a second one, at random delays; by default with one other command, else with every one."""
+
+TOLD = ("Another process is working on", "exists", "is unfinished", "one that holds no files")
+"""What the second command is told, by when it came."""
+
+RACING = ("wanda, streamed", "several", "recover", "gradual", "search", "pack", "unpack", "export")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="needs processes that are forked from a server")
+@pytest.mark.parametrize("first", RACING)
+def test_two_commands_on_one_output(first: str, server: ForkServerContext, places: dict[str, Path], tmp_path: Path) -> None:
+    """Whichever comes first finishes, and the other one is told; what is there is the first one's, as if it was alone."""
+    generator = random.Random(first)
+    alone: dict[str, tuple[float, dict[str, str]]] = {}
+
+    def words(name: str, out: Path) -> list[str]:
+        return [word.format(out=out, **places) for word in LINES[name]]
+
+    names = RACING if RACES > 1 else (first, generator.choice(RACING))
+    for name in dict.fromkeys(names):
+        out = tmp_path / "alone" / name.split(",")[0] / "out"
+        out.parent.mkdir(parents=True)
+        seconds = processes.finished(server, words(name, out), tmp_path / "said.txt")
+        alone[name] = seconds, contents(out.parent)
+    for number, second in enumerate(name for _ in range(RACES) for name in dict.fromkeys(names)):
+        out = tmp_path / f"{number}" / "out"
+        out.parent.mkdir()
+        said = [tmp_path / f"said-{number}-{place}.txt" for place in (0, 1)]
+        running = [processes.started(server, words(first, out), said[0])]
+        time.sleep(generator.uniform(0, 1.05) * alone[first][0])
+        running.append(processes.started(server, words(second, out), said[1]))
+        for process in running:
+            process.join(120)
+        told = [file.read_text() for file in said]
+        assert {process.exitcode for process in running} == {0, 1}, told
+        winner = 0 if running[0].exitcode == 0 else 1
+        assert contents(out.parent) == alone[(first, second)[winner]][1], told
+        loser = " ".join(told[1 - winner].split())
+        assert loser.count("error:") == 1, loser
+        assert any(part in loser for part in TOLD), loser
+        assert "Traceback" not in "".join(told), told
