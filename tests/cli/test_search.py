@@ -207,7 +207,7 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
 ) -> None:
     real, final = searching.run_cell, []
 
-    def worse(cell_folder: CellFolder, *given: Any, then: Callable[[Any], object] = lambda _: None) -> Any:
+    def worse(cell_folder: CellFolder, *given: Any, then: Callable[[Any], object] = lambda _: None, **named: Any) -> Any:
         def with_loss(result: Any) -> None:
             if cell_folder.cell.recipe.effort == "standard":
                 final.append(cell_folder.cell.recipe.sparsity)
@@ -215,7 +215,7 @@ def test_a_smaller_sparsity_follows_where_the_final_effort_misses_the_target(
                     pair["pruned"] = replace(pair["pruned"], value=math.inf)
             then(result)
 
-        return real(cell_folder, *given, then=with_loss)
+        return real(cell_folder, *given, then=with_loss, **named)
 
     monkeypatch.setattr(searching, "run_cell", worse)
     seen: list[object] = []

@@ -66,6 +66,7 @@ def test_observer_sees_every_step(tiny: dict[str, Path], text_file: Path) -> Non
     assert [name for name in stages if "takes" not in name] == [
         "opening",
         "reading texts",
+        "reading the model's files",
         "loading",
         "estimating sensitivity",
         "choosing per-layer sparsity (fisher)",

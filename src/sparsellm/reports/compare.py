@@ -57,6 +57,17 @@ class ComparedRun:
         return str(recipe.get("method")) if plain else f"sparsellm, {variant}"
 
     @property
+    def model(self) -> str:
+        """The last part of the dense model's name."""
+        return PurePath(str(self.report.recipe.get("model"))).name
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Digests of the dense model's weight files by name; empty if they are not known."""
+        files = self.report.inputs.get(str(self.report.recipe.get("model")), {})
+        return {name: text for name, text in files.items() if name.endswith(WEIGHTS)}
+
+    @property
     def perplexities(self) -> dict[Sequences, SavedPair]:
         """Dense and pruned perplexity, by what they were measured on."""
         return {
@@ -64,6 +75,10 @@ class ComparedRun:
             for text, pair in self.report.perplexity.items()
             if (figure := pair.pruned or pair.dense)
         }
+
+    def files_of(self, text: str) -> dict[str, str]:
+        """Digests of the files of a test text, by the last part of its name; empty if it has none."""
+        return next((files for name, files in self.report.inputs.items() if PurePath(name).name == text), {})
 
     @property
     def figures(self) -> dict[Sequences | str, Figure]:
@@ -170,7 +185,7 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
     runs = [run for folder in folders for run in _read(results_folder(folder), names[str(folder)], open_cells)]
     if len(runs) < 2:
         raise InvalidSetting(f"There is nothing to compare: {len(runs)} finished run. Name two folders, or a sweep.")
-    models = {(PurePath(str(run.report.recipe.get("model"))).name, run.report.totals.parameters): run for run in runs}
+    models = {(run.model, run.report.totals.parameters): run for run in runs}
     if len(models) > 1:
         (first, _), (other, _) = list(models)[:2]
         one, another = list(models.values())[:2]
@@ -178,7 +193,21 @@ def read_comparison(folders: Sequence[str | Path]) -> Comparison:
         raise InvalidSetting(
             f"{one.name} and {another.name} are pruned from different models, {kind}. Compare runs of one model."
         )
+    _check_weights(runs)
     return Comparison(next(iter(models))[0], tuple(names.values()), tuple(runs), tuple(_notes(runs, open_cells)))
+
+
+def _check_weights(runs: Sequence[ComparedRun]) -> None:
+    """Raise InvalidSetting if the models of two runs, which have one name, have a weight file of other contents."""
+    known: dict[str, tuple[str, str]] = {}
+    for run in runs:
+        for file, text in run.weights.items():
+            first, recorded = known.setdefault(file, (run.name, text))
+            if recorded != text:
+                raise InvalidSetting(
+                    f"{first} and {run.name} are pruned from different models, both called {run.model}: {file} had {recorded} "
+                    f"for the first and {text} for the second. Compare runs of one model."
+                )
 
 
 def results_folder(folder: str | Path) -> Path:
@@ -223,6 +252,11 @@ def _notes(runs: Sequence[ComparedRun], open_cells: Sequence[str]) -> Iterator[s
     for text, keys in sequences.items():
         if len(keys) > 1:
             yield f"The perplexity on {text} was measured on other sequences in other columns: compare within a column only."
+    for text in sequences:
+        if len({tuple(sorted(files.values())) for run in runs if (files := run.files_of(text))}) > 1:
+            yield f"The perplexity on {text} is on different texts of that name: the file was changed between the runs."
+    if any(run.weights.keys() != runs[0].weights.keys() or not run.weights for run in runs):
+        yield f"Whether all runs are of the same {runs[0].model} is not known: not all name the same files that they read."
     for (text, *_), dense in values.items():
         if dense and max(dense) > (1 + SAME_TEXT) * min(dense):
             yield f"The dense perplexity on {text} is from {min(dense):.4g} to {max(dense):.4g}: these are different texts."

@@ -20,7 +20,8 @@ from sparsellm.reports.sweep_runner import CellFolder, run_cell
 from sparsellm.reports.target import Point, Target, packed_size
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage
 from sparsellm.runs.export import Result, claimed
-from sparsellm.runs.fingerprint import DenseCache, contents, environment, model_fingerprint
+from sparsellm.runs.fingerprint import DenseCache, environment, model_fingerprint
+from sparsellm.runs.inputs import SameInputs, run_inputs
 from sparsellm.runs.loading import OpenedModel, open_model
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.recipe_fields import ALLOCATIONS
@@ -116,13 +117,14 @@ class _Searcher:
 
     def __init__(self, recipe: Recipe, target: Target, output: Path, *, folder: Path, observe: Observer) -> None:
         self._recipe, self._target, self._output, self._folder, self._observe = recipe, target, output, folder, observe
-        self._shared = DenseCache(folder / "dense", observe)
+        self._shared, self._inputs = DenseCache(folder / "dense", observe), SameInputs()
         self._points: dict[tuple[bool, float], Point] = {}
         self._sizes: dict[float, int] = {}
         self._number, self._expected = 0, 1  # runs begun, and runs that the search takes
 
     def run(self, grid: Sequence[float], opened: OpenedModel) -> Search:
         """Find the sparsity among those of the grid, and write the output."""
+        self._inputs.check(run_inputs(self._recipe, opened.source))  # those of finished cells
         if self._target.size is None:
             self._expected = math.ceil(math.log2(len(grid) + 1)) + 1
             found = bisect(lambda number: self._try(grid[number - 1]).met, len(grid))
@@ -144,7 +146,7 @@ class _Searcher:
         if not cell_folder.result.exists():
             self._announce(f"trying {Unstructured(sparsity)}")
             with cell_folder.taken():
-                cell_folder.finish(run_cell(cell_folder, self._observe, self._shared))
+                cell_folder.finish(run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check))
         return self._finished_point(cell_folder, sparsity)
 
     def _finish(self, sparsity: float) -> Search | None:
@@ -162,7 +164,7 @@ class _Searcher:
 
         self._announce(f"output at {Unstructured(sparsity)}")
         with cell_folder.taken():
-            result = run_cell(cell_folder, self._observe, self._shared, then=save)
+            result = run_cell(cell_folder, self._observe, self._shared, check=self._inputs.check, then=save)
             if result.report.search is None:
                 cell_folder.finish(result)
                 return None
@@ -269,9 +271,7 @@ def _fast(recipe: Recipe, target: Target) -> Recipe:
 def _digest(recipe: Recipe, opened: OpenedModel) -> str:
     """Digest of the files that the runs of a search read, and of the machine: runs on others do not count."""
     assert isinstance(opened.source, Checkpoint)
-    files = [Path(text).expanduser() for text in (recipe.calibration, *recipe.evaluate) if text]
-    known = model_fingerprint(opened.source) | environment(opened.device)
-    known |= {str(file): contents(file) for file in files if file.is_file()}
+    known = {**model_fingerprint(opened.source), **environment(opened.device), **run_inputs(recipe, opened.source)}
     return hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

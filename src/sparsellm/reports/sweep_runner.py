@@ -9,20 +9,22 @@ import itertools
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from sparsellm.data.json_files import durable, strict_json
-from sparsellm.errors import CannotResume, InvalidSetting, OutputExists
+from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
 from sparsellm.reports.sweep_file import Cell, Sweep
 from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.inputs import OF_THE_MACHINE, Inputs, OtherContents, changed_input
 from sparsellm.runs.output_lock import refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import FailedCell, FinishedCell, SavedReport, read_record
@@ -37,9 +39,6 @@ SWEEP = "sweep.json"
 """The file that marks the folder of a sweep and describes the sweep."""
 
 State = Literal["finished", "failed", "at work", "open"]
-
-OF_THE_MACHINE = ("device", "max_memory", "offload", "batch_size")
-"""Recipe fields that do not identify a cell: processes on different machines may differ in them."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,39 @@ class CellFolder:
         return text
 
 
+class FinishedInputs:
+    """What the finished cells of a sweep have read. What was changed since makes no table with them.
+
+    Attributes:
+        unknown: Number of finished cells that do not say what they read, since an earlier version ran them.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path) -> None:
+        self.unknown = 0
+        self._open = [CellFolder(folder, cell) for cell in sweep.cells]
+        self._known: dict[str, tuple[CellFolder, Mapping[str, str]]] = {}
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise OtherContents if two finished cells, or one and a run with these inputs, have read other files of one name."""
+        for folder in [folder for folder in self._open if folder.result.exists()]:
+            self._open.remove(folder)
+            report = folder.outcome().report
+            self.unknown += not (report and report.inputs)
+            self._compare(report.inputs if report else {}, folder)
+        self._compare(inputs)
+
+    def _compare(self, inputs: Inputs, folder: CellFolder | None = None) -> None:
+        for name, files in inputs.items():
+            first, recorded = self._known.get(name, (folder, files))
+            if first and (difference := changed_input({name: recorded}, {name: files})):
+                raise OtherContents(
+                    f"{difference}. The finished cell {first.cell.name!r} has read the earlier one, and its results do not go "
+                    f"with others. Put the files back, name another folder, or remove {first.folder} to run that cell again."
+                )
+            if folder:
+                self._known.setdefault(name, (folder, files))
+
+
 def run_sweep(
     sweep: Sweep,
     folder: str | Path,
@@ -142,15 +174,22 @@ def run_sweep(
 
     Raises:
         OutputExists: If the folder exists and is not the folder of a sweep.
+        OtherContents: If a model or a text was changed since a cell that read it was finished.
         OSError: If the disk is full.
     """
     path, selected = Path(folder), sweep.at(only)
     _open(path, sweep)
     shared = DenseCache(path / "dense", observe)
     cell_folders = [CellFolder(path, cell) for cell in selected]
+    inputs = FinishedInputs(sweep, path)
+    inputs.check({})
     done = [folder.result.exists() or (folder.failure.exists() and not retry) for folder in cell_folders]
     recipes = [None if is_done else _on_device(cell.recipe, device) for cell, is_done in zip(selected, done, strict=True)]
     if any(recipes):
+        if inputs.unknown:
+            observe(
+                Note(f"{plural(inputs.unknown, 'finished cell')} of an earlier version may be of other files than those of now")
+            )
         observe(Stage(ESTIMATING))
         observe(Schedule(lambda: expected_runs(recipes, written=sweep.keep, shared=True)))
     passes = itertools.product((False, True), enumerate(cell_folders, 1))
@@ -162,9 +201,9 @@ def run_sweep(
                 continue
             observe(NextRun(number, len(cell_folders), cell_folder.cell.name))
             try:
-                cell_folder.finish(_run_sweep_cell(cell_folder, observe, shared, device=device, keep=sweep.keep))
+                cell_folder.finish(_run_sweep_cell(cell_folder, observe, shared, device=device, keep=sweep.keep, inputs=inputs))
             except Exception as error:
-                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                if isinstance(error, OtherContents) or (isinstance(error, OSError) and error.errno == errno.ENOSPC):
                     raise
                 observe(Note(f"the cell {cell_folder.cell.name} failed and is skipped: {cell_folder.fail(error)}"))
         gc.collect()  # frees the model of the cell
@@ -188,18 +227,26 @@ def saved_sweep(folder: str | Path) -> Sweep:
 
 
 def _run_sweep_cell(
-    cell_folder: CellFolder, observe: Observer, shared: DenseCache, *, device: str | None, keep: bool
+    cell_folder: CellFolder,
+    observe: Observer,
+    shared: DenseCache,
+    *,
+    device: str | None,
+    keep: bool,
+    inputs: FinishedInputs,
 ) -> Result:
-    """Run a cell of a sweep, and save its model if the sweep keeps models."""
+    """Run a cell of a sweep, and save its model if the sweep keeps models. What it read is checked at its start and its end."""
+    run_it = partial(run_cell, cell_folder, observe, shared, device=device, check=inputs.check)
     if not keep:
-        return run_cell(cell_folder, observe, shared, device=device)
+        return run_it(then=lambda result: inputs.check(result.report.inputs))
     check_output(cell_folder.model, dense=cell_folder.cell.recipe.model, overwrite=True)
 
     def save(result: Result) -> None:
+        inputs.check(result.report.inputs)
         observe(Stage(WRITING))
         result.save_pretrained(cell_folder.model, overwrite=True)
 
-    return run_cell(cell_folder, observe, shared, device=device, then=save)
+    return run_it(then=save)
 
 
 def run_cell(
@@ -208,6 +255,7 @@ def run_cell(
     shared: DenseCache,
     *,
     device: str | None = None,
+    check: Callable[[Inputs], object] = lambda _: None,
     then: Callable[[Result], object] = lambda _: None,
 ) -> Result:
     """Run a cell, resuming the work of an earlier process if there is any.
@@ -216,13 +264,14 @@ def run_cell(
         cell_folder: The cell, locked by this process.
         shared: Cache of results on dense models.
         device: Overrides the device of the recipe.
+        check: As for `run`.
         then: Called with the result while the files of the run exist.
     """
     recipe = _on_device(cell_folder.cell.recipe, device)
 
     def prune(restart: bool) -> Result:
         with work_directory(cell_folder.model, resume=not restart, restart=restart) as work:
-            result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name)
+            result = run(recipe, observe, work=work, shared=shared, name=cell_folder.name, check=check)
             then(result)
         with suppress(OSError):
             cell_folder.model.rmdir()  # fails if the model was saved there
@@ -230,6 +279,8 @@ def run_cell(
 
     try:
         return prune(restart=False)
+    except OtherContents:
+        raise
     except CannotResume:  # the earlier work is of another machine or of other versions
         return prune(restart=True)
 

@@ -12,6 +12,7 @@ from sparsellm.data.json_files import finite
 from sparsellm.errors import CannotResume, InvalidSetting
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import NOT_DECISIVE
+from sparsellm.runs.inputs import changed_input, current_inputs
 from sparsellm.runs.loading import open_model
 from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.outputs import Output, read_finished, read_output
@@ -132,6 +133,8 @@ class GradualPruning:
                     f"{folder} is a stage of another run: {name} was {stored.get(name)!r}, now {value!r}. "
                     "Pass the original settings, or `restart=True`."
                 )
+        if difference := changed_input(content.get("inputs", {}), Paths(recipe).without(current_inputs(recipe))):
+            raise CannotResume(f"{folder} is a stage of another run: {difference}. Put the files back, or pass `restart=True`.")
 
     def record(self, folder: Path, report: Report) -> None:
         """Add the results of the stages so far to the report of a recovery, before it is written."""

@@ -13,6 +13,7 @@ from sparsellm.runs.estimates import RunPlan
 from sparsellm.runs.events import NextRun, Observer, combine_observers
 from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.inputs import SameInputs
 from sparsellm.runs.loading import named_model
 from sparsellm.runs.planning import plan_run
 from sparsellm.runs.recipe_fields import MethodName, RecoveryFields
@@ -95,10 +96,10 @@ def prune(
         observer = combine_observers(display, observe)
         if not several:
             return run(recipes[0], observer, given=given, source=source)
-        shared, results = DenseCache(Path(folder)), []
+        shared, inputs, results = DenseCache(Path(folder)), SameInputs(), []
         for number, recipe in enumerate(recipes, 1):
             observer(NextRun(number, len(recipes), recipe.size_label))
-            results.append(run(recipe, observer, given=given, shared=shared))
+            results.append(run(recipe, observer, given=given, shared=shared, check=inputs.check))
         return results
 
 

@@ -188,7 +188,8 @@ def measure_into(
     if recipe.task:
         with phase(f"{ANSWERING} {when}", report, observer, unit="answer") as advance:
             score = partial(_accuracies, recipe, loaded, ready.source.tokenizer(), advance)
-            name = f"accuracies on {recipe.task} of {recipe.task_data}, {recipe.task_limit} questions"
+            data = report.inputs.get(str(recipe.task_data), recipe.task_data)
+            name = f"accuracies on {recipe.task} of {data}, {recipe.task_limit} questions"
             accuracies = recall(torch.empty(0, dtype=torch.long), name, score, kind=dict[str, Accuracy])
             for task, accuracy in accuracies.items():
                 report.tasks.setdefault(task, {})[when] = accuracy

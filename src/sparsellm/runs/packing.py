@@ -18,6 +18,7 @@ from sparsellm.checkpoints.tensor_index import TensorDigest, TensorLocation, rea
 from sparsellm.errors import BadCheckpoint, InvalidSetting, UnsupportedModel, VerificationFailed
 from sparsellm.runs.conversion import Observe, converted, finish
 from sparsellm.runs.export import check_output, claimed, is_finished
+from sparsellm.runs.outputs import read_output
 from sparsellm.runs.packed_card import dense_card, packed_card
 from sparsellm.runs.packed_documents import Packed, Source, Unpacked, copy_files, matrix_sizes, report_of
 from sparsellm.runs.packed_values import Values, check_plain, values_of
@@ -232,10 +233,18 @@ def packed_outputs(outputs: Mapping[Path, Recipe | RecoveryRecipe], *, resume: b
             limit = f"packing is for {100 * PAYS:.0f} % and more"
             raise InvalidSetting(f"`sparsity` {recipe.sparsity} is too little to pack: {limit}. Leave out `pack`.")
         target = output.with_name(f"{output.name}-packed")
-        if not (resume and is_finished(target)):
+        if not (resume and is_finished(target) and _is_packed_from(target, output)):
             check_output(target, overwrite, output)
             targets[output] = target
     return targets
+
+
+def _is_packed_from(target: Path, output: Path) -> bool:
+    """Whether a finished packed model is of the run that wrote a finished output: it repeats the report."""
+    if not is_finished(output):
+        return False
+    report, repeated = (read_output(folder.expanduser()).content for folder in (output, target))
+    return all(repeated.get(name) == value for name, value in report.items() if name not in ("files", "digests"))
 
 
 def _check_configured(source: Source) -> None:

@@ -165,6 +165,7 @@ class SavedReport(Record):
     blocks: list[SavedBlock]
     changed_outside: list[str] = []
     dtype_changed: bool = False
+    inputs: dict[str, dict[str, str]] = {}
     recovered: SavedTraining | None = None
     pruned: SavedPruning | None = None
     files: list[str] = []

@@ -17,7 +17,7 @@ from sparsellm.checkpoints.block_loader import tied_names
 from sparsellm.checkpoints.loading import Checkpoint, InMemoryModel, open_checkpoint
 from sparsellm.checkpoints.stamps import Stamps
 from sparsellm.checkpoints.tensor_index import NotStreamable
-from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage
+from sparsellm.errors import BadCheckpoint, InvalidSetting, MissingPackage, VerificationFailed
 from sparsellm.methods import BlockResult, EpochResult, LayerResult, Plan, TrainingResult, planned_layers
 from sparsellm.methods.rounding import IntegerValues, Scales
 from sparsellm.models.architecture_file import read_architecture
@@ -29,7 +29,9 @@ from sparsellm.recovery.block_training import refine_block
 from sparsellm.recovery.distillation import RATES
 from sparsellm.recovery.masked_training import MaskedAdam, TrainingStore
 from sparsellm.recovery.trained_weights import Train, trained_names
-from sparsellm.runs.outputs import read_finished
+from sparsellm.runs.inputs import WEIGHTS, changed_input, run_inputs
+from sparsellm.runs.outputs import Output, read_finished
+from sparsellm.runs.publication import Paths
 from sparsellm.runs.quantized_output import layer_scales
 from sparsellm.runs.recipe_file import validated
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
@@ -173,6 +175,8 @@ def recovery_plan(
         )
     _check_tokenizers(recipe, pruned, source)
     dense = source.folder or source.skeleton()
+    if verified and recipe.has_teacher:
+        _check_dense(recipe, output, source)
     if verified:
         verify(output.folder, dense, trust_remote_code=recipe.trust_remote_code, architecture=recipe.architecture)
     blocks = TypeAdapter(list[BlockResult]).validate_python(output.content["blocks"])
@@ -224,6 +228,16 @@ def lora_targets(recipe: RecoveryRecipe, blocks: Sequence[Block], plan: Plan) ->
             raise unmatched(pattern, "`lora_targets`", layers)
         found |= matched
     return frozenset(found) or None
+
+
+def _check_dense(recipe: RecoveryRecipe, output: Output, source: Checkpoint | InMemoryModel) -> None:
+    """Raise VerificationFailed if weights of the dense model were changed since the checkpoint was made from it."""
+    inputs = Paths(recipe).without(run_inputs(recipe, source))
+    if difference := changed_input(output.report.inputs, inputs, WEIGHTS):
+        raise VerificationFailed(
+            f"{recipe.pruned} was made from another dense model: {difference}. "
+            "Pass the dense model that it was made from as `against`."
+        )
 
 
 def _check_tokenizers(recipe: RecoveryRecipe, pruned: Checkpoint, source: Checkpoint | InMemoryModel) -> None:

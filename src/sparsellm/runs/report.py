@@ -39,7 +39,7 @@ ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 """Characters that HTML interprets, by code, with their escapes."""
 
 
-OPTIONAL = ("pruned", "search", "gradual", "changed_outside", "dtype_changed")
+OPTIONAL = ("pruned", "search", "gradual", "changed_outside", "dtype_changed", "inputs")
 """Fields that are in the JSON only where they hold something."""
 
 
@@ -55,6 +55,7 @@ class Report(Summarized):
         blocks: Results by block, in order.
         changed_outside: Names of the parameters outside of the blocks that a recovery changed.
         dtype_changed: Whether tensors have another dtype than in the dense model's files.
+        inputs: Digests of the files that the run read, by the name of the model or text in the recipe.
         perplexity: Perplexity before and after, by text.
         tasks: Accuracy before and after, by task.
         samples: Continuations by the dense and the pruned model, by prompt.
@@ -79,6 +80,7 @@ class Report(Summarized):
     blocks: list[BlockResult] = field(default_factory=list)
     changed_outside: tuple[str, ...] = ()
     dtype_changed: bool = False
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     perplexity: dict[str, dict[When, Perplexity]] = field(default_factory=dict)
     tasks: dict[str, dict[When, Accuracy]] = field(default_factory=dict)
     samples: dict[str, dict[When, str]] = field(default_factory=dict)

@@ -40,6 +40,7 @@ from sparsellm.runs.events import (
 )
 from sparsellm.runs.export import Result
 from sparsellm.runs.fingerprint import DenseCache, cache_key, environment
+from sparsellm.runs.inputs import Inputs
 from sparsellm.runs.layer_costs import dense_outputs, measure_layers
 from sparsellm.runs.loading import Placement, check_runs, load, open_model
 from sparsellm.runs.measuring import measure_checkpoint, measure_into
@@ -67,6 +68,7 @@ def run(
     work: WorkDirectory | None = None,
     shared: DenseCache | None = None,
     name: str | None = None,
+    check: Callable[[Inputs], object] = lambda _: None,
 ) -> Result:
     """Run a recipe up to the pruned model and its report; `Result.save_pretrained` writes them.
 
@@ -80,6 +82,7 @@ def run(
             resumed, and the model must fit in memory.
         shared: Cache of results on dense models, shared with other runs.
         name: Name of the run for observers. Default: the name of its output, or of its model.
+        check: Called with the digests of what the run reads, before any heavy work.
 
     Raises:
         SparseLLMError: See `sparsellm.errors`.
@@ -87,7 +90,7 @@ def run(
     log, report = EventLog(), Report(recipe)
     observer = combine_observers(log, observe)
     with remarks_to(lambda text, is_new: add_note(text, report, observer if is_new else log)):
-        return _run(recipe, report, observer, log, given=given, source=source, work=work, shared=shared, name=name)
+        return _run(recipe, report, observer, log, given=given, source=source, work=work, shared=shared, name=name, check=check)
 
 
 def _run(
@@ -101,6 +104,7 @@ def _run(
     work: WorkDirectory | None,
     shared: DenseCache | None,
     name: str | None,
+    check: Callable[[Inputs], object],
 ) -> Result:
     """Run a recipe, as `run`, with a log that is one of the observers."""
     started = time.perf_counter()
@@ -120,6 +124,7 @@ def _run(
         add_note(opened.no_text, report, observer)
     report.environment = environment(ready.device)
     placement, batch, journal = start_run(ready, report, observer, work=work)
+    check(report.inputs)
     release_free_memory()  # used by tokenization
     if work and collectives.is_main():
         log.keep(work.folder / LOG)

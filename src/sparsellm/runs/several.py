@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from sparsellm.runs.events import WRITING, NextRun, Observer, Stage
 from sparsellm.runs.export import check_output, is_finished
 from sparsellm.runs.fingerprint import DenseCache
 from sparsellm.runs.gradual import GradualPruning
+from sparsellm.runs.inputs import Inputs, SameInputs, check_kept
 from sparsellm.runs.output_lock import recover_output, refuse_links
 from sparsellm.runs.recipe import Recipe
 from sparsellm.runs.records import WORK
@@ -63,7 +64,8 @@ def check_outputs(
 
     Raises:
         OutputExists: One exists, or the folder for several is a file or holds files.
-        CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set.
+        CannotResume: The folder for several is unfinished, and neither `resume` nor `restart` is set; or a finished output
+            was made with other settings, or from files that were changed since.
         InvalidSetting: As `check_output`.
     """
     if gradual:
@@ -87,6 +89,8 @@ def check_outputs(
             check_output(folder, overwrite or resume or restart, recipe.pruned)
         if not (resume and is_finished(folder)):
             check_output(folder, overwrite, recipe.model)
+        else:
+            check_kept(folder, recipe)
 
 
 def run_each(
@@ -113,7 +117,7 @@ def run_each(
     Returns:
         The report of the last run.
     """
-    replaces = overwrite or (restart and len(folders) > 1)
+    replaces, inputs = overwrite or (restart and len(folders) > 1), SameInputs()
     for number, (folder, recipe) in enumerate(folders.items()):
         if finished[number]:
             continue
@@ -121,9 +125,8 @@ def run_each(
             observe(NextRun(number + 1, len(folders), folder.name))
         # The pruning runs of stages have different inputs each, so their results serve no other run.
         cache = None if gradual and isinstance(recipe, Recipe) else shared
-        report = _run_into(
-            folder, recipe, observe, shared=cache, resume=resume, restart=restart, overwrite=replaces, gradual=gradual
-        )
+        replace = {"resume": resume, "restart": restart, "overwrite": replaces}
+        report = _run_into(folder, recipe, observe, shared=cache, gradual=gradual, check=inputs.check, **replace)
     return report
 
 
@@ -137,6 +140,7 @@ def _run_into(
     restart: bool = False,
     overwrite: bool = False,
     gradual: GradualPruning | None = None,
+    check: Callable[[Inputs], object],
 ) -> Report:
     """Run a recipe and write its output.
 
@@ -145,12 +149,13 @@ def _run_into(
         resume: As for `work_directory`.
         restart: As for `work_directory`.
         gradual: The gradual pruning that the run belongs to, whose stages its report then has.
+        check: As for `run`.
     """
     name = f"{folder.parent.name}, {recipe.size_label}" if shared and isinstance(recipe, Recipe) else None
     with work_directory(folder, resume, restart) as work:
         # Another command may have finished it since the command checked it.
         collectives.on_main(lambda: check_output(folder, overwrite, recipe.model))
-        result = run(recipe, observe, work=work, shared=shared, name=name)
+        result = run(recipe, observe, work=work, shared=shared, name=name, check=check)
         if gradual and collectives.is_main():
             gradual.record(folder, result.report)
         observe(Stage(WRITING))

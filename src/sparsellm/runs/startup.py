@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from sparsellm.checkpoints.headers import dtype_name
+from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import InvalidSetting
 from sparsellm.pruning.journal import Journal
 from sparsellm.runs.compute_dtype import choose_products
 from sparsellm.runs.events import DIGESTING, Note, Observer, Stage
 from sparsellm.runs.fingerprint import fingerprint
+from sparsellm.runs.inputs import run_inputs
 from sparsellm.runs.loading import Placement, choose_placement
 from sparsellm.runs.planning import fit_to_memory
 from sparsellm.runs.preparation import Prepared
@@ -33,7 +35,7 @@ def start_run(
     """Choose placement and batch size, and open the journal.
 
     Args:
-        report: The run's report, with its recipe and environment.
+        report: The run's report, with its recipe and environment; receives the digests of what the run reads.
         work: Work directory of the output; None for a run that cannot be resumed.
 
     Returns:
@@ -46,8 +48,11 @@ def start_run(
     """
     recipe, journal = report.recipe, None
     placement = choose_placement(recipe, ready, files=work is not None)
-    if work or collectives.world() > 1:
+    is_identified = work is not None or collectives.world() > 1
+    if is_identified or isinstance(ready.source, Checkpoint):
         observer(Stage(DIGESTING))
+    report.inputs = run_inputs(recipe, ready.source)
+    if is_identified:
         identity = fingerprint(recipe, ready.source, windows=ready.windows, environment=report.environment)
         if report.pruned:
             identity["pruned checkpoint"] = report.pruned["digest"]

@@ -15,7 +15,8 @@ from sparsellm.data.padding import PADDING, count_tokens, sequence_lengths
 from sparsellm.data.samples import Sequences, calibration_windows, test_windows
 from sparsellm.data.texts import Split, Text, read_text
 from sparsellm.errors import BadText, InvalidSetting
-from sparsellm.runs.fingerprint import DenseCache
+from sparsellm.runs.fingerprint import DenseCache, contents
+from sparsellm.runs.inputs import text_contents
 from sparsellm.runs.loading import OpenedModel
 from sparsellm.runs.recipe import RunRecipe
 from sparsellm.runtime.memory import available
@@ -44,18 +45,22 @@ def read_tokens(
     def recall(find: Callable[[], Value], *settings: object) -> Value:
         if shared is None or isinstance(source, InMemoryModel):
             return find()
+        files = [contents(file) for file in source.stamps.documents]  # the tokenizer's among them
         form = (recipe.text_field, recipe.documents, recipe.bos)
-        return shared.in_memory((source.folder, length, *form, *settings), find)
+        return shared.in_memory((source.folder, *files, length, *form, *settings), find)
+
+    def text(name: str) -> tuple[str, *tuple[str, ...]]:
+        return name, *text_contents(name).values()
 
     calibration = recall(
         partial(draw_windows, recipe, source, length, given=given),
-        recipe.reads_text and (recipe.calibration if given is None else id(given)),  # some data can be read only once
+        recipe.reads_text and (text(str(recipe.calibration)) if given is None else id(given)),  # some can be read only once
         recipe.samples,
         recipe.seed,
     )
     tests = {
-        text: recall(partial(read_test, recipe, source, text, length=length), text, recipe.evaluate_limit)
-        for text in recipe.evaluate
+        name: recall(partial(read_test, recipe, source, name, length=length), text(name), recipe.evaluate_limit)
+        for name in recipe.evaluate
     }
     return calibration, tests
 
