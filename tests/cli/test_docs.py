@@ -11,11 +11,16 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import Result
+
+from sparsellm.data.yaml_files import read_mapping
+from sparsellm.runs.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -138,6 +143,31 @@ def test_every_example_runs(
                 assert result.exit_code == 0, f"{part}\n{result.stderr}\n{result.stdout}"
     assert not tried, f"{page.name} asked the network: {tried}"
     assert ran or page.name == "CONTRIBUTING.md"
+
+
+def test_every_yaml_block_is_read(command: Callable[..., Result], tmp_path: Path) -> None:
+    """Sweep files are listed, recipes are printed; other blocks are allocations, or published values of a sweep."""
+    kinds: Counter[str] = Counter()
+    for page in PAGES:
+        for language, content in fences(page):
+            if language not in ("yaml", "yml"):
+                continue
+            file = tmp_path / "block.yaml"
+            file.write_text(content, encoding="utf-8")
+            fields = set(read_mapping(file, "block"))
+            if fields == {"published"}:
+                axes = {"model": ["facebook/opt-125m"], "method": ["sparsegpt"], "sparsity": ["70%", "80%"]}
+                whole = content + yaml.safe_dump({"calibration": "demo", "axes": axes})
+                file.write_text(whole, encoding="utf-8")
+            kind, words = "allocation", ("plan", "demo:opt", "--allocation", file, "--method", "magnitude", "--sparsity", "50%")
+            if fields & {"axes", "published"}:
+                kind, words = "sweep", ("sweep", file, tmp_path / "out", "--list")
+            elif fields <= Recipe.model_fields.keys():
+                kind, words = "recipe", ("prune", "--config", file, "--print-config")
+            kinds[kind] += 1
+            done = command(*words)
+            assert done.exit_code == 0, f"{page.name}:\n{content}\n{done.stderr}"
+    assert kinds["sweep"] >= 2
 
 
 def test_commands_fit_the_site() -> None:

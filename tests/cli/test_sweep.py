@@ -23,9 +23,11 @@ from sparsellm.cli.console import show
 from sparsellm.cli.console import table as drawn
 from sparsellm.errors import InvalidSetting, OutputExists
 from sparsellm.methods import BlockResult
+from sparsellm.reports.commands import sweep_yaml
 from sparsellm.reports.comparison import Row, grid, table, to_csv, to_json, to_latex, to_markdown
 from sparsellm.reports.measures import Figure
-from sparsellm.reports.sweep_file import Sweep, read_sweep
+from sparsellm.reports.sweep_cells import Sweep
+from sparsellm.reports.sweep_file import read_sweep
 from sparsellm.reports.sweep_runner import CellFolder, Outcome, read_outcomes, run_sweep, saved_sweep
 from sparsellm.runs import cached_allocation, measuring, run, stages
 from sparsellm.runs.recipe_file import read_recipe
@@ -116,6 +118,120 @@ def test_a_label_may_stand_for_several_fields(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_at_once(parts: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match=message):
         read_sweep(written(tmp_path, **parts))
+
+
+@pytest.mark.parametrize(
+    ("spec", "labels", "sparsities"),
+    [
+        ({"half": "50%", "most": "80%"}, ["half", "most"], ["50%", "80%"]),
+        ({"0.5": {"sparsity": "50%", "seed": 1}, "2:4": "2:4"}, ["0.5", "2:4"], ["50%", "2:4"]),
+        ([0.5, "80%"], ["50%", "80%"], ["50%", "80%"]),
+    ],
+)
+def test_labels_of_a_mapping_are_the_user_s(spec: Any, labels: list[str], sparsities: list[str], tmp_path: Path) -> None:
+    """Also where an entry of `leave_out` or `published`, a selection or a change names them."""
+    entry = {"source": "x", "measure": "perplexity", "axes": ["sparsity"], "values": {next(iter(spec)): 3.5}}
+    axes = {"model": ["demo:opt"], "method": ["wanda", "magnitude"], "sparsity": spec}
+    leave_out = [{"method": "magnitude", "sparsity": next(iter(spec))}]
+    file = written(tmp_path, axes=axes, leave_out=leave_out, published=[entry])
+    sweep = read_sweep(file)
+    assert sweep.axes["sparsity"] == tuple(labels)
+    assert [x.recipe.sparsity for x in sweep.cells if x.recipe.method == "wanda"] == sparsities
+    assert len(sweep.cells) == 3
+    assert sweep.published[0].beside(sweep.cells[0].labels) == 3.5
+    first = next(iter(spec))
+    assert [x.name for x in sweep.at([f"sparsity={first}"])] == [sweep.cells[0].name]
+    assert read_sweep(file, changes=[f"sparsity.{first}=30%"]).cells[0].recipe.sparsity == "30%"
+
+
+def test_a_value_of_a_list_may_be_named_in_any_form(tmp_path: Path) -> None:
+    sweep = read_sweep(written(tmp_path, axes={"model": ["a/opt-125m"], "sparsity": ["70%", "2:4"]}))
+    assert [x.name for x in sweep.at(["model=a/opt-125m", "sparsity=0.7"])] == ["opt-125m, 70%"]
+
+
+def test_labels_of_truth_are_yaml_s(tmp_path: Path) -> None:
+    sweep = read_sweep(
+        written(tmp_path, axes={"model": ["demo:opt"], "keep_zeros": [True, False], "max_memory": [None, "1GiB"]})
+    )
+    assert (sweep.axes["keep_zeros"], sweep.axes["max_memory"]) == (("true", "false"), ("null", "1GiB"))
+
+
+FIELDS = {"model": "demo:opt", "calibration": "demo"}
+
+
+@pytest.mark.parametrize(
+    ("shared", "axes", "names", "ignored"),
+    [
+        (
+            {"effort": "fast"},
+            {"method": ["wanda", "sparsellm", "sparsegpt"]},
+            ["wanda", "sparsellm", "sparsegpt"],
+            "Cells of wanda and sparsegpt leave out settings of other methods: effort.",
+        ),
+        (
+            {},
+            {"method": ["wanda", "sparsellm"], "effort": ["fast", "standard"]},
+            ["wanda, fast", "sparsellm, fast", "sparsellm, standard"],
+            "Cells of wanda leave out settings of other methods: effort. Combinations that differ in these only are one cell.",
+        ),
+        (
+            {"method": "sparsellm", "epochs": 2, "effort": "fast"},
+            {"as_published": [True, False]},
+            ["true", "false"],
+            "Cells of sparsellm as published leave out settings of other methods: effort. "
+            "Cells of sparsellm leave out settings of other methods: epochs.",
+        ),
+        (
+            {"true_sequential": True},
+            {"method": ["wanda", "magnitude"]},
+            ["wanda", "magnitude"],
+            "Cells of magnitude leave out settings of other methods: true_sequential.",
+        ),
+    ],
+)
+def test_settings_that_a_method_does_not_have_are_left_out_of_its_cells(
+    shared: dict[str, Any], axes: dict[str, Any], names: list[str], ignored: str, tmp_path: Path, command: Command
+) -> None:
+    file = written(tmp_path, recipe=FIELDS | shared, axes=axes)
+    sweep = read_sweep(file)
+    assert [cell.name for cell in sweep.cells] == names
+    assert sweep.ignored == ignored
+    done = command("sweep", file, tmp_path / "out", "--list")
+    assert done.stdout.count(ignored) == 1
+    assert to_markdown(sweep, []).count(ignored) == 1
+    again = tmp_path / "again.yaml"
+    again.write_text(sweep_yaml(sweep), encoding="utf-8")
+    assert read_sweep(again).cells == sweep.cells
+
+
+def test_settings_that_no_cell_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="`effort` belongs to the method sparsellm, got the method wanda"):
+        read_sweep(written(tmp_path, recipe=FIELDS | {"effort": "fast"}, axes={"method": ["wanda", "magnitude"]}))
+
+
+def test_fields_of_a_recipe_may_stand_at_the_top(tmp_path: Path) -> None:
+    parts = {"axes": {"sparsity": ["50%"]}, "smoke": {"samples": 1}}
+    inside = read_sweep(written(tmp_path, recipe=FIELDS | {"method": "wanda", "samples": 3}, **parts))
+    beside = read_sweep(written(tmp_path, recipe=None, **FIELDS, method="wanda", samples=3, **parts))
+    assert beside == inside
+    assert read_sweep(tmp_path / "sweep.yaml", smoke=True).cells[0].recipe.samples == 1
+    with pytest.raises(InvalidSetting, match="`samples:` stands both in `recipe:` and beside it"):
+        read_sweep(written(tmp_path, samples=3))
+    with pytest.raises(InvalidSetting, match=r"Unknown field 'modle'\. Did you mean 'model'"):
+        read_sweep(written(tmp_path, modle="demo:opt"))
+
+
+@pytest.mark.parametrize("place", ["top", "recipe"])
+@pytest.mark.parametrize(
+    ("field", "values"), [("method", ["wanda", "sparsegpt"]), ("sparsity", ["50%", "60%"]), ("samples", [1, 2])]
+)
+def test_several_values_outside_of_the_axes_are_told_where_they_belong(
+    place: str, field: str, values: list[Any], tmp_path: Path
+) -> None:
+    several = {field: values}
+    parts = {"recipe": FIELDS | several} if place == "recipe" else {"recipe": None, **FIELDS, **several}
+    with pytest.raises(InvalidSetting, match=f"`{field}:` has 2 values for one recipe. Move it below `axes:`"):
+        read_sweep(written(tmp_path, axes={"seed": [0, 1]}, **parts))
 
 
 def test_a_refused_cell_is_named(tmp_path: Path, command: Command) -> None:

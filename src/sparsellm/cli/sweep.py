@@ -56,6 +56,8 @@ def sweep(
             outcomes = read_outcomes(cells, folder)
             lines = [[x.cell.name, x.state, x.cell.recipe.describe()] for x in outcomes]
             stdout.print(text_table(["cell", "state", "recipe"], lines, words=True))
+            if cells.ignored:
+                print_line(stdout, cells.ignored)
             return
         # The processes of a launcher run different cells; only the first one prints.
         rank, count = watchdog.independent_process(os.environ)

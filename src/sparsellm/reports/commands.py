@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from sparsellm.reports.sweep_file import Published, Sweep
+from sparsellm.reports.sweep_cells import Cell, Published, Sweep
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import fields_of_others
 from sparsellm.runs.recovery_recipe import RecoveryRecipe
 from sparsellm.runs.result_records import SavedGradual
 
@@ -79,7 +80,8 @@ def sweep_yaml(sweep: Sweep) -> str:
         # The values of a field are set by one axis, in some sweeps by the one with the field's name or by any of several.
         axis = next(axis for axis in sorted(sweep.axes, key=lambda axis: axis != name) if _sets(sweep, axis, name))
         for cell, values in zip(sweep.cells, fields, strict=True):
-            axes[axis][cell.labels[axis]][name] = values[name]
+            if _has(cell, name):
+                axes[axis][cell.labels[axis]][name] = values[name]
     content: dict[str, Any] = {
         "title": sweep.title,
         "note": sweep.note,
@@ -94,9 +96,14 @@ def sweep_yaml(sweep: Sweep) -> str:
 
 
 def _sets(sweep: Sweep, axis: str, name: str) -> bool:
-    """Whether all cells with the same label on an axis have the same value of a recipe field."""
-    values = {(cell.labels[axis], repr(getattr(cell.recipe, name))) for cell in sweep.cells}
+    """Whether all cells with the same label on an axis have the same value of a recipe field, of those whose method has it."""
+    values = {(cell.labels[axis], repr(getattr(cell.recipe, name))) for cell in sweep.cells if _has(cell, name)}
     return len(values) == len({label for label, _ in values})
+
+
+def _has(cell: Cell, name: str) -> bool:
+    """Whether the method of a cell has a recipe field."""
+    return name not in fields_of_others(cell.recipe.method, cell.recipe.as_published)
 
 
 def _left_out(sweep: Sweep) -> list[dict[str, str | list[str]]]:

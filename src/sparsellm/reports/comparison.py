@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsellm.data.json_files import durable, strict_json
 from sparsellm.reports.measures import OF_RUN, Figure, capitalized, mean_over_seeds, measures, spoken
-from sparsellm.reports.sweep_file import Sweep, in_words
+from sparsellm.reports.sweep_cells import Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
 
 SEED = "seed"
@@ -185,6 +185,7 @@ def legend(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     lines.append(f"± is the standard error over {f'{seeds} seeds' if seeds > 1 else 'sequences or questions'}.")
     sources = dict.fromkeys(figure.source for row in rows for figure in row.figures.values() if figure.source)
     lines += [f"Paper: {source}." for source in sources]
+    lines += [sweep.ignored] if sweep.ignored else []
     if sweep.smoke:
         lines.append("This is the small form of the sweep, for a trial run: its values cannot be compared with published ones.")
     if missing := [f"{in_words(row.labels)} ({row.trouble})" for row in rows if row.trouble]:

@@ -28,7 +28,7 @@ from sparsellm.reports.figures import Plot, style
 from sparsellm.reports.measures import evaluations, headlines, spoken
 from sparsellm.reports.run_plots import at_bound, run_plots
 from sparsellm.reports.speed_plots import LEGEND, speed_plot, speed_tables
-from sparsellm.reports.sweep_file import Sweep, in_words
+from sparsellm.reports.sweep_cells import Sweep, in_words
 from sparsellm.reports.sweep_plots import sweep_plots
 from sparsellm.reports.sweep_runner import Outcome, is_sweep, read_outcomes, saved_sweep
 from sparsellm.runs.export import Result

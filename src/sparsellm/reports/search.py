@@ -15,7 +15,7 @@ from sparsellm.checkpoints.loading import Checkpoint
 from sparsellm.errors import CannotResume, InvalidSetting, TargetNotReached
 from sparsellm.evaluation.measurements import is_fraction
 from sparsellm.pruning.journal import JOURNAL
-from sparsellm.reports.sweep_file import Cell
+from sparsellm.reports.sweep_cells import Cell
 from sparsellm.reports.sweep_runner import CellFolder, run_cell
 from sparsellm.reports.target import Point, Target, packed_size
 from sparsellm.runs.events import WRITING, NextRun, Note, Observer, Stage

@@ -2,119 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import isfinite, prod
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError, model_validator
 
 from sparsellm.data.yaml_files import read_mapping, read_value
-from sparsellm.errors import InvalidSetting, nearest
+from sparsellm.errors import InvalidSetting
+from sparsellm.reports.sweep_cells import Cell, Published, Sweep, check_known, in_words, known_label, label_of, written
 from sparsellm.runs.recipe import Recipe
+from sparsellm.runs.recipe_fields import fields_of_others
 from sparsellm.runs.recipe_file import explain, read_recipe
-from sparsellm.runs.result_records import Finite
-from sparsellm.solvers.patterns import parse_pattern
 
 MAX_CELLS = 10_000
 """The most combinations of the axes in one file. Each is a run that takes at least a minute."""
 
 Points = dict[str, dict[str, Any]]  # the values of an axis: by label, the recipe fields that it sets
-
-
-class Cell(BaseModel, frozen=True):
-    """One run of a sweep: its label on each axis, and its recipe."""
-
-    labels: dict[str, str]
-    recipe: Recipe
-
-    @property
-    def name(self) -> str:
-        """All labels as text."""
-        return in_words(self.labels)
-
-
-def in_words(labels: Mapping[str, str], without: Sequence[str] = ()) -> str:
-    """Labels as text, numbers with the name of their axis. `without`: axes to leave out."""
-    items = ((axis, label) for axis, label in labels.items() if axis not in without)
-    return ", ".join(f"{axis} {label}" if re.fullmatch(r"[\d.]+", label) else label for axis, label in items)
-
-
-class Published(BaseModel, frozen=True):
-    """Published values, to compare with those of a sweep.
-
-    Attributes:
-        measure: Name of the measure, as in `comparison.measures`.
-        figures: Pairs of labels by axis, which select cells, and a value.
-    """
-
-    source: str
-    measure: str
-    figures: tuple[tuple[dict[str, str], Finite], ...]
-
-    def beside(self, labels: Mapping[str, str]) -> float | None:
-        """The published value for a cell, or None."""
-        return next((value for selected, value in self.figures if selected.items() <= labels.items()), None)
-
-
-class Sweep(BaseModel, frozen=True):
-    """The cells of a sweep, and how to display them.
-
-    Attributes:
-        title: Heading of tables and report.
-        note: A remark for tables and report.
-        axes: By name, the labels in order.
-        columns: Axis whose labels are the columns of the printed table; None for one line per cell.
-        keep: Whether pruned models are saved.
-        smoke: Whether this is the small form of the sweep, for a trial run.
-    """
-
-    title: str
-    note: str
-    axes: dict[str, tuple[str, ...]]
-    cells: tuple[Cell, ...]
-    columns: str | None = None
-    keep: bool = False
-    published: tuple[Published, ...] = ()
-    smoke: bool = False
-
-    @model_validator(mode="after")
-    def _check_axes(self) -> Sweep:
-        if self.columns is not None and self.columns not in self.axes:
-            raise ValueError("`columns:` names no axis")
-        if any(cell.labels.keys() != self.axes.keys() for cell in self.cells):
-            raise ValueError("the labels of a cell do not match the axes")
-        return self
-
-    def at(self, selection: Sequence[str]) -> list[Cell]:
-        """The cells with the given labels.
-
-        Args:
-            selection: Labels as "axis=label". Cells match any of the labels given for one axis, on every axis given. An empty
-                sequence selects all cells.
-
-        Raises:
-            InvalidSetting: For an unknown axis or label, or if no cell matches.
-        """
-        selected: dict[str, set[str]] = {}
-        for condition in selection:
-            axis, _, label = condition.partition("=")
-            _check_known(axis, self.axes, "The selection of cells names an unknown axis")
-            _check_known(label, self.axes[axis], f"The selection of cells names an unknown label of {axis!r}")
-            selected.setdefault(axis, set()).add(label)
-        cells = [cell for cell in self.cells if all(cell.labels[axis] in labels for axis, labels in selected.items())]
-        if not cells:
-            raise InvalidSetting(f"No cell of the sweep matches {', '.join(selection)}.")
-        return cells
+Excluded = dict[str, set[str]]  # an entry of `leave_out`: the excluded labels by axis
 
 
 class _Settings(BaseModel, extra="forbid"):
-    """The recipe fields that all cells share, and the axes."""
+    """The recipe fields that all cells share, below `recipe:` or beside it, and the axes."""
 
     recipe: dict[str, Any] = {}
     axes: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_fields(cls, content: Any) -> Any:
+        """Move the recipe fields that stand beside `recipe:` below it."""
+        if not isinstance(content, Mapping) or not isinstance(content.get("recipe") or {}, Mapping):
+            return content
+        below, beside = content.get("recipe") or {}, {name: content[name] for name in content if name in Recipe.model_fields}
+        if repeated := [name for name in beside if name in below]:
+            raise InvalidSetting(f"`{repeated[0]}:` stands both in `recipe:` and beside it. Leave out one of them.")
+        return {name: content[name] for name in content if name not in beside} | {"recipe": {**below, **beside}}
 
 
 class _Entry(BaseModel, extra="forbid"):
@@ -155,7 +80,7 @@ def read_sweep(file: str | Path | Mapping[str, Any], *, smoke: bool = False, cha
         given = {field: value for field, value in content.items() if value is not None}
         return _sweep(_SweepFile.model_validate(given), title, smoke=smoke, changes=changes)
     except ValidationError as error:
-        fields = {*_SweepFile.model_fields, *_Entry.model_fields}
+        fields = {*_SweepFile.model_fields, *_Entry.model_fields, *Recipe.model_fields}
         raise InvalidSetting(f"{name}: {explain(error.errors()[0], fields)}") from None
     except InvalidSetting as error:
         error.add_note(f"in {name}")
@@ -176,18 +101,28 @@ def _sweep(content: _SweepFile, title: str, *, smoke: bool, changes: Sequence[st
         raise InvalidSetting("The sweep has no axes. Write for example `axes:` with `method: [sparsegpt, alps]` below it.")
     for change in changes:
         _apply_change(change, shared, axes)
+    _check_single(shared)
     labels = {name: tuple(points) for name, points in axes.items()}
     if (count := prod(map(len, labels.values()))) > MAX_CELLS:
         raise InvalidSetting(
             f"The axes have {count:,} combinations, more than {MAX_CELLS:,}. Split the file into several sweeps."
         )
-    cells = tuple(_cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out]))
-    _check_distinct(cells)
+    cells, ignored = _cells(shared, axes, [_excluded(entry, labels) for entry in content.leave_out])
     if content.columns:
-        _check_known(content.columns, axes, "`columns:` names an unknown axis")
+        check_known(content.columns, axes, "`columns:` names an unknown axis")
     published = tuple(_published(entry, full_axes) for entry in content.published)
-    display = content.model_dump(include={"note", "columns", "keep"})
-    return Sweep(title=content.title or title, axes=labels, cells=cells, published=published, smoke=smoke, **display)
+    display = content.model_dump(include={"note", "columns", "keep"}) | {"smoke": smoke, "ignored": ignored}
+    return Sweep(title=content.title or title, axes=labels, cells=tuple(cells), published=published, **display)
+
+
+def _check_single(shared: Mapping[str, Any]) -> None:
+    """Raise InvalidSetting for several values of a field that all cells share, unless the field itself holds several."""
+    for name, value in shared.items():
+        holds_several = name not in Recipe.model_fields or get_origin(Recipe.model_fields[name].annotation) is tuple
+        if isinstance(value, list) and not holds_several:
+            raise InvalidSetting(
+                f"`{name}:` has {len(value)} values for one recipe. Move it below `axes:` for a cell with each."
+            )
 
 
 def _points(axis: str, spec: Any) -> Points:
@@ -201,19 +136,12 @@ def _points(axis: str, spec: Any) -> Points:
         value = spec[item] if isinstance(spec, dict) else item
         fields = value if isinstance(value, dict) else {axis: value}
         for field in fields:
-            _check_known(str(field), Recipe.model_fields, f"The axis {axis!r} sets an unknown field")
-        label = _label(axis, item)
+            check_known(str(field), Recipe.model_fields, f"The axis {axis!r} sets an unknown field")
+        label = written(item) if isinstance(spec, dict) else label_of(axis, item)
         if label in points:
             raise InvalidSetting(f"The axis {axis!r} has two values named {label!r}. Give each a `label:`.")
         points[label] = dict(fields)
     return points
-
-
-def _label(axis: str, value: Any) -> str:
-    """The label of a value: the canonical text of a pattern, the last part of a model path."""
-    if axis == "sparsity":
-        return str(parse_pattern(str(value)))
-    return PurePath(value).name if axis == "model" and isinstance(value, str) else str(value)
 
 
 def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) -> None:
@@ -224,22 +152,64 @@ def _apply_change(change: str, shared: dict[str, Any], axes: dict[str, Points]) 
         raise InvalidSetting(f"`changes` needs FIELD=VALUE or AXIS.LABEL=VALUE, got {change!r}.")
     fields = shared
     if dot:
-        _check_known(axis, axes, f"The change {change!r} names an unknown axis")
-        fields = axes[axis][_check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
-    fields[_check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
+        check_known(axis, axes, f"The change {change!r} names an unknown axis")
+        label = known_label(axis, label, axes[axis])
+        fields = axes[axis][check_known(label, axes[axis], f"The change {change!r} names an unknown label of {axis!r}")]
+    fields[check_known(axis, Recipe.model_fields, f"The change {change!r} names an unknown field")] = read_value(text)
 
 
-def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> dict[str, set[str]]:
+def _excluded(entry: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Excluded:
     """An entry of `leave_out`: the excluded labels by axis. Labels that are not on the axis have no effect."""
     excluded = {}
     for axis, values in entry.items():
-        _check_known(axis, labels, "`leave_out:` names an unknown axis")
-        excluded[axis] = {_label(axis, value) for value in (values if isinstance(values, list) else [values])}
+        check_known(axis, labels, "`leave_out:` names an unknown axis")
+        several = values if isinstance(values, list) else [values]
+        excluded[axis] = {known_label(axis, value, labels[axis]) for value in several}
     return excluded
 
 
-def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Mapping[str, set[str]]]) -> Iterator[Cell]:
-    """Every combination of the axes that is not excluded."""
+def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]) -> tuple[list[Cell], str]:
+    """Every combination of the axes that is not excluded, without the fields that its method does not have.
+
+    Of cells that differ only in such fields, the first one is kept. Fields that no cell has are left for its recipe to refuse.
+
+    Returns:
+        The cells, and which fields were left out, in sentences.
+    """
+    combinations = list(_combinations(shared, axes, excluded))
+    used = {name for _, fields in combinations for name in fields if name not in _not_its_own(fields)}
+    cells: dict[str, Cell] = {}
+    methods: dict[str, dict[str, None]] = {}  # by field, the methods that do not have it
+    for labels, fields in combinations:
+        unused = [name for name in _not_its_own(fields) if name in fields and name in used]
+        try:
+            recipe = read_recipe({name: value for name, value in fields.items() if name not in unused})
+        except InvalidSetting as error:
+            error.add_note(f"in the cell {in_words(labels)}; `leave_out:` removes cells from a sweep")
+            raise
+        for name in unused:
+            methods.setdefault(name, {})[f"{recipe.method}{' as published' if recipe.as_published else ''}"] = None
+        cell, key = Cell(labels=labels, recipe=recipe), recipe.model_dump_json()
+        cells.setdefault(key if unused else f"{key} {cell.name}", cell)
+    _check_distinct(list(cells.values()))
+    without: dict[str, list[str]] = {}
+    for name, of in methods.items():
+        without.setdefault(" and ".join(of), []).append(name)
+    lines = [f"Cells of {of} leave out settings of other methods: {', '.join(names)}." for of, names in without.items()]
+    if len(cells) < len(combinations):
+        lines.append("Combinations that differ in these only are one cell.")
+    return list(cells.values()), " ".join(lines)
+
+
+def _not_its_own(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields that belong to other methods than the one in these fields."""
+    return fields_of_others(str(fields.get("method", Recipe.model_fields["method"].default)), bool(fields.get("as_published")))
+
+
+def _combinations(
+    shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequence[Excluded]
+) -> Iterator[tuple[dict[str, str], dict[str, Any]]]:
+    """The labels and recipe fields of every combination of the axes that is not excluded."""
     for combination in product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
         if any(all(labels[axis] in values for axis, values in entry.items()) for entry in excluded):
@@ -249,11 +219,7 @@ def _cells(shared: Mapping[str, Any], axes: Mapping[str, Points], excluded: Sequ
             if duplicates := fields.keys() & axes[axis][label]:
                 raise InvalidSetting(f"Two axes set {min(duplicates)!r} at {label!r}. Let one of them set it.")
             fields |= axes[axis][label]
-        try:
-            yield Cell(labels=labels, recipe=read_recipe({**shared, **fields}))
-        except InvalidSetting as error:
-            error.add_note(f"in the cell {in_words(labels)}; `leave_out:` removes cells from a sweep")
-            raise
+        yield labels, {**shared, **fields}
 
 
 def _check_distinct(cells: Sequence[Cell]) -> None:
@@ -272,22 +238,16 @@ def _published(entry: _Entry, labels: Mapping[str, Collection[str]]) -> Publishe
     """Published values with their labels. Raises InvalidSetting for an unknown axis or label, or a value of another type."""
     branches: list[tuple[dict[str, str], Any]] = [({}, entry.values)]
     for axis in entry.axes:
-        _check_known(axis, labels, "`published:` names an unknown axis")
+        check_known(axis, labels, "`published:` names an unknown axis")
         parents, branches = branches, []
         for selected, values in parents:
             if not isinstance(values, dict):
                 raise InvalidSetting(f"`published:` at {selected} must hold `label: value` lines, got {values!r}.")
             for key, value in values.items():
-                label = _check_known(_label(axis, key), labels[axis], f"`published:` names an unknown label of {axis!r}")
+                label = known_label(axis, key, labels[axis])
+                check_known(label, labels[axis], f"`published:` names an unknown label of {axis!r}")
                 branches.append((selected | {axis: label}, value))
     for selected, value in branches:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
             raise InvalidSetting(f"`published:` at {selected} must be a number, got {value!r}.")
     return Published(source=entry.source, measure=entry.measure, figures=tuple(branches))
-
-
-def _check_known(name: str, names: Collection[str], problem: str) -> str:
-    """The name if it is one of `names`; otherwise raises InvalidSetting, which starts with `problem`."""
-    if name not in names:
-        raise InvalidSetting(f"{problem}: {name!r}. {nearest(name, names)}")
-    return name

@@ -11,7 +11,7 @@ from sparsellm.reports.comparison import SEED, Row, models
 from sparsellm.reports.figures import INK, Plot, bar_figure, heat_map
 from sparsellm.reports.measures import BITS, Figure, capitalized, headlines, spoken
 from sparsellm.reports.panels import DENSE, Lines, Point, line_figure
-from sparsellm.reports.sweep_file import Cell, Sweep, in_words
+from sparsellm.reports.sweep_cells import Cell, Sweep, in_words
 from sparsellm.reports.sweep_runner import Outcome
 from sparsellm.runs.records import SavedReport
 from sparsellm.solvers.patterns import NM, parse_pattern

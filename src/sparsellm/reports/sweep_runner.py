@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from sparsellm.data.json_files import durable, strict_json
 from sparsellm.errors import CannotResume, InvalidSetting, OutputExists, plural
-from sparsellm.reports.sweep_file import Cell, Sweep
+from sparsellm.reports.sweep_cells import Cell, Sweep
 from sparsellm.runs.events import ESTIMATING, WRITING, NextRun, Note, Observer, Schedule, Stage
 from sparsellm.runs.export import Result, check_output
 from sparsellm.runs.fingerprint import DenseCache

@@ -16,7 +16,16 @@ from sparsellm.methods.layerwise import LayerWise
 from sparsellm.methods.rounding import IntegerValues
 from sparsellm.methods.sparsellm import SparseLLM, TrueSequential
 from sparsellm.pruning.selection import select_blocks
-from sparsellm.runs.recipe_fields import ALLOCATIONS, RULES, SCOPES, RecipeFields, RunFields, SolverName, parse_size
+from sparsellm.runs.recipe_fields import (
+    ALLOCATIONS,
+    RULES,
+    SCOPES,
+    RecipeFields,
+    RunFields,
+    SolverName,
+    fields_of_others,
+    parse_size,
+)
 from sparsellm.solvers import LayerSolver, Magnitude, Wanda
 from sparsellm.solvers.alps import ALPS
 from sparsellm.solvers.fast_admm import FastADMM
@@ -33,9 +42,6 @@ SOLVERS: dict[str, Callable[[], LayerSolver]] = {
     "alps-accurate": ALPS.accurate,
 }
 """Layer solvers by name; each is also a layer-wise method of that name."""
-
-_ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
-_ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
 
 EFFORTS: dict[str, tuple[SolverName, str]] = {
     "fast": ("fast-admm", "none"),
@@ -122,21 +128,21 @@ class Recipe(RunRecipe, RecipeFields):
 
     @model_validator(mode="after")
     def _check_method(self) -> Recipe:
-        if self.method != "sparsellm":
-            if name := self._first_changed(*_ONLY_SPARSELLM):
-                raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")
-        elif self.as_published:
-            if name := self._first_changed(*_ONLY_DEFAULT):
-                raise InvalidSetting(
-                    f"`{name}` is {getattr(self, name)}, but Algorithm 1 as published does not use it. "
-                    "Leave out either it or `as_published`."
-                )
-        elif name := self._first_changed(*_ONLY_PUBLISHED):
+        name = self._first_changed(*fields_of_others(self.method, self.as_published))
+        if name == "true_sequential":
+            reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
             raise InvalidSetting(
-                f"`{name}` is {getattr(self, name)}, but only Algorithm 1 uses it. "
-                "Pass `as_published=True` with it, or leave it out."
+                f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
+                "Leave it out."
             )
-        elif self.scope not in (None, *SCOPES):
+        if name and self.method != "sparsellm":
+            raise InvalidSetting(f"`{name}` belongs to the method sparsellm, got the method {self.method}.")
+        if name:
+            uses, advice = "only Algorithm 1 uses it", "Pass `as_published=True` with it, or leave it out"
+            if self.as_published:
+                uses, advice = "Algorithm 1 as published does not use it", "Leave out either it or `as_published`"
+            raise InvalidSetting(f"`{name}` is {getattr(self, name)}, but {uses}. {advice}.")
+        if self.method == "sparsellm" and not self.as_published and self.scope not in (None, *SCOPES):
             raise InvalidSetting(
                 f"`scope` is unknown: got {self.scope!r}. {nearest(str(self.scope), SCOPES)} "
                 "A list of blocks needs `as_published=True`."
@@ -157,12 +163,6 @@ class Recipe(RunRecipe, RecipeFields):
 
     @model_validator(mode="after")
     def _check_inputs(self) -> Recipe:
-        if self.true_sequential and self.method in ("sparsellm", "magnitude"):
-            reason = "uses no inputs" if self.method == "magnitude" else "has its own order of layers"
-            raise InvalidSetting(
-                f"`true_sequential` is for alps, fast-admm, sparsegpt and wanda, got the method {self.method}, which {reason}. "
-                "Leave it out."
-            )
         if self.allocation_rule in RULES[1:] and not isinstance(self.pattern, Unstructured):
             raise InvalidSetting(
                 f"`allocation` {self.allocation_rule} needs an unstructured sparsity, got {self.sparsity}. "

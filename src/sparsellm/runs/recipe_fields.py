@@ -37,6 +37,10 @@ ALLOCATIONS = ("uniform", "owl", "fisher")
 RULES = (*ALLOCATIONS, "bits")
 """These, and the rule of a recipe with `bits`."""
 
+_ONLY_DEFAULT, _ONLY_PUBLISHED = ("effort", "gauss_newton_steps"), ("epochs", "alpha", "beta")
+_ONLY_SPARSELLM = ("as_published", "solver", "scope", *_ONLY_PUBLISHED, *_ONLY_DEFAULT)
+"""Fields of the method sparsellm, and those of them that only its default or only Algorithm 1 has."""
+
 _SIZE = TypeAdapter(ByteSize)
 
 
@@ -47,6 +51,12 @@ def parse_size(field: str, value: str) -> int:
         if re.fullmatch(r"\s*\d*\.?\d+\s*[a-zA-Z]+\s*", value) and 0 < (size := _SIZE.validate_python(value)) < 2**63:
             return size
     raise InvalidSetting(f"`{field}` must be a size such as 16GiB or 500MB, got {value!r}.")
+
+
+def fields_of_others(method: str, as_published: bool) -> tuple[str, ...]:
+    """The fields that belong to other methods than this one."""
+    others = _ONLY_SPARSELLM if method != "sparsellm" else _ONLY_DEFAULT if as_published else _ONLY_PUBLISHED
+    return (*others, *(("true_sequential",) if method in ("sparsellm", "magnitude") else ()))
 
 
 _as_tuple = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
